@@ -131,14 +131,14 @@ class Gateways:
         return found
 
     async def _find(self, id: str) -> LogRecord | None:
-        return await self._store.record("default", "default", id)
+        return await self._store.get_record("default", "default", id)
 
     def has_no_record(self, id: str) -> bool:
         """Return whether the record is missing although later ones are written."""
         return self._loop.run(self._find(id)) is None
 
     def payload(self, id: str) -> LogPayload | None:
-        return self._loop.run(self._store.payload("default", "default", id))
+        return self._loop.run(self._store.get_payload("default", "default", id))
 
     def append(self, records: Sequence[LogRecord]) -> None:
         """Append records to the store directly."""
@@ -148,7 +148,7 @@ class Gateways:
         """Return the last record written."""
 
         async def read() -> list[LogRecord]:
-            return (await self._store.page(LogFilters(account="default", gateway="default"), limit=1)).records
+            return (await self._store.read_page(LogFilters(account="default", gateway="default"), limit=1)).records
 
         found = self._loop.run(read())
         return found[0] if found else None

@@ -59,7 +59,7 @@ def test_padded_batch_has_the_same_work(singles: list[int], chunks: list[tuple[i
     mine = np.isin(shaped.token_rows, plain.rows)
     assert mine.sum() == len(plain.tokens) and (shaped.slots[~mine] == -1).all()
     # The used rows of logits belong to the same tokens, in the same order.
-    order = shaped.slots[shaped.logit_rows[shaped.wanted]]
+    order = shaped.slots[shaped.logit_rows[shaped.used_logit_rows]]
     assert np.array_equal(order, plain.slots[plain.logit_rows])
 
 

@@ -135,7 +135,7 @@ def test_model_uses_weights_in_the_declared_order(
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
     start = torch.tensor([0, 6], dtype=torch.int32)
     model.forward(ForwardBatch(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
-    unpacker = model.ahead(HostStream(), HostStream())
+    unpacker = model.make_unpacker(HostStream(), HostStream())
     assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
     following, last = [unpacker.next_weight(weight) for weight in used], 4 * (c.layers - 1)
     assert following[:last] == used[1 : last + 1] and following[last:] == [None] * 5

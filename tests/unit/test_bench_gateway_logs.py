@@ -12,8 +12,8 @@ from gateway_records import DAY, NOON, made
 from emberline.bench.gateway_logs import LogBenchPlan, bench
 from emberline.bench.log_days import copy_day, shift_id
 from emberline.gateway.logs.record import LogPayload, day_of
+from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import LogFilters
-from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import RollupQuery
 
 
@@ -33,12 +33,14 @@ def test_copied_day_equals_the_first(tmp_path: Path) -> None:
         copy_day(tmp_path, day_of(NOON), day_of(NOON) + timedelta(days=1))
         store = await open_store(f"sqlite:{tmp_path}")
         later = [msgspec.structs.replace(each, id=shift_id(each.id, DAY)) for each in records]
-        page = await store.page(LogFilters("acme", since=NOON + DAY // 2, metadata={"n": "1"}), limit=100, timeout_s=60)
+        page = await store.read_page(
+            LogFilters("acme", since=NOON + DAY // 2, metadata={"n": "1"}), limit=100, timeout_s=60
+        )
         assert page.records == [each for each in reversed(later) if each.metadata["n"] == 1]
-        assert await store.payload("acme", "main", later[3].id) == LogPayload(records[3].id.encode(), b"said")
+        assert await store.get_payload("acme", "main", later[3].id) == LogPayload(records[3].id.encode(), b"said")
         for dimension in ("all", "user"):
             days = [
-                await store.rollups(RollupQuery("acme", "day", at, at + 1, dimension=dimension))
+                await store.read_rollups(RollupQuery("acme", "day", at, at + 1, dimension=dimension))
                 for at in (NOON, NOON + DAY)
             ]
             first, second = ([(cell.value, cell.counts) for cell in day] for day in days)

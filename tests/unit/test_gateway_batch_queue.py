@@ -171,6 +171,6 @@ def test_results_are_kept_for_a_day(tmp_path: Path) -> None:
         assert not await queue._work_on_oldest()
         with pytest.raises(NotFound):
             await queue.read_result("a", batch.id, WHO)
-        assert await store.documents("batch_part", "") == []
+        assert await store.list_documents("batch_part", "") == []
 
     run_async(tmp_path, play)

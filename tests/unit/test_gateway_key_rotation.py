@@ -12,7 +12,7 @@ from emberline.core.clock import SystemClock
 from emberline.gateway.keys.master_keys import EnvironmentMasterKeys, MasterKeyFile, MasterKeys
 from emberline.gateway.keys.provider_key_vault import MasterKeySource, ProviderKeyID, ProviderKeyVault
 from emberline.gateway.store.base import AuditEntry, StoreChange
-from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.version_watch import StoreVersionWatch
 
 PLACE = ProviderKeyID("acme", "openai")

@@ -91,7 +91,7 @@ def test_key_identifies_its_user(env: KeyEnvironment) -> None:
         and not caller.may_use_model("groq", "gpt-4o")
     )
     assert caller.may_use_gateway("acme", "any") and not caller.may_use_gateway("other", "any")
-    stored = env.run(env.store.documents("key", "acme"))[0].body.decode()
+    stored = env.run(env.store.list_documents("key", "acme"))[0].body.decode()
     assert secret not in stored and secret[12:] not in stored
 
 
@@ -321,7 +321,9 @@ def test_interrupted_rotation_leaves_keys_readable(env: KeyEnvironment, commits:
     assert [env.run(env.vault().get_key("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]
     env.run(rotate_master_key(env.store, env.file, 2))
     masters = env.file.read()
-    sealed = [msgspec.json.decode(d.body, type=EncryptedKey) for d in env.run(env.store.documents("provider_key", ""))]
+    sealed = [
+        msgspec.json.decode(d.body, type=EncryptedKey) for d in env.run(env.store.list_documents("provider_key", ""))
+    ]
     assert {each.master for each in sealed} == {masters.current.id}
     assert env.run(remove_old_master_keys(env.store, env.file)) == 2
     assert [env.run(env.vault().get_key("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]

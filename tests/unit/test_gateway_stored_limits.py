@@ -16,7 +16,7 @@ from emberline.gateway.limits.journal import GROWTH_BYTES, CounterJournal
 from emberline.gateway.limits.rule import Claim, LimitRule
 from emberline.gateway.limits.stored import StoredLimiter
 from emberline.gateway.store.base import GatewayStore, LimitCounter
-from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.factory import open_store
 
 NOW = 1_800_000_000.0
 DAILY = LimitRule(name="daily", limit=100, amount="requests", per="day")
@@ -128,7 +128,7 @@ def test_ended_and_short_windows_are_not_restored(location: StorageLocation) -> 
             await two.stop()
         async with GatewayProcess(location, wall) as three:
             assert await three.used(claim(DAILY), claim(MONEY)) == [0, 1]
-            assert [each.bucket.split(":")[0] for each in await three.store.counters(0)] == ["money"]
+            assert [each.bucket.split(":")[0] for each in await three.store.list_counters(0)] == ["money"]
             await three.stop()
 
     asyncio.run(run())
@@ -140,11 +140,11 @@ class LostReplyStore:
     def __init__(self, store: GatewayStore) -> None:
         self.store, self.failing = store, True
 
-    async def counters(self, now: int) -> list[LimitCounter]:
-        return list(await self.store.counters(now))
+    async def list_counters(self, now: int) -> list[LimitCounter]:
+        return list(await self.store.list_counters(now))
 
-    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
-        await self.store.count(batch, changes, now)
+    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+        await self.store.add_counters(batch, changes, now)
         if self.failing:
             raise StoreBusy("the connection broke")
 
@@ -189,7 +189,7 @@ def test_usage_is_written_to_the_store_periodically(location: StorageLocation) -
         async with GatewayProcess(location, ManualClock(NOW), interval=0.01) as one:
             await one.use(claim(DAILY), 1)
             async with asyncio.timeout(30):
-                while not await one.store.counters(0):
+                while not await one.store.list_counters(0):
                     await asyncio.sleep(0.01)
             await one.stop()
 

@@ -17,8 +17,8 @@ from emberline.gateway.keys.key_store import KeyStore, StoredKey, hash_secret, n
 from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.store import postgres as postgres_store
 from emberline.gateway.store.base import AuditEntry, Document, StoreChange
+from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import LogFilters
-from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.postgres import PostgresStore
 from emberline.gateway.store.version_watch import StoreVersionWatch
 
@@ -48,7 +48,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
                 clock.advance(1.0)
                 assert await keys.identify(secret) is not None  # within the grace
                 with pytest.raises(StoreFailed):
-                    await store.documents("key", "acme")
+                    await store.list_documents("key", "acme")
                 with pytest.raises(StoreFailed):
                     await store.commit(StoreChange(AuditEntry(0, "acme", "t", "t", "t")))
                 with pytest.raises(StoreFailed):
@@ -60,7 +60,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
             finally:
                 await asyncio.to_thread(postgres.start)
         assert (writer.written, writer.dropped) == (50, 0)
-        assert len((await store.page(LogFilters("acme"), limit=100)).records) == 50
+        assert len((await store.read_page(LogFilters("acme"), limit=100)).records) == 50
         await store.close()
 
     asyncio.run(asyncio.wait_for(do(), 60))
@@ -91,7 +91,7 @@ def test_waiting_for_a_connection_times_out(postgres: Postgres, monkeypatch: pyt
     async def do() -> None:
         store = await PostgresStore.open(postgres.url("postgres"))
         taken = [await store._pool.acquire() for _ in range(store._pool.get_max_size())]
-        for ask in (store.version, store.days):
+        for ask in (store.version, store.list_days):
             with pytest.raises(StoreFailed):
                 await ask()
         for each in taken:

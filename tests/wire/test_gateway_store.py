@@ -23,8 +23,8 @@ from emberline.gateway.logs.retention import Retention
 from emberline.gateway.settings import GatewaySettings, LogSettings
 from emberline.gateway.store import daily_users, postgres, sqlite, tables
 from emberline.gateway.store.base import AuditEntry, Document, Feedback, GatewayStore, StoreChange
+from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import ContainsFilter, ExcludeFilter, LogFilters, NumberRange
-from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import OTHER_USERS, RollupQuery
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def all_records(store: GatewayStore, filters: LogFilters, run: Run[Any], limit: 
     found: list[LogRecord] = []
     before = ""
     while True:
-        page = run(store.page(filters, before=before, limit=limit, timeout_s=60))
+        page = run(store.read_page(filters, before=before, limit=limit, timeout_s=60))
         assert page.complete and len(page.records) <= limit
         found += page.records
         if not page.has_more:
@@ -77,11 +77,11 @@ def test_documents_are_stored_and_listed_by_id(store: GatewayStore, run: Run[Any
     names = ["b", "a/2", "a/1", "a", "Z"]
     run(store.commit(put(*(Document("route", "acme", name, name.encode()) for name in names))))
     run(store.commit(put(Document("route", "other", "a", b"theirs"), Document("key", "acme", "a", b"a key"))))
-    assert [d.id for d in run(store.documents("route", "acme"))] == ["Z", "a", "a/1", "a/2", "b"]
-    assert [d.id for d in run(store.documents("route", "acme", prefix="a/"))] == ["a/1", "a/2"]
-    assert [d.id for d in run(store.documents("route", "acme", after=("a", "acme"), limit=2))] == ["a/1", "a/2"]
-    assert [d.account for d in run(store.documents("route", "", prefix="a", limit=2))] == ["acme", "other"]
-    assert [d.account for d in run(store.documents("route", "", after=("a", "acme"), limit=1))] == ["other"]
+    assert [d.id for d in run(store.list_documents("route", "acme"))] == ["Z", "a", "a/1", "a/2", "b"]
+    assert [d.id for d in run(store.list_documents("route", "acme", prefix="a/"))] == ["a/1", "a/2"]
+    assert [d.id for d in run(store.list_documents("route", "acme", after=("a", "acme"), limit=2))] == ["a/1", "a/2"]
+    assert [d.account for d in run(store.list_documents("route", "", prefix="a", limit=2))] == ["acme", "other"]
+    assert [d.account for d in run(store.list_documents("route", "", after=("a", "acme"), limit=1))] == ["other"]
     found = run(store.get("route", "acme", "a"))
     assert (found.body, found.version, found.updated) == (b"a", 1, NOON)
     assert run(store.get("route", "acme", "a/")) is None
@@ -110,7 +110,7 @@ def test_change_is_atomic(store: GatewayStore, run: Run[Any]) -> None:
         run(store.commit(put(Document("price", "acme", "new", b"1"), Document("price", "acme", "taken", b"2"))))
     assert run(store.get("price", "acme", "new")) is None
     assert run(store.version()) == before
-    assert len(run(store.audits("acme"))) == 1
+    assert len(run(store.list_audits("acme"))) == 1
 
 
 def test_commit_increases_version_and_adds_audit_entry(store: GatewayStore, url: str, run: Run[Any]) -> None:
@@ -121,11 +121,11 @@ def test_commit_increases_version_and_adds_audit_entry(store: GatewayStore, url:
         versions.append(run(other.version()))
     run(other.close())
     assert versions == sorted(set(versions))
-    newest = run(store.audits("acme", limit=2))
+    newest = run(store.list_audits("acme", limit=2))
     assert [a.action for a in newest] == ["made.4", "made.3"]
-    rest = run(store.audits("acme", before=newest[-1].number))
+    rest = run(store.list_audits("acme", before=newest[-1].number))
     assert [a.action for a in rest] == ["made.2", "made.1", "made.0"]
-    assert run(store.audits("nobody")) == []
+    assert run(store.list_audits("nobody")) == []
 
 
 def test_concurrent_changes_of_a_document_have_one_winner(store: GatewayStore, run: Run[Any]) -> None:
@@ -190,15 +190,15 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
     plain = made(NOON + 1)
     payload = LogPayload(b"\x00asked" * 1000, b"")
     run(store.append([(full, payload), (plain, None)]))
-    assert run(store.record("acme", "main", full.id)) == full
-    assert run(store.record("acme", "main", plain.id)) == plain
-    assert run(store.payload("acme", "main", full.id)) == payload
-    assert run(store.payload("acme", "main", plain.id)) is None
+    assert run(store.get_record("acme", "main", full.id)) == full
+    assert run(store.get_record("acme", "main", plain.id)) == plain
+    assert run(store.get_payload("acme", "main", full.id)) == payload
+    assert run(store.get_payload("acme", "main", plain.id)) is None
     for account, gateway in (("other", "main"), ("acme", "side")):  # the id belongs to another tenant
-        assert run(store.record(account, gateway, full.id)) is None
-        assert run(store.payload(account, gateway, full.id)) is None
-        assert run(store.feedback(account, gateway, full.id, Feedback(1))) is None
-    assert run(store.record("acme", "main", new_record_id(NOON - 40 * DAY))) is None
+        assert run(store.get_record(account, gateway, full.id)) is None
+        assert run(store.get_payload(account, gateway, full.id)) is None
+        assert run(store.add_feedback(account, gateway, full.id, Feedback(1))) is None
+    assert run(store.get_record("acme", "main", new_record_id(NOON - 40 * DAY))) is None
 
 
 def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, run: Run[Any]) -> None:
@@ -219,7 +219,7 @@ def test_page_timeout_returns_cursor_to_continue(store: GatewayStore, run: Run[A
     run(store.append([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
     filters, before, found = LogFilters("acme", "main", model=("rare",)), "", []
     while True:
-        page = run(store.page(filters, before=before, timeout_s=0.0))
+        page = run(store.read_page(filters, before=before, timeout_s=0.0))
         found.append(page.records)
         if page.complete:
             break
@@ -364,11 +364,11 @@ def test_filters_match_the_oracle(store: GatewayStore, run: Run[Any]) -> None:
 def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) -> None:
     one = made(metadata={"team": "x"})
     run(store.append([(one, None), (made(NOON + 1), None)]))
-    new = run(store.feedback("acme", "main", one.id, Feedback(feedback=1)))
+    new = run(store.add_feedback("acme", "main", one.id, Feedback(feedback=1)))
     assert (new.feedback, new.score, new.metadata) == (1, None, {"team": "x"})
-    new = run(store.feedback("acme", "main", one.id, Feedback(score=5, metadata={"team": "y", "x": True})))
+    new = run(store.add_feedback("acme", "main", one.id, Feedback(score=5, metadata={"team": "y", "x": True})))
     assert (new.feedback, new.score, new.metadata) == (1, 5, {"team": "y", "x": True})
-    assert run(store.record("acme", "main", one.id)) == new
+    assert run(store.get_record("acme", "main", one.id)) == new
     for metadata, wanted in (({"team": "x"}, []), ({"team": "y"}, [new]), ({"x": "true"}, [new])):
         assert all_records(store, LogFilters("acme", metadata=metadata), run) == wanted
     assert all_records(store, LogFilters("acme", feedback=(1,)), run) == [new]
@@ -377,9 +377,9 @@ def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) 
 def test_nul_characters_are_stored(store: GatewayStore, run: Run[Any]) -> None:
     one = made(model="a\0b", user="\0", metadata={"k\0": "v\0"})
     run(store.append([(one, None)]))
-    found = run(store.record("acme", "main", one.id))
+    found = run(store.get_record("acme", "main", one.id))
     assert found.model in ("a\0b", "a\ufffdb") and found.metadata == one.metadata
-    assert run(store.feedback("acme", "main", one.id, Feedback(1, metadata={"k\0": "w"}))).feedback == 1
+    assert run(store.add_feedback("acme", "main", one.id, Feedback(1, metadata={"k\0": "w"}))).feedback == 1
 
 
 # Rollups
@@ -389,7 +389,7 @@ def totals(
     store: GatewayStore, run: Run[Any], dimension: Any = "all", unit: Any = "day", **more: Any
 ) -> dict[str, int]:
     request = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
-    return {cell.value: cell["requests"] for cell in run(store.rollups(request))}
+    return {cell.value: cell["requests"] for cell in run(store.read_rollups(request))}
 
 
 def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> None:
@@ -397,7 +397,7 @@ def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> N
     for start in range(0, len(records), 10):
         run(store.append([(each, None) for each in records[start : start + 10]]))
     for unit in ("minute", "hour", "day"):
-        (cell,) = run(store.rollups(RollupQuery("acme", unit, NOON - DAY, NOON + DAY, over_time=False)))
+        (cell,) = run(store.read_rollups(RollupQuery("acme", unit, NOON - DAY, NOON + DAY, over_time=False)))
         assert cell["requests"] == len(records)
         assert cell["errors"] == sum(not r.success for r in records)
         assert cell["micros"] == sum(r.micros or 0 for r in records)
@@ -410,7 +410,7 @@ def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> N
         str(s): sum(r.status == s for r in records) for s in (200, 429, 500)
     }
     assert totals(store, run, gateway="side") == {"": sum(r.gateway == "side" for r in records)}
-    hours = run(store.rollups(RollupQuery("acme", "hour", NOON - DAY, NOON + DAY)))
+    hours = run(store.read_rollups(RollupQuery("acme", "hour", NOON - DAY, NOON + DAY)))
     assert [c.start for c in hours] == sorted({r.created_ms - r.created_ms % 3_600_000 for r in records})
 
 
@@ -459,7 +459,7 @@ def test_daily_users_are_bounded_and_sums_exact(
 
     def read_spends(at: int) -> dict[str, tuple[int, int]]:
         request = RollupQuery("acme", "day", at, at + 1, dimension="user", over_time=False)
-        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.rollups(request))}
+        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.read_rollups(request))}
 
     assert read_spends(NOON - DAY) == {r.user: (1, 1) for r in few}, "up to this number cells are exact"
     found = read_spends(NOON)
@@ -480,19 +480,19 @@ def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: R
     run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
     assert len(all_records(store, LogFilters("acme"), run)) == 4  # readers have the files open
     today = day_of(NOON)
-    assert run(store.days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
+    assert run(store.list_days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
     gone = run(store.drop_before(today - timedelta(days=1)))
     assert gone == [today - timedelta(days=d) for d in (3, 2)]
-    assert run(store.days()) == [today - timedelta(days=1), today]
+    assert run(store.list_days()) == [today - timedelta(days=1), today]
     assert all_records(store, LogFilters("acme"), run) == records[:2]
-    assert run(store.record("acme", "main", records[3].id)) is None
-    assert run(store.payload("acme", "main", records[3].id)) is None
-    assert run(store.payload("acme", "main", records[1].id)) == LogPayload(b"q", b"a")
-    minutes = run(store.rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
+    assert run(store.get_record("acme", "main", records[3].id)) is None
+    assert run(store.get_payload("acme", "main", records[3].id)) is None
+    assert run(store.get_payload("acme", "main", records[1].id)) == LogPayload(b"q", b"a")
+    minutes = run(store.read_rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
     assert totals(store, run) == {"": 4} and sum(cell["requests"] for cell in minutes) == 2
     late = made(NOON - 3 * DAY)  # a record of a deleted day creates that day again
     run(store.append([(late, None)]))
-    assert run(store.record("acme", "main", late.id)) == late
+    assert run(store.get_record("acme", "main", late.id)) == late
 
 
 def test_more_days_than_open_files(store: GatewayStore, run: Run[Any]) -> None:
@@ -508,7 +508,7 @@ def test_erase_deletes_payloads_and_labels(store: GatewayStore, run: Run[Any]) -
     run(store.erase([records[0], records[2], made(NOON - 50 * DAY)]))
     assert all_records(store, LogFilters("acme"), run) == [records[1]]
     assert all_records(store, LogFilters("acme", metadata={"d": "x"}), run) == [records[1]]
-    assert [run(store.payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
+    assert [run(store.get_payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
     assert totals(store, run) == {"": 3}
 
 
@@ -557,7 +557,7 @@ def test_next_day_partition_is_created_in_advance(store: GatewayStore, url: str,
 
     names = run(both())
     today = day_of(NOON)
-    assert run(store.days()) == [today, today + timedelta(days=1)], "an empty partition is not a day of the log"
+    assert run(store.list_days()) == [today, today + timedelta(days=1)], "an empty partition is not a day of the log"
     assert len(all_records(store, LogFilters("acme"), run)) == 8
     if url.startswith("postgres"):
         assert names == [f"logs_{today + timedelta(days=i):%Y%m%d}" for i in range(3)]
@@ -589,7 +589,7 @@ def test_migrations_apply_once_and_newer_schema_is_refused(
     module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:
         newer.setattr(module, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
-        assert run(with_store(lambda s: s.record("acme", "main", kept.id))) == kept
-        assert run(with_store(lambda s: s.days())) == [day_of(NOON)]  # one try is enough
+        assert run(with_store(lambda s: s.get_record("acme", "main", kept.id))) == kept
+        assert run(with_store(lambda s: s.list_days())) == [day_of(NOON)]  # one try is enough
     with pytest.raises(StoreFailed, match="newer version"):
         run(open_store(url))

@@ -33,7 +33,7 @@ from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.logs.log_writer import MAX_BATCH_RECORDS
 from emberline.gateway.logs.record import LogPayload, LogRecord, day_of
 from emberline.gateway.store.base import GatewayStore
-from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.rollup import UNIT_MS
 from emberline.gateway.store.version_watch import StoreVersionWatch
 

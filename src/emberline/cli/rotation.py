@@ -13,7 +13,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.keys.master_keys import EnvironmentMasterKeys, open_master_keys
 from emberline.gateway.keys.provider_key_vault import remove_old_master_keys, rewrap_all, rotate_master_key
-from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.factory import open_store
 
 
 def rotate_keys(config: GatewayConfig, forget: bool) -> int:

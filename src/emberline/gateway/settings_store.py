@@ -106,7 +106,7 @@ class SettingsStore:
 
     async def _documents(self, kind: DocumentKind, account: str) -> AsyncIterator[Document]:
         after = ("", "")
-        while page := await self._store.documents(kind, account, after=after, limit=PAGE_SIZE):
+        while page := await self._store.list_documents(kind, account, after=after, limit=PAGE_SIZE):
             for document in page:
                 yield document
             after = (page[-1].id, page[-1].account)

@@ -55,7 +55,7 @@ class Attention:
         Keys and values of all rows are written to the cache.
         """
         heads = self.heads, self.kv_heads, self.head_dim
-        qkv = self.qkv(x, ahead=f.ahead)
+        qkv = self.qkv(x, unpacker=f.unpacker)
         q_norm, k_norm = self.q_norm, self.k_norm
         ops.rope_and_cache(
             qkv, f.positions, self.cos_sin, keys, values, f.slots, *heads, q_norm=q_norm, k_norm=k_norm, eps=self.eps
@@ -69,4 +69,4 @@ class Attention:
         )  # fmt: skip
         if rows is not None:
             x, mixed = x[rows], mixed[rows]
-        return self.o(mixed, add_to=x, ahead=f.ahead)
+        return self.o(mixed, add_to=x, unpacker=f.unpacker)

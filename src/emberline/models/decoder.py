@@ -100,9 +100,9 @@ class DecoderModel:
         """Return float32 logits [S, vocab] of f.logit_rows; cache keys and values of all T tokens."""
         x = ops.embed(f.tokens, self.embedding)
         x = self._run_layers(x, f) if self.stack is None else self._run_stack(self.stack, x, f)
-        return self.head(x, out=out, full=True) if len(x) else x.new_empty(0, self.config.vocab)
+        return self.head(x, out=out, float32_output=True) if len(x) else x.new_empty(0, self.config.vocab)
 
-    def ahead(self, computing: UnpackStream, unpacking: UnpackStream) -> ops.WeightUnpacker:
+    def make_unpacker(self, computing: UnpackStream, unpacking: UnpackStream) -> ops.WeightUnpacker:
         """Return the state for unpacking weights ahead of their use, on a device that keeps them packed."""
         order = list(iter_instances(ops.PackedWeight, self.layers))  # fields are declared in the order of use
         # After this weight, rows without requested logits are dropped, so the later products have fewer rows.
@@ -121,7 +121,7 @@ class DecoderModel:
             x = layer.attention(x, keys, values, f, f.logit_rows if layer is last else None)
             if not len(x):
                 return x
-            x = layer.ffn(x, f.ahead)
+            x = layer.ffn(x, f.unpacker)
             ops.mark_progress()
         return x
 

@@ -31,10 +31,10 @@ class FeedForward:
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),
         )
 
-    def __call__(self, x: Tensor, ahead: ops.WeightUnpacker | None = None) -> Tensor:
+    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
-        inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, unpacker=ahead)
-        return self.down(inner, add_to=x, ahead=ahead)
+        inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, unpacker=unpacker)
+        return self.down(inner, add_to=x, unpacker=unpacker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,6 @@ class BiasedFeedForward:
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
         )
 
-    def __call__(self, x: Tensor, ahead: ops.WeightUnpacker | None = None) -> Tensor:
-        gate, up = self.gate_up(x, ahead=ahead).chunk(2, dim=1)
-        return self.down(F.silu(gate) * up, add_to=x, ahead=ahead)
+    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
+        gate, up = self.gate_up(x, unpacker=unpacker).chunk(2, dim=1)
+        return self.down(F.silu(gate) * up, add_to=x, unpacker=unpacker)

@@ -23,4 +23,4 @@ class ForwardBatch:
     keys: Tensor  # [layers, blocks, kv_heads, block_size, head_dim]: the cache, written in place
     values: Tensor
     tiles: ops.AttentionPlan | None = None  # division of the attention into tiles, for a GPU
-    ahead: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed
+    unpacker: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed

@@ -25,12 +25,20 @@ class Linear:
         add_to: Tensor | None = None,
         *,
         out: Tensor | None = None,
-        full: bool = False,
-        ahead: ops.WeightUnpacker | None = None,
+        float32_output: bool = False,
+        unpacker: ops.WeightUnpacker | None = None,
     ) -> Tensor:
         norm, eps = self.norm, self.eps
         return ops.linear(
-            x, self.weight, self.bias, norm=norm, eps=eps, add_to=add_to, out=out, float32_output=full, unpacker=ahead
+            x,
+            self.weight,
+            self.bias,
+            norm=norm,
+            eps=eps,
+            add_to=add_to,
+            out=out,
+            float32_output=float32_output,
+            unpacker=unpacker,
         )
 
 

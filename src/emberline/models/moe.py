@@ -46,6 +46,6 @@ class SparseFeedForward:
             )
         )
 
-    def __call__(self, x: Tensor, ahead: ops.WeightUnpacker | None = None) -> Tensor:
+    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
         return self.mixture(x)

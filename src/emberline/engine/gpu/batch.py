@@ -28,7 +28,7 @@ class DeviceBatch:
     slots: np.ndarray  # [T] int64
     token_rows: np.ndarray  # [T] int64: row of each token's request in DeviceRows
     logit_rows: np.ndarray  # [S] int64: indexes of the tokens whose logits are computed
-    wanted: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
+    used_logit_rows: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
 
     @staticmethod
     def split(work: Sequence[WorkItem]) -> tuple[list[WorkItem], list[WorkItem]]:

@@ -74,4 +74,4 @@ class ModelStep:
     logits: Tensor | None  # where to write the logits; None: to a new tensor
     replay: Callable[[], None] | None  # replays the captured graph; None: run uncaptured
     count: int  # rows of logits that are used
-    wanted: Tensor | None  # indexes of these rows; None: the first `count`
+    used_rows: Tensor | None  # indexes of these rows; None: the first `count`

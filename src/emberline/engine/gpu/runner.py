@@ -75,7 +75,7 @@ class GPURunner:
         self.shapes = order_by_use(captured_shapes(running, settings.max_batch_tokens, self._grid))
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         size = _staging_bytes(settings, self._attention_planner)
-        ahead = model.ahead(device.step_stream, device.new_stream())
+        ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
         masks = settings.max_running * mask_words(self.vocab_size) * 4
         self._extra_inputs = InputStaging(size + masks, device)  # a step's inputs other than the model's
@@ -195,11 +195,11 @@ class GPURunner:
             batch = batch.pad_to(shape, self._rows.padding_row)
         staged = graphs.inputs.new_inputs()
         inputs = self._put_inputs(batch, shape, staged, graphs.weight_unpacker)
-        is_contiguous = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
-        wanted = None if is_contiguous else staged.put(batch.wanted)
+        is_contiguous = len(batch.used_logit_rows) == 0 or len(batch.used_logit_rows) == batch.used_logit_rows[-1] + 1
+        wanted = None if is_contiguous else staged.put(batch.used_logit_rows)
         staged.send()
         logits, replay = (None, None) if shape is None else self._find_or_capture(shape, inputs)
-        return ModelStep(inputs, logits, replay, len(batch.wanted), wanted)
+        return ModelStep(inputs, logits, replay, len(batch.used_logit_rows), wanted)
 
     def _run_model_step(self, step: ModelStep) -> Tensor:
         """Queue the model's part of a step and return the logits that are used."""
@@ -208,7 +208,7 @@ class GPURunner:
             step.replay()
         else:
             logits = self._forward(step.inputs, logits)
-        return logits[: step.count] if step.wanted is None else logits.index_select(0, step.wanted)
+        return logits[: step.count] if step.used_rows is None else logits.index_select(0, step.used_rows)
 
     @property
     def is_preparing(self) -> bool:
@@ -313,7 +313,7 @@ class GPURunner:
                 keys=self.cache.keys,
                 values=self.cache.values,
                 tiles=inputs.tiles.with_block_tables(),
-                ahead=inputs.weight_unpacker.begin_step(),
+                unpacker=inputs.weight_unpacker.begin_step(),
             ),
             out=out,
         )

@@ -60,13 +60,13 @@ class AdminContext:
         """Return a page of documents and the cursor of the next page, which is empty at the end."""
         limit = request.int_parameter("limit", DEFAULT_PAGE_SIZE, 1, MAX_PAGE_SIZE)
         after = (request.query.get("after", ""), request.account)
-        found = await self.store.documents(kind, request.account, prefix=prefix, after=after, limit=limit + 1)
+        found = await self.store.list_documents(kind, request.account, prefix=prefix, after=after, limit=limit + 1)
         return found[:limit], found[limit - 1].id if len(found) > limit else ""
 
     async def list_all(self, kind: DocumentKind, account: str) -> list[Document]:
         found: list[Document] = []
         after = ("", "")
-        while page := await self.store.documents(kind, account, after=after, limit=MAX_PAGE_SIZE):
+        while page := await self.store.list_documents(kind, account, after=after, limit=MAX_PAGE_SIZE):
             found += page
             after = (page[-1].id, page[-1].account)
         return found

@@ -54,7 +54,7 @@ class BudgetUsageEndpoints:
         rules = {gateway: rules for gateway, rules in (await self._rules(request.account)).items() if rules}
         has_split = any(rule.split for of_gateway in rules.values() for rule in of_gateway)
         filters = LogFilters(request.account, only_gateway)
-        recent = await self._context.store.page(filters, limit=RECENT_RECORDS) if has_split else None
+        recent = await self._context.store.read_page(filters, limit=RECENT_RECORDS) if has_split else None
         views: list[BudgetUsageView] = []
         for gateway, of_gateway in rules.items():
             if only_gateway in ("", gateway):

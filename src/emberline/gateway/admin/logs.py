@@ -121,7 +121,7 @@ class LogEndpoints:
                 f"before is {before[:80]!r}, which is not a cursor", param="before", hint="use the cursor of a page"
             )
         filters = log_query.parse_filters(request, gateway, more)
-        return await self._context.store.page(filters, before=before, limit=limit, timeout_s=timeout_s)
+        return await self._context.store.read_page(filters, before=before, limit=limit, timeout_s=timeout_s)
 
     async def read_sorted_page(
         self, request: AdminRequest, gateway: str, limit: int, more: Sequence[log_query.CloudflareFilter] = ()
@@ -150,7 +150,7 @@ class LogEndpoints:
         filters = log_query.parse_filters(request, _gateway(request) or request.query.get("gateway", ""))
         limit = request.int_parameter("limit", MAX_ERASED_RECORDS, 1, MAX_ERASED_RECORDS)
         if _read_order(request) == ("created_at", "desc"):
-            page = await self._context.store.page(filters, limit=limit, timeout_s=ERASE_TIMEOUT_S)
+            page = await self._context.store.read_page(filters, limit=limit, timeout_s=ERASE_TIMEOUT_S)
         else:
             page = await self.read_sorted_page(request, filters.gateway, limit)
         await self._context.commit(request, "log.delete", filters.gateway or "*", before=dict(request.query))
@@ -167,7 +167,7 @@ class LogEndpoints:
     async def _read_lines(self, filters: LogFilters) -> AsyncIterator[bytes]:
         before = ""
         while True:
-            page = await self._context.store.page(
+            page = await self._context.store.read_page(
                 filters, before=before, limit=EXPORT_PAGE_RECORDS, timeout_s=EXPORT_PAGE_TIMEOUT_S
             )
             yield b"".join(msgspec.json.encode(record_view(each)) + b"\n" for each in page.records)
@@ -186,7 +186,7 @@ class LogEndpoints:
         if spec == FeedbackSpec():
             raise InvalidRequest("the body has no field to change", hint="set feedback, score or metadata")
         feedback = Feedback(spec.feedback, spec.score, dict(spec.metadata) if spec.metadata is not None else None)
-        new = await self._context.store.feedback(request.account, _gateway(request), _record_id(request), feedback)
+        new = await self._context.store.add_feedback(request.account, _gateway(request), _record_id(request), feedback)
         if new is None:
             raise _not_found(request)
         return record_view(new)
@@ -199,7 +199,7 @@ class LogEndpoints:
 
     async def list_rollups(self, request: AdminRequest) -> Listing:
         query = self._rollup_query(request)
-        cells = await self._context.store.rollups(query)
+        cells = await self._context.store.read_rollups(query)
         return Listing([cell_view(each, query.dimension in HISTOGRAM_DIMENSIONS) for each in cells])
 
     def _rollup_query(self, request: AdminRequest) -> RollupQuery:
@@ -238,13 +238,13 @@ class LogEndpoints:
         )
 
     async def _record(self, request: AdminRequest) -> LogRecord:
-        found = await self._context.store.record(request.account, _gateway(request), _record_id(request))
+        found = await self._context.store.get_record(request.account, _gateway(request), _record_id(request))
         if found is None:
             raise _not_found(request)
         return found
 
     async def _payload(self, request: AdminRequest) -> tuple[bytes, bytes]:
-        found = await self._context.store.payload(request.account, _gateway(request), _record_id(request))
+        found = await self._context.store.get_payload(request.account, _gateway(request), _record_id(request))
         if found is None:
             raise NotFound(
                 f"log record {request.path_parameters['id'][:80]!r} does not exist or has no stored bodies",

@@ -65,7 +65,7 @@ class FakeBedrockInvokeReply(FakeReply):
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__("anthropic", path, request, words)
         self.stream = path.endswith("-stream")
-        self.kind = CONTENT_TYPE if self.stream else "application/json"
+        self.content_type = CONTENT_TYPE if self.stream else "application/json"
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         for event, content in super().events():
@@ -127,7 +127,7 @@ class FakeReplicateReply(FakeReply):
         last = path.rpartition("/")[2]
         self.words = int(last) if last.isdecimal() else (parameters or {}).get("max_tokens") or words
         self.stream = "/streams/" in path
-        self.kind = "text/event-stream" if self.stream else "application/json"
+        self.content_type = "text/event-stream" if self.stream else "application/json"
         self._is_done = last.isdecimal()
         self._url = f"http://{host}/v1"
 
@@ -156,7 +156,7 @@ class FakeGeminiListReply(FakeReply):
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__("gemini", path, request, words)
-        self.stream, self.kind = False, "application/json"
+        self.stream, self.content_type = False, "application/json"
 
     def whole_body(self) -> bytes:
         return b"[" + b",\r\n".join(event[6:].strip() for event, _ in self.events()) + b"]"

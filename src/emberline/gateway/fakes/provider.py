@@ -169,7 +169,7 @@ class FakeProvider:
             await _send(writer, int(fault), "application/json", reply.error(int(fault)), more)
             return True
         if fault in ("empty", "wrong-type"):
-            kind = "text/html" if fault == "wrong-type" else reply.kind
+            kind = "text/html" if fault == "wrong-type" else reply.content_type
             await _send(writer, 200, kind, b"<html>Please log in.</html>" if fault == "wrong-type" else b"")
             return True
         if reply.stream:
@@ -191,7 +191,7 @@ class FakeProvider:
         return True
 
     async def _send_stream(self, reply: FakeReply, fault: str, fault_after: int, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_head(200, reply.kind))
+        writer.write(_head(200, reply.content_type))
         if fault == "stall":
             await asyncio.sleep(FOREVER_S)
         async for event in self._events_until_fault(reply, fault, fault_after):

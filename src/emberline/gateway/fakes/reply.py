@@ -44,7 +44,7 @@ class FakeReply:
         self._includes_usage = bool((request.get("stream_options") or {}).get("include_usage"))
         self.always_sends_usage = False
         self._input = 11
-        self.kind = "text/event-stream" if self.stream else "application/json"
+        self.content_type = "text/event-stream" if self.stream else "application/json"
 
     @property
     def text(self) -> str:

@@ -142,7 +142,7 @@ class KeyStore:
 
     async def _load(self, hash: str) -> tuple[StoredKey, Identity] | None:
         """Return the key with this hash, or with this id: an id is the first part of a hash."""
-        documents = await self._store.documents("key", "", prefix=key_id_of(hash), limit=2)
+        documents = await self._store.list_documents("key", "", prefix=key_id_of(hash), limit=2)
         for document in documents:
             key = msgspec.json.decode(document.body, type=StoredKey)
             if hmac.compare_digest(key.hash[: len(hash)], hash):

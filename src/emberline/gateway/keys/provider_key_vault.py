@@ -154,7 +154,7 @@ async def _find_stale(store: GatewayStore, current: str) -> list[Document]:
     """Return the provider keys that another master key than `current` wraps."""
     found: list[Document] = []
     after = ("", "")
-    while page := await store.documents("provider_key", "", after=after, limit=1000):
+    while page := await store.list_documents("provider_key", "", after=after, limit=1000):
         found += [each for each in page if msgspec.json.decode(each.body, type=EncryptedKey).master != current]
         after = (page[-1].id, page[-1].account)
     return found

@@ -30,9 +30,9 @@ _CounterKey = tuple[str, str, int, int]  # gateway, bucket, slot, when the slot 
 
 
 class CounterStore(Protocol):
-    async def counters(self, now: int) -> list[LimitCounter]: ...
+    async def list_counters(self, now: int) -> list[LimitCounter]: ...
 
-    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None: ...
+    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None: ...
 
 
 class StoredLimiter(LocalLimiter):
@@ -50,9 +50,9 @@ class StoredLimiter(LocalLimiter):
         """Load the usage that earlier processes left in journals and in the store. Raises StoreFailed."""
         for name, changes in self._journal.abandoned_batches():
             if changes:
-                await self._store.count(name, changes, self._now())
+                await self._store.add_counters(name, changes, self._now())
             self._journal.discard(name)
-        for each in await self._store.counters(self._now()):
+        for each in await self._store.list_counters(self._now()):
             self._restored.setdefault((each.gateway, each.bucket), {})[each.slot] = each.used
         self._task = asyncio.create_task(self._write_periodically())
 
@@ -103,7 +103,7 @@ class StoredLimiter(LocalLimiter):
             await self._write_batch(*self._batch)
 
     async def _write_batch(self, name: str, changes: list[LimitCounter]) -> None:
-        await self._store.count(name, changes, self._now())
+        await self._store.add_counters(name, changes, self._now())
         self._batch = None
         self._journal.discard(name)
 

@@ -66,7 +66,7 @@ class Retention:
     async def _read_kept_days(self) -> RetentionDays:
         kept_days = {name: settings.logs.days for name, settings in self._configured.items()}
         after = ("", "")
-        while page := await self._store.documents("gateway", "", after=after):
+        while page := await self._store.list_documents("gateway", "", after=after):
             for each in page:
                 kept_days.setdefault(
                     (each.account, each.id), msgspec.json.decode(each.body, type=GatewaySettings).logs.days
@@ -77,7 +77,7 @@ class Retention:
     async def _erase(self, filters: LogFilters) -> int:
         count, before = 0, ""
         while True:
-            page = await self._store.page(
+            page = await self._store.read_page(
                 filters, before=before, limit=ERASE_PAGE_RECORDS, timeout_s=ERASE_PAGE_TIMEOUT_S
             )
             if page.records:

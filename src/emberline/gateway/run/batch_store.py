@@ -65,7 +65,7 @@ class BatchStore:
 
     async def list_batches(self, account: str = "", after: tuple[str, str] = ("", "")) -> list[Document]:
         """Return a page of batches, oldest first. An empty account means all accounts."""
-        return await self._store.documents(BATCH_KIND, account, after=after, limit=PAGE_SIZE)
+        return await self._store.list_documents(BATCH_KIND, account, after=after, limit=PAGE_SIZE)
 
     async def find(self, account: str, id: str) -> tuple[RunBatch, Document] | None:
         found = await self._store.get(BATCH_KIND, account, id)

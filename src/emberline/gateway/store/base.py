@@ -96,7 +96,7 @@ class Feedback:
 class GatewayStore(Protocol):
     async def get(self, kind: DocumentKind, account: str, id: str) -> Document | None: ...
 
-    async def documents(
+    async def list_documents(
         self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
         """Return documents sorted by id, then account. An empty account means all accounts.
@@ -113,21 +113,21 @@ class GatewayStore(Protocol):
         """Return a number that every commit of any replica increases. Caches use it to detect changes."""
         ...
 
-    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+    async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         """Return audit entries with numbers below `before` (0: all), newest first."""
         ...
 
-    async def counters(self, now: int) -> list[LimitCounter]:
+    async def list_counters(self, now: int) -> list[LimitCounter]:
         """Return the counters that have not ended. `now`: ms since 1970."""
         ...
 
-    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
         """Add the changes, unless a batch of this name was added before, and delete counters that have ended."""
         ...
 
     async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None: ...
 
-    async def page(
+    async def read_page(
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
     ) -> RecordPage:
         """Return a page of records. `before`: cursor of the previous page.
@@ -136,11 +136,11 @@ class GatewayStore(Protocol):
         """
         ...
 
-    async def record(self, account: str, gateway: str, id: str) -> LogRecord | None: ...
+    async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None: ...
 
-    async def payload(self, account: str, gateway: str, id: str) -> LogPayload | None: ...
+    async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None: ...
 
-    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
         """Add feedback to a record and return the changed record, or None if there is no such record."""
         ...
 
@@ -148,9 +148,9 @@ class GatewayStore(Protocol):
         """Delete records and their payloads. Rollups still count them."""
         ...
 
-    async def rollups(self, query: RollupQuery) -> list[RollupCell]: ...
+    async def read_rollups(self, query: RollupQuery) -> list[RollupCell]: ...
 
-    async def days(self) -> list[date]:
+    async def list_days(self) -> list[date]:
         """Return the days that have records, oldest first."""
         ...
 

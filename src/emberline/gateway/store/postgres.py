@@ -117,10 +117,10 @@ class PostgresStore:
     # Documents
 
     async def get(self, kind: DocumentKind, account: str, id: str) -> Document | None:
-        found = await self.documents(kind, account, prefix=id, limit=1)
+        found = await self.list_documents(kind, account, prefix=id, limit=1)
         return found[0] if found and found[0].id == id else None
 
-    async def documents(
+    async def list_documents(
         self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
         rows = await self._read(*sql.select_documents("$", kind, account, prefix, after, limit))
@@ -129,7 +129,7 @@ class PostgresStore:
     async def version(self) -> int:
         return int((await self._read("SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+    async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         return [AuditEntry(*found) for found in await self._read(*sql.select_audits("$", account, before, limit))]
 
     async def commit(self, change: StoreChange) -> int:
@@ -151,10 +151,10 @@ class PostgresStore:
 
     # Counters
 
-    async def counters(self, now: int) -> list[LimitCounter]:
+    async def list_counters(self, now: int) -> list[LimitCounter]:
         return [LimitCounter(*found) for found in await self._read(sql.SELECT_COUNTERS.format("$"), (now,))]
 
-    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
         rows = sorted(map(msgspec.structs.astuple, changes))  # one order of locks, so that replicas cannot deadlock
         async with self._transaction() as db:
             if await db.execute(sql.INSERT_COUNTED.format("$"), batch, now) == "INSERT 0 1":
@@ -209,7 +209,7 @@ class PostgresStore:
                 deleted = await db.fetch(_DELETE_SMALL, *day, OTHER_USERS, *small[0])
                 await db.executemany(_ROLLUPS[1][1], merge_small_users(day, deleted))
 
-    async def page(
+    async def read_page(
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
     ) -> RecordPage:
         days = await self._partition_days()
@@ -222,17 +222,17 @@ class PostgresStore:
     async def _select(self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int) -> list[LogRecord]:
         return [row_to_record(found) for found in await self._read(*sql.select_logs("$", filters, low, high, limit))]
 
-    async def record(self, account: str, gateway: str, id: str) -> LogRecord | None:
+    async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
         rows = await self._read(*sql.select_log("$", account, gateway, id))
         return row_to_record(rows[0]) if rows else None
 
-    async def payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
-        if await self.record(account, gateway, id) is None:
+    async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
+        if await self.get_record(account, gateway, id) is None:
             return None
         rows = await self._read("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
         return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
 
-    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
         text, parameters = sql.select_log("$", account, gateway, id)
         async with self._transaction() as db:
             found = await db.fetchrow(f"{text} FOR UPDATE", *parameters)
@@ -253,11 +253,11 @@ class PostgresStore:
                 await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
             await db.executemany(_DELETE_LABEL, [_clean(label) for each in records for label in metadata_labels(each)])
 
-    async def rollups(self, query: RollupQuery) -> list[RollupCell]:
+    async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
         rows = await self._read(*sql.select_rollups("$", query))
         return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
-    async def days(self) -> list[date]:
+    async def list_days(self) -> list[date]:
         found = await self._partition_days()
         while found and not await self._read(f"SELECT 1 FROM {_partition('logs', found[-1])} LIMIT 1", ()):
             found.pop()  # created in advance and still empty

@@ -100,10 +100,10 @@ class SQLiteStore:
     # Documents
 
     async def get(self, kind: DocumentKind, account: str, id: str) -> Document | None:
-        found = await self.documents(kind, account, prefix=id, limit=1)
+        found = await self.list_documents(kind, account, prefix=id, limit=1)
         return found[0] if found and found[0].id == id else None
 
-    async def documents(
+    async def list_documents(
         self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
         rows = await self._read(self._main, *sql.select_documents("?", kind, account, prefix, after, limit))
@@ -112,7 +112,7 @@ class SQLiteStore:
     async def version(self) -> int:
         return int((await self._read(self._main, "SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+    async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         return [
             AuditEntry(*found)
             for found in await self._read(self._main, *sql.select_audits("?", account, before, limit))
@@ -138,14 +138,14 @@ class SQLiteStore:
 
     # Counters
 
-    async def counters(self, now: int) -> list[LimitCounter]:
+    async def list_counters(self, now: int) -> list[LimitCounter]:
         def do(thread: SQLiteThread) -> list[LimitCounter]:
             rows = thread.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
             return [LimitCounter(*found) for found in rows]
 
         return await self._counter.run(do)
 
-    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
         def do(thread: SQLiteThread) -> None:
             with _transaction(thread.connection(self._limits)) as db:
                 if db.execute(sql.INSERT_COUNTED.format("?"), (batch, now)).rowcount:
@@ -194,10 +194,10 @@ class SQLiteStore:
             with _transaction(self._day(thread, day, payloads=True)) as db:
                 _insert(db, "INSERT OR IGNORE INTO payloads", payloads)
 
-    async def page(
+    async def read_page(
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
     ) -> RecordPage:
-        days = await self.days()
+        days = await self.list_days()
         return await scan_records(self._newest, self._select, days, filters, before, limit, timeout_s, self._clock)
 
     async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
@@ -208,19 +208,19 @@ class SQLiteStore:
         rows = await self._read(self._path("logs", day), *sql.select_logs("?", filters, low, high, limit))
         return [row_to_record(found) for found in rows]
 
-    async def record(self, account: str, gateway: str, id: str) -> LogRecord | None:
+    async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
         path = self._path("logs", day_of(created_ms(id)))
         rows = await self._read(path, *sql.select_log("?", account, gateway, id))
         return row_to_record(rows[0]) if rows else None
 
-    async def payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
-        if await self.record(account, gateway, id) is None:
+    async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
+        if await self.get_record(account, gateway, id) is None:
             return None
         text = "SELECT request, response FROM payloads WHERE id = ?1"
         rows = await self._read(self._path("payloads", day_of(created_ms(id))), text, (bytes.fromhex(id),))
         return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
 
-    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
         day, query = day_of(created_ms(id)), sql.select_log("?", account, gateway, id)
 
         def do(thread: SQLiteThread) -> LogRecord | None:
@@ -254,15 +254,15 @@ class SQLiteStore:
             if self._path("logs", day).exists():
                 await self._writer.run(do, day, erased)
 
-    async def rollups(self, query: RollupQuery) -> list[RollupCell]:
+    async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
         rows = await self._read(self._main, *sql.select_rollups("?", query))
         return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
-    async def days(self) -> list[date]:
+    async def list_days(self) -> list[date]:
         return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
 
     async def drop_before(self, day: date) -> list[date]:
-        dropped = [each for each in await self.days() if each < day]
+        dropped = [each for each in await self.list_days() if each < day]
         for path in (self._path(kind, each) for each in dropped for kind in ("payloads", "logs")):
             for thread in (*self._readers, self._writer):
                 await thread.run(SQLiteThread.release, path)

@@ -56,7 +56,7 @@ from emberline.gateway.run.run_handler import RunHandler
 from emberline.gateway.settings_store import ConfiguredGateways, SettingsStore, read_configured_gateways
 from emberline.gateway.stack import stack_layers
 from emberline.gateway.store.base import GatewayStore
-from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.version_watch import StoreVersionWatch
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
