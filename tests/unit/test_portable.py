@@ -56,7 +56,7 @@ def test_a_limit_that_the_system_refuses_does_not_end_the_guard(tmp_path: Path) 
         "grammar.GrammarCompiler = lambda *_: None\n"
         "from emberline.engine import grammar_guard\n"
         "sys.stdin = io.StringIO('')\n"
-        "grammar_guard.serve('t', 1, [])\n"
+        "grammar_guard.serve_checks('t', 1, [])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -119,13 +119,13 @@ asyncio.run(main())
 """
 SUPERVISED = """
 import sys, time
-from emberline.core import lifeline
+from emberline.core import parent_death
 from emberline.core.config import is_supervised
 
 assert is_supervised() and not is_supervised()
 if PORTABLE:
     sys.platform = "darwin"
-lifeline.end_with_parent()
+parent_death.end_with_parent()
 print("runs", flush=True)
 time.sleep(300)
 """
