@@ -19,7 +19,7 @@ from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.entry import KEPT_HEADERS
 from emberline.gateway.layers.retries import _DROPPED_HEADERS
-from emberline.server.routing.relay import _reply_headers
+from emberline.server.routing.reply_relay import reply_headers
 
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -279,7 +279,5 @@ def test_long_prompt_error_has_the_message_that_clients_match() -> None:
 
 
 def test_router_and_gateway_forward_ignored_header() -> None:
-    assert _reply_headers({IGNORED_FIELDS_HEADER: "store", "connection": "close"})[1] == {
-        IGNORED_FIELDS_HEADER: "store"
-    }
+    assert reply_headers({IGNORED_FIELDS_HEADER: "store", "connection": "close"})[1] == {IGNORED_FIELDS_HEADER: "store"}
     assert IGNORED_FIELDS_HEADER not in _DROPPED_HEADERS and IGNORED_FIELDS_HEADER in KEPT_HEADERS
