@@ -140,7 +140,7 @@ def test_sign_in_requires_admin_key(browser: Chromium, gateway: Gateways) -> Non
     )
     user = manage(gateway, "keys", "POST", {"name": "a user's"})["secret"]
     sign_in(browser, user)
-    browser.wait("document.querySelector('#sign-in-error').textContent.includes('may not manage')")
+    browser.wait("document.querySelector('#sign-in-error').textContent.includes('may not use the management API')")
     assert browser.js("sessionStorage.length") == 0
 
     sign_in(browser, KEY)
@@ -349,7 +349,7 @@ def test_gateway_is_created_and_selected(page: Chromium, gateway: Gateways) -> N
     page.click("#new-gateway")
     fill(page, name="team-b", settings='{"providers": {"oai": {"key": "sk-x"}}}')
     page.js("document.querySelector('#gateway-form').requestSubmit()")
-    page.wait("document.querySelector('dialog .form-error').textContent.includes('secret')")
+    page.wait("document.querySelector('dialog .form-error').textContent.includes('cannot have key')")
     fill(page, settings='{"cache_ttl": 60}')
     page.js("document.querySelector('#gateway-form').requestSubmit()")
     page.wait("document.querySelector('[data-id=team-b]')")
