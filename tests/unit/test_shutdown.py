@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import Answer, House
-from test_router_endings import HEAD, MODEL, WORD, relay_request, chunk
+from test_router_endings import HEAD, MODEL, WORD, chunk, relay_request
 
 from emberline.cluster.registration import Heartbeat, WorkerRegistration
 from emberline.core.clock import SystemClock
