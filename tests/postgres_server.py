@@ -1,5 +1,7 @@
-"""A real PostgreSQL for tests: a private cluster on a free port. It refuses to run as root, so then it runs as `nobody`
-or whoever Debian made for it."""
+"""A real PostgreSQL server for tests: a private cluster on a free port.
+
+PostgreSQL refuses to run as root. Under root it runs as the user that Debian created for it, or as an unprivileged
+user."""
 
 from __future__ import annotations
 

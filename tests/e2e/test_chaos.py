@@ -16,15 +16,15 @@ ALONE = ("unshare", "-rn")  # in a network of its own
 LINKS = "ip link add v0 type veth peer name v1 && tc qdisc add dev v0 root tbf rate 8bit burst 1b limit 1b"
 
 
-def can_link() -> bool:
+def has_network_namespaces() -> bool:
     try:
         return subprocess.run([*ALONE, "sh", "-c", LINKS], capture_output=True, timeout=20).returncode == 0
     except OSError:
         return False
 
 
-def test_every_fault_once(tmp_path: Path) -> None:
-    linked = can_link()
+def test_cluster_survives_every_fault(tmp_path: Path) -> None:
+    linked = has_network_namespaces()
     kinds = {fault.name for fault in FAULTS if linked or not fault.needs_links}
     model, told = tiny_model(tmp_path / "tiny", 1024), tmp_path / "told.json"
     command = [sys.executable, "-m", "emberline.cli", "chaos", str(model), "--faults", str(len(kinds)), "--seed", "7",

@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny", 1024)
 
 
-def measured(*arguments: str) -> dict[str, Any]:
+def measure(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "emberline.cli", "bench", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(SRC)}
@@ -28,10 +28,10 @@ def measured(*arguments: str) -> dict[str, Any]:
     return whole
 
 
-def test_long_prompts_are_handed_over(model: Path, tmp_path: Path) -> None:
+def test_split_bench_hands_over_long_prompts(model: Path, tmp_path: Path) -> None:
     arrivals = ("--seconds", "2", "--long-rate", "4", "--chat-rate", "4", "--long", "600", "--chat", "20,12")
     turns = ("--chunks", "64", "--rounds", "1", "--alone", "2", "--logs", str(tmp_path))
-    told = measured("split", str(model), *arrivals, *turns)
+    told = measure("split", str(model), *arrivals, *turns)
     results = {name: result["value"] for name, result in told["results"].items()}
     assert told["config"]["requests_64"] == {"long": 8, "chat": 8} and results["errors_64"] == 0
     assert results["pulls_alone_64"] == 2 and results["pulls_mixed_64"] == 8  # each long one, no short one
@@ -41,10 +41,10 @@ def test_long_prompts_are_handed_over(model: Path, tmp_path: Path) -> None:
         assert results[name] > 0 and results[f"{name}/colocated"] == told["results"][name]["peer"] > 0
 
 
-def test_restarts_are_not_noticed(model: Path, tmp_path: Path) -> None:
+def test_churn_bench_reports_no_errors(model: Path, tmp_path: Path) -> None:
     """With a load that one of the two can bear alone, however long the other takes to come back."""
     plan = ("--minutes", "0.12", "--calibration", "1", "--pause", "0.5", "1", "--cases", "4", "--kv-memory", "4M")
-    told = measured("churn", str(model), *plan, "--load", "0.4", "--decode", "2", "--logs", str(tmp_path))
+    told = measure("churn", str(model), *plan, "--load", "0.4", "--decode", "2", "--logs", str(tmp_path))
     results = {name: result["value"] for name, result in told["results"].items()}
     assert results["restarts"] == len(told["config"]["restarts"]) >= 1
     assert results["requests"] == results["answered"] > 10

@@ -42,11 +42,11 @@ def page(browser: Chromium) -> Iterator[Chromium]:
 @pytest.fixture
 def fake(page: Chromium) -> Iterator[FakeServer]:
     with FakeServer(WEB, token_seconds=0.001) as server:
-        visit(page, server.url)
+        open_page(page, server.url)
         yield server
 
 
-def visit(page: Chromium, url: str) -> None:
+def open_page(page: Chromium, url: str) -> None:
     page.open(url)
     page.js("localStorage.clear(); sessionStorage.clear(); document.querySelector('#clear').click()")
     page.open(url)
@@ -66,7 +66,7 @@ def answer(page: Chromium) -> str:
     return page.text(f"{LAST} .text")
 
 
-def regenerated(page: Chromium) -> str:
+def regenerate(page: Chromium) -> str:
     page.js(f"document.querySelector('{LAST}').classList.add('old')")
     page.click(f"{LAST} [aria-label^=Regenerate]")
     page.wait(f"!document.querySelector('{LAST}.old')")
@@ -80,7 +80,7 @@ def metric(page: Chromium, name: str) -> float:
     return float(found.group())
 
 
-def ending(page: Chromium) -> str:
+def wait_for_end(page: Chromium) -> str:
     return str(page.js(f"document.querySelector('{LAST}').dataset.ending"))
 
 
@@ -100,8 +100,8 @@ def stats(url: str) -> dict[str, Any]:
 # The real server
 
 
-def test_a_conversation_its_costs_and_the_charts(page: Chromium, server: str) -> None:
-    visit(page, server)
+def test_conversation_shows_usage_and_charts(page: Chromium, server: str) -> None:
+    open_page(page, server)
     assert page.complaints == []
     set_range(page, "temperature", 0)
     page.type("#settings [name=max_tokens]", "120")
@@ -119,12 +119,12 @@ def test_a_conversation_its_costs_and_the_charts(page: Chromium, server: str) ->
     assert 0 < metric(page, "cached") < metric(page, "prompt")
     assert metric(page, "completion") > 3
     page.wait("[...document.querySelectorAll('.chart')].every(c => c.querySelector('.line').getTotalLength() > 0)")
-    shot(page, "playground-light")
+    save_screenshot(page, "playground-light")
 
     page.prefer("dark")
     ask(page, "Explain in simple words why the sky is blue.")
     page.wait(f"document.querySelector('{LAST} .text').innerText.length > 200 || {IDLE}", 120)
-    shot(page, "playground-dark", settle=0)
+    save_screenshot(page, "playground-dark", settle=0)
     if not PICTURE.exists():
         PICTURE.parent.mkdir(exist_ok=True)
         shutil.copyfile(SHOTS / "playground-dark.png", PICTURE)
@@ -132,18 +132,18 @@ def test_a_conversation_its_costs_and_the_charts(page: Chromium, server: str) ->
     assert page.complaints == []
 
 
-def test_settings_have_an_effect(page: Chromium, server: str) -> None:
-    visit(page, server)
+def test_settings_change_request(page: Chromium, server: str) -> None:
+    open_page(page, server)
     set_range(page, "temperature", 1.5)
     page.type("#settings [name=max_tokens]", "12")
     page.type("#settings [name=seed]", "7")
     ask(page, "Tell me a story about the sea.")
     first = answer(page)
     assert metric(page, "completion") == 12
-    assert ending(page) == "length"
-    assert regenerated(page) == first, "one seed, one answer, the prompt cached or not"
+    assert wait_for_end(page) == "length"
+    assert regenerate(page) == first, "one seed, one answer, the prompt cached or not"
     page.type("#settings [name=seed]", "8")
-    assert regenerated(page) != first
+    assert regenerate(page) != first
     page.type("#settings [name=max_tokens]", "60")
     schema = {
         "type": "object",
@@ -156,21 +156,21 @@ def test_settings_have_an_effect(page: Chromium, server: str) -> None:
     assert list(json.loads(answer(page))) == ["n"]
 
 
-def test_stop_ends_the_work(page: Chromium, server: str) -> None:
-    visit(page, server)
+def test_stop_button_aborts_request(page: Chromium, server: str) -> None:
+    open_page(page, server)
     page.type("#settings [name=max_tokens]", "4000")
     page.type("#settings [name=schema]", '{"type": "array", "items": {"type": "integer"}, "minItems": 1500}')
     ask(page, "Count for a long time.")
     page.wait(f"document.querySelector('{LAST} .text').innerText.length > 5")
     page.click("#stop")
     assert len(answer(page)) > 5
-    assert ending(page) == "stopped"
+    assert wait_for_end(page) == "stopped"
     assert "stopped here" in page.text(LAST)
     page.until(lambda: stats(server)["running"] == 0, "the server to be idle")
 
 
-def test_a_refusal_is_shown(page: Chromium, server: str) -> None:
-    visit(page, server)
+def test_error_reply_is_shown(page: Chromium, server: str) -> None:
+    open_page(page, server)
     page.type("#settings [name=schema]", '{"type": "no such type"}')
     ask(page, "Hello?")
     page.wait(IDLE)
@@ -191,7 +191,7 @@ def test_a_refusal_is_shown(page: Chromium, server: str) -> None:
         ("fail-503", ["not ready (503)", "the engine is restarting"]),
     ],
 )
-def test_refusals(page: Chromium, fake: FakeServer, question: str, told: list[str]) -> None:
+def test_error_codes_are_shown(page: Chromium, fake: FakeServer, question: str, told: list[str]) -> None:
     ask(page, question)
     page.wait(f"document.querySelector('{LAST} .notice p')")
     for words in told:
@@ -207,7 +207,7 @@ def test_refusals(page: Chromium, fake: FakeServer, question: str, told: list[st
     assert question in page.text("#transcript"), "it stays on the page"
 
 
-def test_only_models_that_chat_are_offered(page: Chromium, fake: FakeServer) -> None:
+def test_only_chat_models_are_listed(page: Chromium, fake: FakeServer) -> None:
     fake.models[:0] = [{"id": "an-embedder", "owned_by": "emberline", "kind": "embedding"}, {"id": "foreign"}]
     page.open(fake.url)
     page.wait("document.querySelector('#settings [name=model]').options.length")
@@ -216,38 +216,38 @@ def test_only_models_that_chat_are_offered(page: Chromium, fake: FakeServer) -> 
 
 
 @pytest.mark.parametrize("width", [320, 360, 390, 430])
-def test_the_start_page_fits_a_phone(page: Chromium, fake: FakeServer, width: int) -> None:
+def test_start_page_fits_phone_screen(page: Chromium, fake: FakeServer, width: int) -> None:
     page.resize(width, 700)
     page.wait("document.documentElement.dataset.panel === 'closed'")
     assert page.js("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#scroll'))")
     right = "Math.max(...[...document.querySelectorAll('#welcome *')].map(e => e.getBoundingClientRect().right))"
     assert page.js(right) <= width
-    shot(page, f"start-{width}")
+    save_screenshot(page, f"start-{width}")
 
 
 @pytest.mark.parametrize(
     ("question", "told"), [("fail-drop", "connection was lost"), ("fail-engine", "The engine failed")]
 )
-def test_a_broken_answer_stays_and_is_marked(page: Chromium, fake: FakeServer, question: str, told: str) -> None:
+def test_incomplete_answer_stays_and_is_marked(page: Chromium, fake: FakeServer, question: str, told: str) -> None:
     ask(page, question)
     assert answer(page).startswith("The prefix cache keeps")
-    assert ending(page) == "failed"
+    assert wait_for_end(page) == "failed"
     assert told in page.text(f"{LAST} .notice")
     assert "incomplete" in page.text(LAST)
     page.open(fake.url)
     assert "incomplete" in page.text(LAST), "also after a reload"
 
 
-def test_a_server_that_went_away(page: Chromium) -> None:
+def test_unreachable_server_is_shown(page: Chromium) -> None:
     with FakeServer(WEB) as fake:
-        visit(page, fake.url)
+        open_page(page, fake.url)
     page.wait("document.querySelector('#engine').dataset.state === 'offline'")
     ask(page, "anyone?")
     page.wait(f"document.querySelector('{LAST} .notice p')")
     assert "emberline serve" in page.text(f"{LAST} .notice")
 
 
-def test_what_a_model_writes_stays_text(page: Chromium, fake: FakeServer) -> None:
+def test_model_output_is_never_html(page: Chromium, fake: FakeServer) -> None:
     ask(page, "hostile")
     shown = answer(page)
     assert "<script>window.hacked=1</script><img src=x" in shown
@@ -278,7 +278,7 @@ def test_markdown_and_copy(page: Chromium, fake: FakeServer) -> None:
     assert page.wait("window.copied.startsWith('The prefix')")
 
 
-def test_the_request_says_what_the_settings_say(page: Chromium, fake: FakeServer) -> None:
+def test_request_contains_settings(page: Chromium, fake: FakeServer) -> None:
     ask(page, "one")
     answer(page)
     assert "top_k" not in fake.requests[0] and "seed" not in fake.requests[0]
@@ -308,13 +308,13 @@ def test_the_request_says_what_the_settings_say(page: Chromium, fake: FakeServer
     assert "seed" not in fake.requests[3] and fake.requests[3]["temperature"] == 0.7
 
 
-def test_the_keyboard_and_the_memory(page: Chromium, fake: FakeServer) -> None:
+def test_keyboard_shortcuts_and_saved_conversation(page: Chromium, fake: FakeServer) -> None:
     fake.token_seconds = 0.02
     ask(page, "forever")
     page.wait(f"document.querySelector('{LAST} .text').innerText.length > 20")
     page.press("Escape")
     page.wait(IDLE)
-    assert ending(page) == "stopped"
+    assert wait_for_end(page) == "stopped"
     page.until(lambda: fake.gone == 1, "the server to notice")
     page.js("document.activeElement.blur()")
     page.press("/")
@@ -330,7 +330,7 @@ def test_the_keyboard_and_the_memory(page: Chromium, fake: FakeServer) -> None:
     assert page.text(f"{LAST} .text") == kept, "clearing can be undone"
 
 
-def test_the_reader_may_scroll_away_from_a_growing_answer(page: Chromium, fake: FakeServer) -> None:
+def test_scrolling_up_stops_following_answer(page: Chromium, fake: FakeServer) -> None:
     page.type("#settings [name=max_tokens]", "")
     fake.token_seconds = 0.002
     ask(page, "forever")
@@ -351,10 +351,10 @@ def test_narrow_screens_and_themes(page: Chromium, fake: FakeServer) -> None:
     page.resize(360, 700)
     page.wait("document.documentElement.dataset.panel === 'closed'")
     assert page.js("document.documentElement.scrollWidth") <= 360, "nothing sticks out sideways"
-    shot(page, "narrow")
+    save_screenshot(page, "narrow")
     page.click("#panel-toggle")
     page.wait("document.querySelector('#panel').getBoundingClientRect().left < 40")
-    shot(page, "narrow-panel")
+    save_screenshot(page, "narrow-panel")
     page.press("Escape")
     page.wait("document.querySelector('#panel').inert")
     paper = "getComputedStyle(document.body).backgroundColor"
@@ -365,7 +365,7 @@ def test_narrow_screens_and_themes(page: Chromium, fake: FakeServer) -> None:
     assert page.js(paper) == light, "until one is chosen"
 
 
-def shot(page: Chromium, name: str, settle: float = 0.5) -> None:
+def save_screenshot(page: Chromium, name: str, settle: float = 0.5) -> None:
     page.js("document.querySelector('#panel').scrollTop = 0")
     time.sleep(settle)  # transitions end
     page.screenshot(SHOTS / f"{name}.png")

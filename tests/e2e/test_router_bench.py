@@ -10,7 +10,7 @@ import sys
 from routers import SRC
 
 
-def test_it_reports() -> None:
+def test_router_bench_reports_results() -> None:
     small = ["--requests", "8", "--streams", "2", "--events", "4", "--rounds", "1", "--workers", "2"]
     command = [sys.executable, "-m", "emberline.cli", "bench", "router", *small]
     done = subprocess.run(

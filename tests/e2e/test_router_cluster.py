@@ -15,11 +15,11 @@ from routers import SRC, tiny_model, until
 from emberline.core.freeport import free_port
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_up_a_death_and_ctrl_c(tmp_path: Path) -> None:
+def test_cluster_up_restarts_killed_worker_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     model, port, out = tiny_model(tmp_path / "tiny"), free_port(), tmp_path / "out"
     command = ["cluster", "up", "--workers", "2", "--port", str(port), "--logs", str(tmp_path / "logs"), str(model)]
     options = ["--", "--served-name", "tiny", "--embedder", "none", "--kv-memory", "64M"]
@@ -57,4 +57,4 @@ def test_up_a_death_and_ctrl_c(tmp_path: Path) -> None:
     lines = [line.split(maxsplit=2)[1:] for line in out.read_text().splitlines()]
     first, *others = (who for who, what in lines if what == "stopped")
     assert first == "router" and sorted(others) == ["worker-1", "worker-2"]
-    assert not any(map(alive, pids.values())) and "Traceback" not in out.read_text()
+    assert not any(map(is_alive, pids.values())) and "Traceback" not in out.read_text()

@@ -35,7 +35,7 @@ def number(page: Chromium, label: str, within: str = "#counts") -> str:
     return str(page.js(f"{found}?.nextSibling.textContent"))
 
 
-def test_workers_come_work_drain_and_die(browser: Chromium, fakes: Fakes) -> None:
+def test_status_page_shows_worker_states(browser: Chromium, fakes: Fakes) -> None:
     browser.complaints.clear()
     browser.open(fakes.url)
     browser.wait("!document.querySelector('#empty').hidden")
@@ -75,7 +75,7 @@ def test_workers_come_work_drain_and_die(browser: Chromium, fakes: Fakes) -> Non
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
 
 
-def test_requests_that_move_are_seen(browser: Chromium, fakes: Fakes) -> None:
+def test_status_page_shows_migrations(browser: Chromium, fakes: Fakes) -> None:
     browser.complaints.clear()
     browser.open(fakes.url)
     fakes.start("p", role="prefill")

@@ -23,7 +23,7 @@ OUT, MANY = 48, 48
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import bytelevel
     import tiny
 
@@ -38,13 +38,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[("float32", "plain"), ("bfloat16", "packed")], ids=lambda p: p[0])
-def served(request: pytest.FixtureRequest, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def gpu_server(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     from servers import start_server, stop_server
 
     dtype, weights = request.param
     log = tmp_path_factory.mktemp("log") / "serve.log"
     options = ("--device", "cuda", "--dtype", dtype, "--weights", weights, "--kv-memory", "1G", "--served-name", "m")
-    server = start_server(log, str(home), *options)
+    server = start_server(log, str(model_dir), *options)
     yield server.url, dtype
     stop_server(server)
     assert "Traceback" not in log.read_text()
@@ -59,7 +61,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> Any:
     return urllib.request.urlopen(request, timeout=60)
 
 
-def completed(url: str, prompt: str) -> str:
+def complete(url: str, prompt: str) -> str:
     body = {"model": "m", "prompt": prompt, "max_tokens": OUT, "temperature": 0, "ignore_eos": True}
     with post(url, "/v1/completions", body) as reply:
         answer = json.load(reply)
@@ -67,7 +69,7 @@ def completed(url: str, prompt: str) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def streamed(url: str, prompt: str) -> str:
+def stream_text(url: str, prompt: str) -> str:
     body = {"model": "m", "prompt": prompt, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "stream": True}
     with post(url, "/v1/completions", body) as reply:
         lines = [line.decode().removeprefix("data: ").strip() for line in reply if line.startswith(b"data: ")]
@@ -75,28 +77,28 @@ def streamed(url: str, prompt: str) -> str:
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
 
 
-def test_the_same_text_as_on_a_cpu(served: tuple[str, str], home: Path) -> None:
+def test_gpu_generates_same_text_as_cpu(gpu_server: tuple[str, str], model_dir: Path) -> None:
     from emberline import LLM, SamplingParams
 
-    url, dtype = served
+    url, dtype = gpu_server
     if dtype != "float32":
         pytest.skip("bf16 rounds where a CPU does not")
     params = SamplingParams(max_tokens=OUT, temperature=0.0, ignore_eos=True)
-    said = LLM(str(home), device="cpu", dtype="float32").generate(prompts()[:8], params)
-    assert [completed(url, prompt) for prompt in prompts()[:8]] == [answer.text for answer in said]
+    said = LLM(str(model_dir), device="cpu", dtype="float32").generate(prompts()[:8], params)
+    assert [complete(url, prompt) for prompt in prompts()[:8]] == [answer.text for answer in said]
 
 
-def test_many_streams_at_once(served: tuple[str, str]) -> None:
-    url, dtype = served
+def test_many_concurrent_streams(gpu_server: tuple[str, str]) -> None:
+    url, dtype = gpu_server
     with ThreadPoolExecutor(MANY) as pool:
-        texts = list(pool.map(lambda prompt: streamed(url, prompt), prompts()))
+        texts = list(pool.map(lambda prompt: stream_text(url, prompt), prompts()))
     assert all(texts)
     if dtype == "float32":
-        assert texts == [completed(url, prompt) for prompt in prompts()]
+        assert texts == [complete(url, prompt) for prompt in prompts()]
 
 
-def test_chat_and_messages(served: tuple[str, str]) -> None:
-    url, _ = served
+def test_chat_and_messages(gpu_server: tuple[str, str]) -> None:
+    url, _ = gpu_server
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
     with post(url, "/v1/chat/completions", body) as reply:
         assert json.load(reply)["choices"][0]["finish_reason"] in ("length", "stop")
@@ -104,8 +106,8 @@ def test_chat_and_messages(served: tuple[str, str]) -> None:
         assert json.load(reply)["stop_reason"] in ("max_tokens", "end_turn")
 
 
-def test_who_leaves_leaves_nothing_behind(served: tuple[str, str]) -> None:
-    url, _ = served
+def test_disconnected_clients_leak_nothing(gpu_server: tuple[str, str]) -> None:
+    url, _ = gpu_server
     body = {"model": "m", "prompt": "go on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     for _ in range(8):
         with post(url, "/v1/completions", body) as reply:

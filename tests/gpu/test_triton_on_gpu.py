@@ -58,7 +58,7 @@ def test_rope(
 
 
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
-def test_what_is_no_number(dtype: torch.dtype, cache: torch.dtype) -> None:
+def test_nan_and_inf(dtype: torch.dtype, cache: torch.dtype) -> None:
     check_what_is_no_number(GPU, dtype, cache)
 
 
@@ -84,7 +84,7 @@ def test_attention(
 @pytest.mark.parametrize("cache", [BF16, FP8])
 @pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("block_m", [1, 2, 16, 32])
-def test_attention_of_any_block_and_tile(cache: torch.dtype, block: int, block_m: int) -> None:
+def test_attention_with_any_block_and_tile_size(cache: torch.dtype, block: int, block_m: int) -> None:
     check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, block_m=block_m, pdl=True)
 
 

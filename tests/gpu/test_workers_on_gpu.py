@@ -57,13 +57,13 @@ class Cluster:
         return {row["name"]: row for row in self.get(f"{self.router.url}/cluster/status")["workers"]}
 
     def ready(self) -> bool:
-        assert all(worker.poll() is None for worker in self.workers.values()), self.told()
+        assert all(worker.poll() is None for worker in self.workers.values()), self.log_text()
         rows = self.rows()
         return len(rows) == len(ROLES) and all(
             row["health"] == "ready" and (name == "p" or row["paired"] == ["p"]) for name, row in rows.items()
         )
 
-    def told(self) -> dict[str, str]:
+    def log_text(self) -> dict[str, str]:
         return {name: (self.home / f"{name}.log").read_text()[-2000:] for name in ROLES}
 
 
@@ -101,24 +101,24 @@ def read(url: str, number: int, after: Callable[[str], None] = lambda worker: No
     return text, reply.headers
 
 
-def alone(cluster: Cluster, number: int) -> str:
+def single_worker_reply(cluster: Cluster, number: int) -> str:
     """What a worker says that computes the prompt by itself."""
     answer = cluster.get(f"http://127.0.0.1:{cluster.ports['e']}/v1/completions", body(number))
     return str(answer["choices"][0]["text"])
 
 
-def test_nobody_can_tell(cluster: Cluster) -> None:
+def test_split_replies_equal_single_worker(cluster: Cluster) -> None:
     for number in range(6):
         text, headers = read(cluster.router.url, number)
         assert headers["x-emberline-prefill"] == "p" and headers["x-emberline-worker"] in "de"
-        assert text == alone(cluster, number) and text
+        assert text == single_worker_reply(cluster, number) and text
     moved = [cluster.get(f"http://127.0.0.1:{cluster.ports[name]}/stats")["transfer"] for name in "de"]
     assert sum(row["hit_tokens"] for row in moved) > 6 * 300 and not any(row["recomputed"] for row in moved), moved
 
 
-def test_a_worker_that_is_killed_while_it_speaks(cluster: Cluster) -> None:
+def test_killed_worker_moves_stream(cluster: Cluster) -> None:
     """Last: it does not come back."""
-    expected = alone(cluster, 7)
+    expected = single_worker_reply(cluster, 7)
     text, headers = read(cluster.router.url, 7, lambda worker: cluster.workers[worker].kill())
-    assert text == expected, cluster.told()
+    assert text == expected, cluster.log_text()
     assert cluster.workers[headers["x-emberline-worker"]].wait(5) < 0

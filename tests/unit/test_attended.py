@@ -19,7 +19,7 @@ async def never() -> Message:
     raise AssertionError
 
 
-async def at_once() -> Message:
+async def reply_immediately() -> Message:
     return {"type": "http.disconnect"}
 
 
@@ -39,12 +39,12 @@ async def _long(attended: ClientWatch) -> None:
     await asyncio.sleep(3600)
 
 
-async def _late(attended: ClientWatch) -> None:
+async def _finish_late(attended: ClientWatch) -> None:
     attended.set_timeout(0.01)
     await asyncio.sleep(3600)
 
 
-async def _late_after_a_moment(attended: ClientWatch) -> None:
+async def _finish_late_after_output(attended: ClientWatch) -> None:
     await asyncio.sleep(2 * WATCH_DELAY_S)  # the body came slowly
     attended.start_watching()
     await asyncio.sleep(2 * WATCH_DELAY_S)
@@ -59,33 +59,33 @@ async def _slow_body(attended: ClientWatch) -> None:
 
 
 @pytest.mark.parametrize("work", [_long, _slow_body])
-def test_a_client_that_leaves(work: Callable[[ClientWatch], Awaitable[None]]) -> None:
+def test_disconnect_cancels_work(work: Callable[[ClientWatch], Awaitable[None]]) -> None:
     with pytest.raises(ClientDisconnected):
-        run(at_once, work)
+        run(reply_immediately, work)
 
 
-@pytest.mark.parametrize("work", [_late, _late_after_a_moment])
-def test_a_time_that_is_over(work: Callable[[ClientWatch], Awaitable[None]]) -> None:
+@pytest.mark.parametrize("work", [_finish_late, _finish_late_after_output])
+def test_deadline_cancels_work(work: Callable[[ClientWatch], Awaitable[None]]) -> None:
     with pytest.raises(TimeoutError):
         run(never, work)
 
 
-def test_a_body_that_does_not_come() -> None:
+def test_slow_request_body_times_out() -> None:
     with pytest.raises(TimeoutError):
         run(never, lambda attended: asyncio.sleep(3600), seconds=2 * WATCH_DELAY_S)
 
 
-def test_before_the_body_is_read_and_at_the_end_nobody_watches() -> None:
+def test_disconnect_is_watched_only_between_body_and_end() -> None:
     async def reads(attended: ClientWatch) -> None:
         await asyncio.sleep(3 * WATCH_DELAY_S)  # `receive` is the body's
         attended.start_watching()
         attended.stop_watching()
         await asyncio.sleep(3 * WATCH_DELAY_S)
 
-    run(at_once, reads)
+    run(reply_immediately, reads)
 
 
-def test_the_last_part_has_its_time_too() -> None:
+def test_final_part_has_its_own_time_limit() -> None:
     async def sends(attended: ClientWatch) -> None:
         attended.start_watching()
         attended.set_timeout(0.01)
@@ -96,7 +96,7 @@ def test_the_last_part_has_its_time_too() -> None:
         run(never, sends)
 
 
-def test_a_cancellation_by_others_stays_one() -> None:
+def test_outer_cancellation_propagates() -> None:
     async def work(attended: ClientWatch) -> None:
         task = asyncio.current_task()
         assert task is not None

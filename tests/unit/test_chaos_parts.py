@@ -45,13 +45,13 @@ def verdict(*events: bytes) -> Verdict:
     return judge_reply(case, 200, b"".join(events))[0]
 
 
-def test_a_stream_that_is_right() -> None:
+def test_correct_stream_is_answered() -> None:
     assert verdict(*GOOD) is Verdict.ANSWERED
     assert verdict(chunk("on"), chunk("e two three"), *GOOD[3:]) is Verdict.ANSWERED  # cut elsewhere, the same text
     assert verdict(*GOOD[:2], ERROR, DONE) is Verdict.ERROR
 
 
-def test_one_who_stops_the_whole_run_stops_its_requests() -> None:
+def test_cancelling_run_cancels_requests() -> None:
     class Hangs:
         def post(self, *_: object, **__: object) -> Hangs:
             return self
@@ -95,11 +95,11 @@ def test_one_who_stops_the_whole_run_stops_its_requests() -> None:
         [GOOD[0], b"data: {\n\n", *GOOD[1:]],
     ],
 )
-def test_a_stream_that_is_wrong(events: list[bytes]) -> None:
+def test_wrong_stream_is_detected(events: list[bytes]) -> None:
     assert verdict(*events) is Verdict.WRONG
 
 
-def test_plain_replies() -> None:
+def test_replies_without_stream_are_judged() -> None:
     whole = {"choices": [{"text": "one two three", "finish_reason": "length"}],
              "usage": {"prompt_tokens": 3, "completion_tokens": 4}}  # fmt: skip
     case = ReferenceCase(PATH, {}, True, ObservedReply.from_body(200, json.dumps(whole).encode()))
@@ -109,7 +109,7 @@ def test_plain_replies() -> None:
         assert judge_reply(case, status, body.encode())[0] is Verdict.WRONG
 
 
-def test_stages_are_seen_on_the_wire() -> None:
+def test_proxy_traffic_shows_request_stages() -> None:
     async def seen() -> None:
         sights = RequestObserver()
         sight, other = sights.track_request(), sights.track_request()
@@ -134,11 +134,15 @@ def test_stages_are_seen_on_the_wire() -> None:
     asyncio.run(seen())
 
 
-def test_somebody_who_can_answer_is_always_left() -> None:
+def test_scheduler_always_leaves_an_answering_worker() -> None:
     """Of three faults at a time, whatever they are and whoever is away."""
     dice = random.Random(5)
-    places = [place("prefill-1", "prefill"), place("decode-1", "decode"), place("decode-2", "decode", mapped=True)]
-    turns, names, both = FaultScheduler(places, dice), {place.name for place in places}, 0
+    places = [
+        fake_process("prefill-1", "prefill"),
+        fake_process("decode-1", "decode"),
+        fake_process("decode-2", "decode", mapped=True),
+    ]
+    turns, names, both = FaultScheduler(places, dice), {fake_process.name for fake_process in places}, 0
     faults, going, kinds = draw_faults(FAULTS, dice), list[ScheduledFault](), set[str]()
     for _ in range(3000):
         while len(turns.pending) < 10:
@@ -170,11 +174,11 @@ def test_somebody_who_can_answer_is_always_left() -> None:
     assert both and kinds == {fault.name for fault in FAULTS}
 
 
-def place(name: str, role: Role, *, mapped: bool = False) -> ChaosProcess:
+def fake_process(name: str, role: Role, *, mapped: bool = False) -> ChaosProcess:
     return ChaosProcess(name, role, 0, None, None, uses_shared_memory=mapped)  # type: ignore[arg-type]
 
 
-def test_a_wire_breaks_and_mends() -> None:
+def test_proxy_fails_and_recovers() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(100):
             writer.write(data)
@@ -234,23 +238,25 @@ WALL = {
 ROOMS = ("core", "tokens", "kv", "engine", "router", "cluster", "api", "server", "models", "chaos")
 
 
-def _looks_at_it(tree: ast.Module) -> bool:
+def _reads_wall_clock(tree: ast.Module) -> bool:
     names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)}
     return bool(names & {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "WallClock"})
 
 
-def test_nothing_waits_by_the_wall_clock() -> None:
+def test_no_code_waits_by_wall_clock() -> None:
     """It may jump. The gateway, which tells when things happened, is another matter."""
     found = set()
     for room in ROOMS:
         for path in sorted((PACKAGE / room).rglob("*.py")):
             text = path.read_text()
-            if any(word in text for word in ("time.time", "datetime.", "WallClock")) and _looks_at_it(ast.parse(text)):
+            if any(word in text for word in ("time.time", "datetime.", "WallClock")) and _reads_wall_clock(
+                ast.parse(text)
+            ):
                 found.add(str(path.relative_to(PACKAGE)))
     assert {name for name in found if "gateway" not in name} == WALL
 
 
-def test_files_of_any_size_are_damaged(tmp_path: Path) -> None:
+def test_damage_works_on_files_of_any_size(tmp_path: Path) -> None:
     folder = tmp_path / "layout" / "ab"
     folder.mkdir(parents=True)
     sizes = (0, 1, 5000, 100_000)
@@ -267,12 +273,12 @@ def test_files_of_any_size_are_damaged(tmp_path: Path) -> None:
             (folder / str(size)).read_bytes()
 
 
-def test_a_model_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "no-such-model"]) == 1
     assert "no model 'no-such-model'" in capsys.readouterr().err
 
 
-def test_one_that_is_stopped_tells_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_prints_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: object, ledger: ChaosReport, *_: object) -> None:
         ending = RequestOutcome(Verdict.ANSWERED, "", 0.0, 1.5)
         ledger.record_fault("kill router", "queued", ending, moved=0, noticed=0, excused=False)

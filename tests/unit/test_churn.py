@@ -12,7 +12,7 @@ from emberline.chaos.client import RequestOutcome, Verdict
 PLAN = ChurnPlan(100.0, 0.8, 1.0, (1.0, 2.0), 4, 1, 2, 60.0, "1M", 0)
 
 
-def told(*endings: RequestOutcome, held: str = "", missing: str = "") -> dict[str, Any]:
+def report_values(*endings: RequestOutcome, held: str = "", missing: str = "") -> dict[str, Any]:
     nothing: Any = None
     churn = ChurnRun(
         PLAN, nothing, nothing, nothing, print, random.Random(0), outcomes=list(endings), recovery_problem=missing
@@ -26,8 +26,8 @@ def told(*endings: RequestOutcome, held: str = "", missing: str = "") -> dict[st
     return {name: result.value for name, result in report.results.items()} | {"said": report.config["errors"]}
 
 
-def test_errors_are_explained_or_not() -> None:
-    results = told(
+def test_errors_are_attributed_to_restarts() -> None:
+    results = report_values(
         RequestOutcome(Verdict.ANSWERED, "", 1.0, 1.0),
         RequestOutcome(Verdict.ERROR, "late", 1.0, 8.9),  # it ended before anything happened
         RequestOutcome(Verdict.ERROR, "lost", 1.0, 9.1),
@@ -40,9 +40,9 @@ def test_errors_are_explained_or_not() -> None:
     assert results["answered"] == 1 and not results["wrong"] + results["hung"] + results["leaked"]
 
 
-def test_what_nothing_explains() -> None:
-    wrong = told(
+def test_errors_without_restart_are_unexplained() -> None:
+    wrong = report_values(
         RequestOutcome(Verdict.WRONG, "said x", 12.0, 1.0), held="decode-1: blocks 3", missing="decode-2 is lost"
     )
     assert (wrong["wrong"], wrong["leaked"], wrong["unrecovered"]) == (1, 1, 1)
-    assert told(RequestOutcome(Verdict.HUNG, "", 12.0, 75.0))["hung"] == 1
+    assert report_values(RequestOutcome(Verdict.HUNG, "", 12.0, 75.0))["hung"] == 1

@@ -90,7 +90,7 @@ def pipe(question: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_conversation_with_its_costs(fake: FakeServer) -> None:
+def test_conversation_shows_usage(fake: FakeServer) -> None:
     chat = Terminal("--url", fake.url, "--temperature", "0.5", "--system", "Be brief.")
     chat.expect("fake at .*/help")
     chat.expect("> ")
@@ -118,7 +118,7 @@ def test_a_conversation_with_its_costs(fake: FakeServer) -> None:
     assert third["messages"] == [{"role": "system", "content": "Be rude."}, {"role": "user", "content": "third"}]
 
 
-def test_ctrl_c_stops_the_answer_but_not_the_program(fake: FakeServer) -> None:
+def test_ctrl_c_stops_answer_but_not_program(fake: FakeServer) -> None:
     fake.token_seconds = 0.02
     chat = Terminal("--url", fake.url)
     chat.expect("> ")
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_program(fake: FakeServer) -> None:
     assert fake.requests[1]["messages"][1]["content"].startswith("The prefix cache"), "the partial answer is kept"
 
 
-def test_errors_are_told_and_the_conversation_goes_on(fake: FakeServer) -> None:
+def test_errors_are_shown_and_conversation_continues(fake: FakeServer) -> None:
     chat = Terminal("--url", fake.url)
     for question, told in {
         "fail-429": r"answered 429: .*queue is full.*retry in 7 s",
@@ -157,7 +157,7 @@ def test_errors_are_told_and_the_conversation_goes_on(fake: FakeServer) -> None:
     assert roles == ["user", "assistant"] * 2 + ["user"], "refused questions are not kept, broken-off answers are"
 
 
-def test_no_server_says_how_to_start_one() -> None:
+def test_unreachable_server_hints_how_to_start_one() -> None:
     with FakeServer() as server:
         url = server.url
     done = pipe("hello", "--url", url)
@@ -167,7 +167,7 @@ def test_no_server_says_how_to_start_one() -> None:
     assert done.stdout == ""
 
 
-def test_a_pipe_gets_the_bare_answer(fake: FakeServer) -> None:
+def test_pipe_gets_plain_answer(fake: FakeServer) -> None:
     done = pipe(
         "hello\n", "--url", f"{fake.url}/v1", "--max-tokens", "9", "--seed", "3", "--top-k", "4", "--top-p", "0.5"
     )
@@ -179,7 +179,7 @@ def test_a_pipe_gets_the_bare_answer(fake: FakeServer) -> None:
     assert "temperature" not in sent, "what was not asked for is the server's to choose"
 
 
-def test_a_refused_pipe_fails(fake: FakeServer) -> None:
+def test_refused_request_fails_in_pipe(fake: FakeServer) -> None:
     done = pipe("fail-400", "--url", fake.url)
     assert done.returncode == 1
     assert "temperature is 9" in done.stderr
@@ -196,19 +196,19 @@ def test_escape_sequences_do_not_reach_the_terminal(fake: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", ""])
-def test_a_bad_address_is_named(url: str) -> None:
+def test_invalid_url_is_reported(url: str) -> None:
     done = pipe("hello", "--url", url)
     assert done.returncode == 1
     assert "which is not an http or https URL" in done.stderr
 
 
-def test_a_model_that_the_server_does_not_have_is_refused_before_the_conversation(fake: FakeServer) -> None:
+def test_unknown_model_is_refused_before_conversation(fake: FakeServer) -> None:
     done = pipe("hello", "--url", fake.url, "--model", "nope")
     assert done.returncode == 1 and not fake.requests
     assert "has no model 'nope' (hint: --model may be fake)" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_an_embedder_is_not_talked_to(fake: FakeServer) -> None:
+def test_embedder_is_not_chosen_as_chat_model(fake: FakeServer) -> None:
     fake.models.insert(0, {"id": "embedder", "owned_by": "emberline", "kind": "embedding"})
     assert pipe("hello", "--url", fake.url).returncode == 0
     assert fake.requests[0]["model"] == "fake"

@@ -23,7 +23,7 @@ def counts(*options: str) -> dict[str, int]:
     return {role: n for role, n in cluster._worker_counts(parser.parse_args(["up", *options, "m"])).items() if n}
 
 
-def test_how_many_of_each() -> None:
+def test_worker_counts() -> None:
     assert counts() == {"both": 2} and counts("--workers", "3") == {"both": 3}
     assert counts("--prefill", "1", "--decode", "2") == {"prefill": 1, "decode": 2}
     assert counts("--prefill", "1", "--workers", "1") == {"prefill": 1, "both": 1}
@@ -33,7 +33,7 @@ def test_how_many_of_each() -> None:
 
 
 @pytest.mark.parametrize("option", ["--kv-checksums", "--kv-mooncake", "--kv-port=7000", "--worker-name=w"])
-def test_who_has_no_router_exchanges_nothing(option: str) -> None:
+def test_worker_options_need_router(option: str) -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     with pytest.raises(InvalidRequest, match="for a worker of a router"):
@@ -41,7 +41,7 @@ def test_who_has_no_router_exchanges_nothing(option: str) -> None:
     assert serve._worker_config(parser.parse_args(["m", option, "--router", "http://r"])) is not None
 
 
-def test_the_key_is_in_no_command() -> None:
+def test_cluster_key_is_in_no_command_line() -> None:
     made = build_processes(
         ["--port", "1"],
         {"prefill": 1, "decode": 2},
@@ -56,7 +56,7 @@ def test_the_key_is_in_no_command() -> None:
     assert all(child.environment["EMBERLINE_CLUSTER_KEY"] == "hush" for child in made)
 
 
-def test_every_worker_has_kv_ports_of_its_own() -> None:
+def test_each_worker_has_its_own_kv_ports() -> None:
     counts = {"prefill": 1, "both": 2}
     made = build_processes(
         [], counts, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), kv_port=7000
@@ -66,7 +66,7 @@ def test_every_worker_has_kv_ports_of_its_own() -> None:
         cluster._worker_options(argparse.Namespace(options=["--kv-port=7000"], model="m"), 2, [])
 
 
-def test_engines_of_one_worker_have_kv_ports_of_their_own() -> None:
+def test_each_engine_has_its_own_kv_ports() -> None:
     config = EngineConfig("m", kv_port=7000, transfer=TransferConfig("w", required=False))
     second = config.with_kv_ports(1)
     assert (second.kv_port, second.transfer) == (7008, TransferConfig("w", port=7008, required=True))
@@ -76,7 +76,7 @@ def test_engines_of_one_worker_have_kv_ports_of_their_own() -> None:
         EngineConfig("m", kv_port=65535)
 
 
-def test_checksums_come_with_mooncake_unless_they_are_switched_off() -> None:
+def test_mooncake_enables_checksums_by_default() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
 
@@ -88,19 +88,19 @@ def test_checksums_come_with_mooncake_unless_they_are_switched_off() -> None:
     assert not sealed("--kv-mooncake", "--no-kv-checksums")
 
 
-def test_an_address_for_mooncake_needs_mooncake() -> None:
+def test_mooncake_host_needs_mooncake() -> None:
     with pytest.raises(InvalidRequest, match="neither kv_mooncake nor kv_store"):
         EngineConfig("m", kv_mooncake_host="10.0.0.1")
 
 
-def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "hush")
     assert cluster_key_from_environment() == "hush"
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
     assert cluster_key_from_environment() is None and WorkerConfig("http://r").role == "both"
 
 
-def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
+def test_drain_waits_until_blocks_are_fetched() -> None:
     rows: list[dict[str, Any]] = [
         {"name": "p", "health": "draining", "open": 0, "transfer": {"leases": 2}, "seconds_since_beat": 0.5},
         {"name": "d", "health": "lost", "open": 1, "transfer": {"leases": 3}, "seconds_since_beat": 9.0},
@@ -112,7 +112,7 @@ def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
     assert drain._remaining_work({"workers": rows}, "vllm", "the one before") == (0, 0, -1.0)
 
 
-def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:
+def test_router_dying_mid_reply_counts_as_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -132,7 +132,7 @@ def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:
 
 
 @pytest.mark.parametrize("late", [["--port", "8001"], ["--port=8001"], ["--prefill", "1"], ["--role", "decode"]])
-def test_what_is_the_clusters_is_refused_after_the_model(late: list[str]) -> None:
+def test_cluster_options_after_model_are_refused(late: list[str]) -> None:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     with pytest.raises(InvalidRequest, match="before the model"):
@@ -144,7 +144,7 @@ def test_what_is_the_clusters_is_refused_after_the_model(late: list[str]) -> Non
     ]
 
 
-def up(*words: str) -> argparse.Namespace:
+def start_options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     return parser.parse_args(["up", *words])
@@ -154,7 +154,7 @@ SMI = "0, GPU-a, 9.0, 140000\n1, GPU-b, 8.0, 80000\n2, GPU-c, 9.0, 100000\n"
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, ["0", "2"]), ("GPU-c", ["2"]), ("2,0", ["2", "0"]), ("", [])])
-def test_workers_use_the_gpus_that_there_are(
+def test_workers_use_available_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
 ) -> None:
     script = tmp_path / "nvidia-smi"
@@ -167,20 +167,27 @@ def test_workers_use_the_gpus_that_there_are(
     assert [gpu.name for gpu in usable_gpus()] == expected
 
 
-def test_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert usable_gpus() == []
 
 
-def test_what_workers_get_of_the_machine() -> None:
+def test_workers_share_machine() -> None:
     gpus = [Gpu("0", 100 << 30), Gpu("2", 80 << 30)]
-    assert cluster._worker_options(up("m"), 2, [], gpus) == ["m"], "each has a GPU of its own, and plans its memory"
-    assert cluster._worker_options(up("m"), 4, [], gpus) == ["m", "--kv-memory", str(20 << 30)]
-    assert cluster._worker_options(up("m", "--kv-memory", "1G"), 4, [], gpus) == ["m", "--kv-memory", "1G"]
-    assert cluster._worker_options(up("m"), 1, [])[-2:] == ["--device", "cpu"]
-    may = {words: cluster._may_use_gpus(up("m", *words)) for words in ((), ("--device", "cpu"), ("--threads=2",))}
+    assert cluster._worker_options(start_options("m"), 2, [], gpus) == ["m"], (
+        "each has a GPU of its own, and plans its memory"
+    )
+    assert cluster._worker_options(start_options("m"), 4, [], gpus) == ["m", "--kv-memory", str(20 << 30)]
+    assert cluster._worker_options(start_options("m", "--kv-memory", "1G"), 4, [], gpus) == ["m", "--kv-memory", "1G"]
+    assert cluster._worker_options(start_options("m"), 1, [])[-2:] == ["--device", "cpu"]
+    may = {
+        words: cluster._may_use_gpus(start_options("m", *words))
+        for words in ((), ("--device", "cpu"), ("--threads=2",))
+    }
     assert may == {(): True, ("--device", "cpu"): False, ("--threads=2",): False}
-    assert cluster._may_use_gpus(up("m", "--device", "cuda")) and cluster._may_use_gpus(up("m", "--device=cuda"))
+    assert cluster._may_use_gpus(start_options("m", "--device", "cuda")) and cluster._may_use_gpus(
+        start_options("m", "--device=cuda")
+    )
     made = build_processes(
         [], {"both": 3}, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), gpus=["0", "2"]
     )

@@ -15,7 +15,7 @@ from emberline.cli.__main__ import COMMANDS, main
 
 
 @contextmanager
-def answering(body: bytes, status: bytes) -> Iterator[str]:
+def serve_fixed_reply(body: bytes, status: bytes) -> Iterator[str]:
     """A server that is not a router: it answers the same to everything."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -39,7 +39,7 @@ def answering(body: bytes, status: bytes) -> Iterator[str]:
     server.server_close()
 
 
-def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
@@ -47,7 +47,7 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name} " in told and help_ in told for name, help_ in COMMANDS.items() if len(help_) < 50)
 
 
-def test_bench_without_a_kind_lists_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_bench_lists_all_benches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench"])
     assert "load on any OpenAI URL" in capsys.readouterr().err
@@ -55,8 +55,8 @@ def test_bench_without_a_kind_lists_the_kinds(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("body", [json.dumps({"error": {"message": "nothing here"}}).encode(), b"{}", b"<html>"])
 @pytest.mark.parametrize("status", [b"404", b"405", b"500"])
-def test_drain_at_what_is_no_router(body: bytes, status: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering(body, status) as url:
+def test_drain_reports_url_without_router(body: bytes, status: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with serve_fixed_reply(body, status) as url:
         assert main(["drain", "w", "--router", url]) == 1
     told = capsys.readouterr().err
     assert (
@@ -66,7 +66,7 @@ def test_drain_at_what_is_no_router(body: bytes, status: bytes, capsys: pytest.C
 
 
 @pytest.mark.parametrize("command", ["gateway", "router", "serve"])
-def test_a_taken_port_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_reported(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -79,6 +79,6 @@ def test_a_taken_port_is_named(command: str, capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--port", "99999"]) == 1
     assert "cannot listen on 127.0.0.1:99999: a port must be between 0 and 65535" in capsys.readouterr().err

@@ -60,7 +60,7 @@ class Page:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:8080", "localhost", "LOCALHOST:1", "[::1]:8080", "a.localhost", "127.9.9.9", "10.0.0.7:80"]
 )
-def test_names_of_this_machine_are_served(host: str) -> None:
+def test_own_host_names_are_allowed(host: str) -> None:
     assert Page(OPEN, "POST", {"host": host}).reached
     assert Page(OPEN, "SOCKET", {"host": host}).reached
 
@@ -69,13 +69,13 @@ def test_names_of_this_machine_are_served(host: str) -> None:
     "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "10.0.0.7.evil.example", "localhost.x"]
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "SOCKET"])
-def test_a_name_that_another_site_pointed_here_is_refused(host: str, method: str) -> None:
+def test_rebound_host_name_is_refused(host: str, method: str) -> None:
     """DNS rebinding: to the browser such a page is of the same origin."""
     page = Page(OPEN, method, {"host": host, "origin": f"http://{host}", "sec_fetch_site": "same-origin"})
     assert page.status == 403 and not page.reached and b"allowed-hosts" in page.body
 
 
-def test_hosts_that_are_configured_or_vouched_for_are_served() -> None:
+def test_configured_hosts_and_known_keys_are_allowed() -> None:
     named = CrossSitePolicy.build((), ("Proxy.Example",), loopback=True, authenticated=False)
     assert Page(named, "POST", {"host": "proxy.example:443"}).reached
     assert not Page(named, "POST", {"host": "other.example"}).reached
@@ -88,7 +88,7 @@ def test_hosts_that_are_configured_or_vouched_for_are_served() -> None:
     assert not Page(listed, "POST", {"host": "evil.example"}).reached
 
 
-def test_a_host_that_one_key_vouched_for_is_not_remembered() -> None:
+def test_host_allowed_by_key_is_not_cached() -> None:
     reached = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_host_that_one_key_vouched_for_is_not_remembered() -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "SOCKET"])
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9", "https://localhost"])
-def test_pages_of_other_sites_change_nothing(method: str, origin: str) -> None:
+def test_other_sites_cannot_post(method: str, origin: str) -> None:
     page = Page(OPEN, method, {"host": "127.0.0.1:8080", "origin": origin})
     assert page.status == 403 and not page.reached
     told = json.loads(page.body)["error"]
@@ -124,13 +124,13 @@ def test_pages_of_other_sites_change_nothing(method: str, origin: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "SOCKET"])
-def test_our_own_pages_call(method: str) -> None:
+def test_own_pages_may_call(method: str) -> None:
     assert Page(OPEN, method, {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080"}).reached
     behind = {"host": "127.0.0.1:8080", "origin": "https://our.example", "sec_fetch_site": "same-origin"}
     assert Page(OPEN, method, behind).reached
 
 
-def test_preflights_are_answered_by_the_list() -> None:
+def test_preflight_follows_allowed_origins() -> None:
     asked = {
         "host": "localhost",
         "origin": "https://chat.example",
@@ -154,19 +154,19 @@ def test_preflights_are_answered_by_the_list() -> None:
     assert other.status == 403
 
 
-def test_replies_are_not_readable_by_pages_whatever_a_provider_wrote() -> None:
+def test_provider_cors_headers_are_replaced() -> None:
     page = Page(OPEN, "GET", {"host": "localhost", "origin": "https://other.example"})
     assert page.reached and "access-control-allow-origin" not in page.headers
 
 
 @pytest.mark.parametrize("text", ["chat.example", "https://chat.example/path", ""])
-def test_what_is_no_origin_is_refused_at_the_start(text: str) -> None:
+def test_malformed_origin_is_refused_at_start(text: str) -> None:
     with pytest.raises(InvalidRequest, match="not an origin"):
         CrossSitePolicy.build((text,), (), loopback=True, authenticated=False)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_json_by_another_name_is_refused(kind: str) -> None:
+def test_json_with_other_content_type_is_refused(kind: str) -> None:
     made = House(lambda before, index: before + "Because.")
     answer = made.post("/v1/chat/completions", CHAT, content_type=kind)
     assert answer.status == 415 and answer.json["error"]["code"] == "unsupported_media_type"
@@ -174,7 +174,7 @@ def test_json_by_another_name_is_refused(kind: str) -> None:
     assert made.post("/v1/chat/completions", CHAT, content_type="application/json; charset=utf-8").status == 200
 
 
-def fetched(app: Any, path: str, **headers: str) -> int:
+def fetch(app: Any, path: str, **headers: str) -> int:
     """The status of a GET."""
     seen: list[Any] = []
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
@@ -187,46 +187,46 @@ def fetched(app: Any, path: str, **headers: str) -> int:
     return int(seen[0]["status"])
 
 
-def app_with(**config: Any) -> EngineApp:
+def build_app(**config: Any) -> EngineApp:
     made = House(lambda before, index: before + "Because.")
     settings = ServerConfig(models={"m": "m"}, embedder=None, **config)
     return EngineApp(settings, made.app.engine, made.catalog, None, {})
 
 
-def routing(**config: Any) -> RouterApp:
+def build_router_app(**config: Any) -> RouterApp:
     async def make() -> RouterApp:
         return RouterApp(RouterConfig(**config), WorkerClient(), SystemClock(), {})
 
     return asyncio.run(make())
 
 
-def test_metrics_and_statistics_of_a_router_follow_the_keys() -> None:
+def test_router_metrics_need_key() -> None:
     for path in ("/metrics", "/cluster/status"):
-        assert fetched(routing(), path) == 200
-        keyed = routing(api_keys=("secret",), cluster_key="cluster-secret")
-        assert fetched(keyed, path) == fetched(keyed, path, authorization="Bearer wrong") == 401
-        assert fetched(keyed, path, authorization="Bearer secret") == 200
-        assert fetched(keyed, path, authorization="Bearer cluster-secret") == 200  # what watches a cluster has its key
-        assert fetched(keyed, "/health/live") == 200
+        assert fetch(build_router_app(), path) == 200
+        keyed = build_router_app(api_keys=("secret",), cluster_key="cluster-secret")
+        assert fetch(keyed, path) == fetch(keyed, path, authorization="Bearer wrong") == 401
+        assert fetch(keyed, path, authorization="Bearer secret") == 200
+        assert fetch(keyed, path, authorization="Bearer cluster-secret") == 200  # what watches a cluster has its key
+        assert fetch(keyed, "/health/live") == 200
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/stats"])
-def test_metrics_and_statistics_of_an_engine_follow_the_keys(path: str) -> None:
-    keyed = app_with(api_keys=("secret",))
-    assert fetched(keyed, path) == fetched(keyed, path, authorization="Bearer wrong") == 401
-    assert fetched(keyed, path, authorization="Bearer secret") != 401  # the engine here has none to tell
+def test_worker_metrics_need_key(path: str) -> None:
+    keyed = build_app(api_keys=("secret",))
+    assert fetch(keyed, path) == fetch(keyed, path, authorization="Bearer wrong") == 401
+    assert fetch(keyed, path, authorization="Bearer secret") != 401  # the engine here has none to tell
 
 
-def test_a_worker_beyond_this_machine_answers_its_router() -> None:
-    closed = app_with(closed=True, worker=WorkerConfig("http://10.0.0.1:1", cluster_key="cluster-secret"))
-    assert fetched(closed, "/v1/models") == fetched(closed, "/metrics") == 401
-    assert fetched(closed, "/v1/models", authorization="Bearer cluster-secret") == 401
-    assert fetched(closed, "/v1/models", x_emberline_cluster_key="cluster-secret") == 200
-    assert fetched(closed, "/v1/models", x_emberline_cluster_key="wrong") == 401
+def test_exposed_worker_accepts_only_its_router() -> None:
+    closed = build_app(closed=True, worker=WorkerConfig("http://10.0.0.1:1", cluster_key="cluster-secret"))
+    assert fetch(closed, "/v1/models") == fetch(closed, "/metrics") == 401
+    assert fetch(closed, "/v1/models", authorization="Bearer cluster-secret") == 401
+    assert fetch(closed, "/v1/models", x_emberline_cluster_key="cluster-secret") == 200
+    assert fetch(closed, "/v1/models", x_emberline_cluster_key="wrong") == 401
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_a_listener_beyond_this_machine_needs_authentication(host: str) -> None:
+def test_exposed_listener_needs_authentication(host: str) -> None:
     for authenticated, is_open in ((True, False), (False, True)):
         listener = bind_listener(host, 0)
         check_exposure(listener, is_authenticated=authenticated, allows_anyone=is_open, hint="")
@@ -238,7 +238,7 @@ def test_a_listener_beyond_this_machine_needs_authentication(host: str) -> None:
     local.close()
 
 
-def test_engine_router_and_worker_refuse_to_start_open() -> None:
+def test_servers_refuse_to_start_exposed_without_authentication() -> None:
     worker = WorkerConfig("http://127.0.0.1:1")
     for config in (ServerConfig(host="0.0.0.0", port=0), ServerConfig(host="0.0.0.0", port=0, worker=worker)):
         with pytest.raises(InvalidRequest, match="without authentication"):

@@ -55,12 +55,14 @@ JOB_V1 = {
         ({}, 8_000_000),  # macOS has neither
     ],
 )
-def test_the_least_counts(tmp_path: Path, files: dict[str, str], free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_limit_counts(
+    tmp_path: Path, files: dict[str, str], free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(freememory, "physical_memory", lambda: 16_000_000)
     assert free_memory(write(tmp_path, files)) == free
 
 
-def test_a_machine_that_does_not_tell_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> int:
         raise ValueError("unrecognized configuration name")
 

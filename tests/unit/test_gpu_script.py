@@ -22,7 +22,7 @@ def test_without_its_fixture(broken): pass
 SKIPPED = "import pytest\n\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\n"
 
 
-def test_each_file_keeps_how_its_last_run_ended(tmp_path: Path) -> None:
+def test_last_result_of_each_file_is_kept(tmp_path: Path) -> None:
     files = {name: tmp_path / f"test_{name}.py" for name in ("mixed", "skipped", "empty")}
     files["mixed"].write_text(MIXED)
     files["skipped"].write_text(SKIPPED)

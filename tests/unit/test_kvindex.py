@@ -41,14 +41,14 @@ class Cache:
             return
         self.count += 1
         tokens = [self.rng.randrange(2)] * self.rng.randrange(SIZE, 5 * SIZE)
-        request = asked(str(self.count), [*tokens, *(self.rng.randrange(2) for _ in range(2 * SIZE))])
+        request = prompt_prefixes(str(self.count), [*tokens, *(self.rng.randrange(2) for _ in range(2 * SIZE))])
         if self.kv.admit(request):
             self.open.append(request)
             request.num_computed = self.rng.randrange(request.num_computed, request.num_known)
             self.kv.commit(request)
 
 
-def asked(name: str, tokens: list[int]) -> Request:
+def prompt_prefixes(name: str, tokens: list[int]) -> Request:
     return Request(
         id=name,
         submission_id=name,
@@ -65,7 +65,7 @@ def asked(name: str, tokens: list[int]) -> Request:
     )
 
 
-class Line:
+class LossyConnection:
     """Between a ledger and an index: it loses, repeats and reorders what is said, and sometimes breaks off."""
 
     def __init__(self, ledger: BlockEventLog, index: KVIndex, rng: random.Random, faults: float) -> None:
@@ -95,12 +95,12 @@ class Line:
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("faults", [0.0, 0.1, 0.4])
-def test_what_is_exact_is_what_the_cache_holds(seed: int, faults: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_index_equals_cache(seed: int, faults: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledgers, "SNAPSHOT_PART_BLOCKS", 3)
     monkeypatch.setattr(ledgers, "MAX_LOGGED_CHANGES", 24)
     rng = random.Random(seed)
     cache, ledger, index = Cache(rng), BlockEventLog(["m"]), KVIndex(1 << 20, 64)
-    line, exact = Line(ledger, index, rng, faults), 0
+    line, exact = LossyConnection(ledger, index, rng, faults), 0
     truth: dict[tuple[str, int], dict[bytes, bytes]] = {}  # after each batch
     for _ in range(120):
         if rng.random() < 0.02:
@@ -126,7 +126,7 @@ def test_what_is_exact_is_what_the_cache_holds(seed: int, faults: float, monkeyp
     assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == cache.kv.parents_by_hash()
 
 
-def test_nobody_listens_nothing_is_kept() -> None:
+def test_no_events_kept_without_subscriber() -> None:
     cache = Cache(random.Random(1))
     cache.kv = KVManager(24, SIZE, "t")
     for _ in range(50):
@@ -138,7 +138,7 @@ def test_nobody_listens_nothing_is_kept() -> None:
     assert cache.kv.take_prefix_changes() is None
 
 
-def test_blocks_of_several_caches_count_until_the_last_has_lost_them() -> None:
+def test_block_counts_until_last_cache_evicts_it() -> None:
     ledger = BlockEventLog(["a", "b"])
     ledger.record("a", True, [(b"1", b"")], [])
     assert not ledger.is_complete and ledger.batches_after("", 0) == []
@@ -152,8 +152,8 @@ def test_blocks_of_several_caches_count_until_the_last_has_lost_them() -> None:
     assert (batch.stored, sorted(batch.removed), batch.seq) == ([(b"3", b"")], [b"1", b"2"], 1)
 
 
-def test_a_new_incarnation_has_nothing_of_the_old_one() -> None:
-    index = followed(b"a")
+def test_new_incarnation_starts_empty() -> None:
+    index = build_index(b"a")
     assert index.apply_batch("w", BlockBatch("second", 0)) is KVIndexState.DEGRADED and index.held_blocks("w") == {}
     index.apply_batch("w", BlockBatch("second", 0, parts=1))
     assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == {}
@@ -161,8 +161,8 @@ def test_a_new_incarnation_has_nothing_of_the_old_one() -> None:
     assert index.held_blocks("w") == {}
 
 
-def test_a_sign_of_life_tells_what_was_missed() -> None:
-    index = followed(b"a")
+def test_empty_batch_reveals_missed_batches() -> None:
+    index = build_index(b"a")
     assert index.apply_batch("w", BlockBatch("first", 0)) is KVIndexState.EXACT
     assert index.apply_batch("w", BlockBatch("first", 1)) is KVIndexState.DEGRADED
     assert index.apply_batch("w", BlockBatch("first", 1, [(b"b", b"a")])) is KVIndexState.EXACT
@@ -170,7 +170,7 @@ def test_a_sign_of_life_tells_what_was_missed() -> None:
     assert index.held_blocks("w") == {b"a": b"", b"b": b"a"}
 
 
-def test_who_holds_too_much_is_not_followed() -> None:
+def test_worker_exceeding_index_is_removed() -> None:
     index = KVIndex(2, 64)
     index.apply_batch("w", BlockBatch("i", 0, [(b"1", b""), (b"2", b"1")], parts=1))
     index.apply_batch("v", BlockBatch("i", 0, [(b"1", b"")], parts=1))
@@ -186,7 +186,7 @@ def test_who_holds_too_much_is_not_followed() -> None:
 POINTS = (PromptPrefix(b"system", 400), PromptPrefix(b"turn", 1000))
 
 
-def followed(*held: bytes) -> KVIndex:
+def build_index(*held: bytes) -> KVIndex:
     index = KVIndex(1 << 20, 64)
     index.apply_batch(
         "w", BlockBatch("first", 0, [(digest, held[i - 1] if i else b"") for i, digest in enumerate(held)], parts=1)
@@ -194,8 +194,8 @@ def followed(*held: bytes) -> KVIndex:
     return index
 
 
-def test_what_was_read_is_known_where_it_is_held_and_nowhere_else() -> None:
-    index = followed(*(bytes([i]) for i in range(10)))
+def test_cached_prompt_is_found_only_where_held() -> None:
+    index = build_index(*(bytes([i]) for i in range(10)))
     assert index.cached_bytes_by_worker(POINTS, {"w": 1000, "x": 400}) == {
         "w": 1000,
         "x": 400,
@@ -212,7 +212,7 @@ def test_what_was_read_is_known_where_it_is_held_and_nowhere_else() -> None:
     assert index.cached_bytes_by_worker(POINTS, {"w": 1000}) == {"w": 1000}  # it is not known better any more
 
 
-def test_a_beginning_ends_where_prompts_part() -> None:
+def test_prefix_ends_where_prompts_diverge() -> None:
     parents = {b"2": b"1", b"3": b"2", b"x4": b"3", b"x5": b"x4", b"y4": b"3", b"y5": b"y4", b"y6": b"y5"}
     chains = PrefixBlockMap(64)
     system, one, other = PromptPrefix(b"s", 800), PromptPrefix(b"one", 1000), PromptPrefix(b"other", 1000)
@@ -225,7 +225,7 @@ def test_a_beginning_ends_where_prompts_part() -> None:
     assert chains.get(system) == BlockPosition(b"3", 3)
 
 
-def test_chains_are_bounded_and_say_nothing_of_blocks_they_cannot_follow() -> None:
+def test_prefix_map_is_bounded_and_ignores_unknown_blocks() -> None:
     chains = PrefixBlockMap(2)
     chains.record_prefixes(
         [PromptPrefix(b"s", 500), PromptPrefix(b"t", 1000)], 1000, BlockPosition(b"4", 4), lambda digest: None
@@ -236,7 +236,7 @@ def test_chains_are_bounded_and_say_nothing_of_blocks_they_cannot_follow() -> No
     assert len(chains) == 2 and chains.get(PromptPrefix(bytes([3]), 1000)) is not None
 
 
-def test_the_end_of_a_prompt_has_one_name() -> None:
+def test_block_position_round_trips() -> None:
     root, tokens = root_hash("t"), list(range(10))
     assert last_full_block(root, tokens, 4) == (block_hash(block_hash(root, tokens[:4]), tokens[4:8]), 2)
     assert last_full_block(root, tokens[:3], 4) is None
@@ -247,7 +247,7 @@ def test_the_end_of_a_prompt_has_one_name() -> None:
             BlockPosition.parse(wrong)
 
 
-def test_a_tracked_stream_tells_where_its_prompt_ends() -> None:
+def test_tracked_stream_reports_prompt_end() -> None:
     track = StreamTracker()
     link = BlockPosition(b"\x01" * 16, 12)
     assert track.push(f": cached 3\n\n: chain {link}\n\n: said 0 1 9\n\n".encode() + b"data: x\n\n") == b"data: x\n\n"

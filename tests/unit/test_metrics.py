@@ -13,7 +13,7 @@ LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
 LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
 
 
-def rendered(metrics: ModelMetrics, **stats: int) -> str:
+def render(metrics: ModelMetrics, **stats: int) -> str:
     return render_exposition(metrics.families(Stats(**stats), restarts=2, ready=True, block_size=16))  # type: ignore[arg-type]
 
 
@@ -21,7 +21,7 @@ def rendered(metrics: ModelMetrics, **stats: int) -> str:
     ("device", "tiers", "gpu", "cpu"),
     [("cpu", {}, 0, 100), ("cuda", {}, 100, 0), ("cuda", {"host": 7}, 100, 7), ("cpu", {"host": 7, "disk": 9}, 0, 107)],
 )
-def test_cache_settings_are_those_of_the_engine(device: str, tiers: dict[str, int], gpu: int, cpu: int) -> None:
+def test_cache_info_equals_engine_settings(device: str, tiers: dict[str, int], gpu: int, cpu: int) -> None:
     stats = Stats(blocks_total=100, tiers={name: TierStats(capacity=size) for name, size in tiers.items()})
     cache = CacheInfo(device, "float8_e4m3fn", False)
     text = render_exposition(ModelMetrics("m").families(stats, restarts=0, ready=True, block_size=64, cache=cache))
@@ -36,13 +36,13 @@ def test_cache_settings_are_those_of_the_engine(device: str, tiers: dict[str, in
     }
 
 
-def test_every_line_is_well_formed_and_every_family_is_described() -> None:
+def test_exposition_is_well_formed() -> None:
     metrics = ModelMetrics('odd "name"\\')
     metrics.record_completion("stop", Timing(0.0, 0.5, 1.0, 3.0), 5)
     replies = ReplyCounter()
     replies.count("/v1/models", 200)
     described = set()
-    text = rendered(metrics, blocks_total=4) + render_exposition(
+    text = render(metrics, blocks_total=4) + render_exposition(
         [*metrics.sleep_families(SleepStats(), True), replies.family()]
     )
     for line in text.splitlines():
@@ -63,7 +63,7 @@ def test_counters_gauges_and_histograms() -> None:
     metrics.record_completion("stop", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=2.0), 1)
     for step in (1, 1, 2):
         metrics.record_step(Stats(step=step, step_tokens=7))
-    text = rendered(metrics, running=3, blocks_total=10, blocks_free=4, blocks_cached=1, prefix_hits=4)
+    text = render(metrics, running=3, blocks_total=10, blocks_free=4, blocks_cached=1, prefix_hits=4)
     assert 'vllm:num_requests_running{model_name="m"} 3' in text
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.5' in text
     assert 'vllm:request_success_total{model_name="m",finished_reason="length"} 1' in text
@@ -80,12 +80,12 @@ def test_counters_gauges_and_histograms() -> None:
     assert 'emberline:engine_restarts_total{model_name="m"} 2' in text
 
 
-def test_blocks_waiting_sources_and_the_start() -> None:
+def test_labelled_families() -> None:
     metrics = ModelMetrics("m")
     metrics.record_admission(10, 4)
     metrics.record_engine_start({"weights": 1.5}, 100, 200)
     metrics.record_step(Stats(step=1, residency=[("lifetime", 3.0), ("reuse_gap", 0.5), ("lifetime", 1.0)]))
-    text = rendered(metrics, waiting=5, deferred=2, prompt_tokens=6)
+    text = render(metrics, waiting=5, deferred=2, prompt_tokens=6)
     assert 'vllm:num_requests_waiting_by_reason{model_name="m",reason="capacity"} 3' in text
     assert 'vllm:num_requests_waiting_by_reason{model_name="m",reason="deferred"} 2' in text
     assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="local_cache_hit"} 4' in text
@@ -120,7 +120,7 @@ def test_several_models_share_families() -> None:
     assert 'emberline:model_sleep_seconds_total{model_name="b"} 0.5' in text
 
 
-def test_requests_that_wait_for_a_sleeping_model_have_a_reason() -> None:
-    text = rendered(ModelMetrics("m"), waiting=7, deferred=2, asleep=4)
+def test_waiting_for_sleeping_model_has_reason() -> None:
+    text = render(ModelMetrics("m"), waiting=7, deferred=2, asleep=4)
     for reason, count in (("capacity", 1), ("deferred", 2), ("asleep", 4)):
         assert f'vllm:num_requests_waiting_by_reason{{model_name="m",reason="{reason}"}} {count}' in text

@@ -32,7 +32,7 @@ USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": Tru
 BOTH = ["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-def forever(before: str, index: int) -> str:
+def generate_endlessly(before: str, index: int) -> str:
     """Thinks until it is stopped, then answers."""
     return before + (" Paris." if "</think>" in before else "<think>" + "abcdefghij" * 9)
 
@@ -59,9 +59,11 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "response, too long": ("/v1/responses", UMLAUT, RESPONSE | {"max_output_tokens": 17}),
     "message": ("/v1/messages", UMLAUT, MESSAGE | {"stop_sequences": ["STOP"]}),
     "message, tools": ("/v1/messages", ALL, MESSAGE | {"tools": [{"name": "weather", "input_schema": WEATHER}]}),
-    "message, budget": ("/v1/messages", forever, MESSAGE | {"thinking": THINKS}),
-    "message, budget and no room": ("/v1/messages", forever, MESSAGE | {"max_tokens": 21, "thinking": THINKS}),
-    "message, budget, stop": ("/v1/messages", forever, MESSAGE | {"stop_sequences": ["/think>"], "thinking": THINKS}),
+    "message, budget": ("/v1/messages", generate_endlessly, MESSAGE | {"thinking": THINKS}),
+    "message, budget and no room":
+        ("/v1/messages", generate_endlessly, MESSAGE | {"max_tokens": 21, "thinking": THINKS}),
+    "message, budget, stop":
+        ("/v1/messages", generate_endlessly, MESSAGE | {"stop_sequences": ["/think>"], "thinking": THINKS}),
 }  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def groups(answer: Answer) -> list[Group]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cut_anywhere_it_goes_on_to_the_byte(case: str) -> None:
+def test_stream_resumes_to_the_byte_after_any_cut(case: str) -> None:
     path, script, body = CASES[case]
     house = house_of(script)
     answer = house.post(path, body, x_emberline_track="1", x_emberline_seed="7")
@@ -100,7 +102,7 @@ def choice_of(group: Group) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_who_asks_for_it_is_told_the_tokens(case: str) -> None:
+def test_token_comments_only_for_tracked_streams(case: str) -> None:
     path, script, body = CASES[case]
     house = house_of(script)
     whole = groups(house.post(path, body, x_emberline_track="1"))
@@ -115,7 +117,7 @@ def test_only_who_asks_for_it_is_told_the_tokens(case: str) -> None:
     assert len(renamed) == len(told)
 
 
-def test_the_ids_of_calls_follow_from_the_reply() -> None:
+def test_tool_call_ids_follow_from_reply_id() -> None:
     path, script, body = CASES["several, tools"]
     house = house_of(script)
     ids = []
@@ -127,7 +129,7 @@ def test_the_ids_of_calls_follow_from_the_reply() -> None:
     assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 8 and all(len(one) == len("call_") + 24 for one in ids[0])
 
 
-def test_a_stream_that_had_only_been_opened_is_not_opened_again() -> None:
+def test_opening_event_is_not_repeated() -> None:
     path, script, body = CASES["response"]
     house = house_of(script)
     whole = events_of(groups(house.post(path, body, x_emberline_track="1")))
@@ -136,14 +138,14 @@ def test_a_stream_that_had_only_been_opened_is_not_opened_again() -> None:
     assert rest.startswith(b"event: response.output_item.added") and whole.endswith(rest)
 
 
-def test_a_reply_in_one_piece_can_be_asked_for_too() -> None:
+def test_resume_without_stream() -> None:
     path, script, body = CASES["message, tools"]
     house = house_of(script)
     answer = house.post("/cluster/resume", envelope(path, body | {"stream": False}, []))
     assert answer.json["stop_reason"] == "tool_use" and answer.json["usage"]["cache_read_input_tokens"] == 3
 
 
-def test_the_routers_seed_is_for_who_has_none() -> None:
+def test_router_seed_applies_without_client_seed() -> None:
     house = house_of("yes")
     house.post("/v1/chat/completions", CHAT, x_emberline_seed="18446744073709551615")
     house.post("/v1/chat/completions", CHAT | {"seed": 5}, x_emberline_seed="8")
@@ -154,7 +156,7 @@ def test_the_routers_seed_is_for_who_has_none() -> None:
         assert house.post("/v1/chat/completions", CHAT, x_emberline_seed=wrong).status == 400
 
 
-def test_what_goes_on_costs_what_it_would_have_cost() -> None:
+def test_resumed_usage_equals_uninterrupted_usage() -> None:
     """The engine is asked for what is missing, with all that is known and the time that is left."""
     path, script, body = CASES["text, stopped"]
     house = house_of(script)
@@ -165,7 +167,7 @@ def test_what_goes_on_costs_what_it_would_have_cost() -> None:
     assert 12.4 < asked.timeout < 12.5 and asked.prompt == house.engine.submissions[0].prompt
 
 
-def test_a_spent_budget_stays_spent() -> None:
+def test_reasoning_budget_survives_resume() -> None:
     path, script, body = CASES["message, budget"]
     house = house_of(script)
     whole = groups(house.post(path, body, x_emberline_track="1"))
@@ -180,7 +182,7 @@ def test_a_spent_budget_stays_spent() -> None:
         assert bool(last.resumed) == (cut == at + 2)
 
 
-def test_a_reply_that_had_ended_needs_no_engine() -> None:
+def test_finished_reply_resumes_without_engine() -> None:
     for case in ("text", "several, with usage", "message, budget, stop"):
         path, script, body = CASES[case]
         house = house_of(script)
@@ -190,7 +192,7 @@ def test_a_reply_that_had_ended_needs_no_engine() -> None:
         assert len(house.engine.submissions) == asked and len(again.writes) == 1
 
 
-def test_an_engine_that_dies_breaks_a_tracked_stream_off() -> None:
+def test_engine_death_aborts_tracked_stream() -> None:
     """So that it can go on elsewhere; who is not followed is told, and so is who is to blame."""
     house = house_of(UMLAUT)
     for error, headers, broken in (

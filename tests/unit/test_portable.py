@@ -32,11 +32,11 @@ def no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PROC", tmp_path / "proc")
 
 
-def test_a_start_without_proc_is_counted_from_now(no_proc: None) -> None:
+def test_process_start_without_proc_is_now(no_proc: None) -> None:
     assert abs(serve._process_start_time() - time.time()) < 60
 
 
-def test_the_doctor_works_without_proc(no_proc: None) -> None:
+def test_doctor_works_without_proc(no_proc: None) -> None:
     found = {finding.subject: finding.detail for finding in doctor._check_machine()}
     assert found["cpu"].endswith(": ") and "GiB free" in found["memory"]
 
@@ -46,7 +46,7 @@ def test_cores_are_counted_without_affinity(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.core_count() == (os.cpu_count() or 1)
 
 
-def test_a_limit_that_the_system_refuses_does_not_end_the_guard(tmp_path: Path) -> None:
+def test_refused_rlimit_does_not_end_grammar_guard(tmp_path: Path) -> None:
     """The child of engine/grammar_guard.py, where setrlimit fails as it does on macOS."""
     code = (
         "import io, resource, sys\n"
@@ -73,7 +73,7 @@ esac
 """
 
 
-def test_a_compiler_without_native_makes_portable_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_without_march_native_builds_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "clang++").write_text(COMPILER)
@@ -92,7 +92,7 @@ def test_a_compiler_without_native_makes_portable_kernels(tmp_path: Path, monkey
     assert (tools / "called").read_text().count(" -o ") == 2, "it is not tried again at each start"
 
 
-def test_memory_is_shared_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     fd, read_only = shm._memory_file(8192)
     assert read_only is not None
@@ -108,7 +108,7 @@ def test_memory_is_shared_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch
         os.close(each)
 
 
-def test_processes_meet_without_abstract_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_connect_without_abstract_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix, "HAS_ABSTRACT_NAMES", False)
     listener, address = unix.create_unix_listener()
     assert Path(address).stat().st_mode & 0o077 == 0 and len(address.encode()) < 104, "macOS's longest"
@@ -123,7 +123,7 @@ def test_processes_meet_without_abstract_names(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("other", [0, 1])
-def test_the_other_side_is_known_without_peercred(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
+def test_peer_is_identified_without_peercred(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     monkeypatch.delattr(socket, "SO_PEERCRED")
     asked: list[Any] = []
 
@@ -149,13 +149,13 @@ def test_tests_run_under_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_bench_finds_busy_cores_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_counts_busy_cores_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
     assert processes.busy_cores(0.0) == 1.5
 
 
-def test_chaos_says_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chaos_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["chaos"]) == 1
     assert "emberline chaos needs Linux" in capsys.readouterr().err

@@ -27,7 +27,7 @@ SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, int,
 ENDINGS: tuple[AttemptOutcome, ...] = ("answered", "refused", "failed", "left", "moved")
 
 
-def kept(root: object) -> int:
+def kept_entries(root: object) -> int:
     """Objects that are reached from this one."""
     seen, ahead = {id(root)}, [root]
     while ahead:
@@ -38,7 +38,7 @@ def kept(root: object) -> int:
     return len(seen)
 
 
-def life(dispatch: Dispatcher, clock: ManualClock, number: int) -> None:
+def run_worker_lifetimes(dispatch: Dispatcher, clock: ManualClock, number: int) -> None:
     """Of a worker: it joins, answers or breaks, and is not heard of again, or says goodbye."""
     name, incarnation, model = f"w{number}", f"{number:032x}", f"m{number}"
     dispatch.register(
@@ -64,28 +64,28 @@ def life(dispatch: Dispatcher, clock: ManualClock, number: int) -> None:
     dispatch.tick()
 
 
-def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_REPLACED_INCARNATIONS", 8)
     monkeypatch.setattr(worker_registry, "PAUSE_THRESHOLD_S", 1e9)  # time goes by in leaps
     clock = ManualClock()
     dispatch = Dispatcher(RouterConfig(prefixes=32, kv_events=True, kv_blocks=16), clock)
     for number in range(40):
-        life(dispatch, clock, number)
-    full = kept(dispatch)
+        run_worker_lifetimes(dispatch, clock, number)
+    full = kept_entries(dispatch)
     for number in range(40, 120):
-        life(dispatch, clock, number)
-    assert kept(dispatch) <= full
+        run_worker_lifetimes(dispatch, clock, number)
+    assert kept_entries(dispatch) <= full
     assert not dispatch.num_open and not dispatch.workers and len(dispatch.prefixes) == 32
     assert sum(dispatch.metrics.outcomes.values()) == 120 * len(ENDINGS), "whoever they were, they are counted"
 
 
-def test_a_queue_without_end_is_refused() -> None:
+def test_unbounded_queue_is_refused() -> None:
     for queue in (math.inf, 1e9):
         with pytest.raises(InvalidRequest, match="queue"):
             RouterConfig(queue=queue)
 
 
-def test_a_worker_that_no_router_would_take_is_told_before_it_loads() -> None:
+def test_invalid_worker_address_is_refused_before_loading() -> None:
     check_worker_address(WorkerConfig("http://router"), "::1", 8001)
     for bad in ({"url": "host:8001"}, {"url": "ftp://host"}, {"name": "n" * 200}, {"name": "w\u00f6rker"}):
         with pytest.raises(InvalidRequest, match="invalid worker name or URL"):

@@ -30,7 +30,7 @@ async def server(talk: Talk) -> AsyncIterator[str]:
         served.close()
 
 
-def says(*pieces: bytes, close: bool = True) -> Talk:
+def reply_with(*pieces: bytes, close: bool = True) -> Talk:
     """The same to each request."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,16 +58,16 @@ async def fetch(url: str, upstream: WorkerClient, call: UpstreamRequest = GET) -
 
 
 @pytest.mark.parametrize("text", [CHUNKED, SIZED, UNTIL_CLOSED, CONTINUED])
-def test_every_cut(text: bytes) -> None:
+def test_reply_cut_at_every_byte(text: bytes) -> None:
     """Of what is sent, in two; and of what is sent at all: whole, or broken, never a shorter reply."""
     body = b"abcdefg" if text is CHUNKED else b"abc"
 
     async def run() -> None:
         async with WorkerClient() as upstream:
             for cut in range(1, len(text)):
-                async with server(says(text[:cut], text[cut:])) as url:
+                async with server(reply_with(text[:cut], text[cut:])) as url:
                     assert (await fetch(url, upstream))[1] == body
-                async with server(says(text[:cut])) as url:
+                async with server(reply_with(text[:cut])) as url:
                     try:
                         got = (await fetch(url, upstream))[1]
                         assert text is UNTIL_CLOSED and body.startswith(got)
@@ -77,14 +77,14 @@ def test_every_cut(text: bytes) -> None:
     asyncio.run(run())
 
 
-def test_connections_are_kept_unless_they_cannot_be() -> None:
+def test_connections_are_reused_when_possible() -> None:
     async def run() -> None:
         connections = 0
 
         async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal connections
             connections += 1
-            await says(CHUNKED, close=False)(reader, writer)
+            await reply_with(CHUNKED, close=False)(reader, writer)
 
         async with WorkerClient() as upstream, server(counted) as url:
             for _ in range(3):
@@ -103,17 +103,17 @@ def test_connections_are_kept_unless_they_cannot_be() -> None:
     asyncio.run(run())
 
 
-def test_what_is_kept_for_a_worker_that_is_gone_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_of_gone_worker_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.router.worker_client.IDLE_TIMEOUT_S", 0.0)
 
     async def run() -> None:
         closed = asyncio.Event()
 
         async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await says(SIZED, close=False)(reader, writer)
+            await reply_with(SIZED, close=False)(reader, writer)
             closed.set()
 
-        async with WorkerClient() as upstream, server(kept) as gone, server(says(SIZED)) as other:
+        async with WorkerClient() as upstream, server(kept) as gone, server(reply_with(SIZED)) as other:
             await fetch(gone, upstream)
             await fetch(other, upstream)  # its place is new: others are looked at
             await asyncio.wait_for(closed.wait(), 5)
@@ -121,7 +121,7 @@ def test_what_is_kept_for_a_worker_that_is_gone_is_let_go(monkeypatch: pytest.Mo
     asyncio.run(run())
 
 
-def test_what_was_left_early_is_closed_and_what_was_cut_off_is_broken() -> None:
+def test_unread_reply_closes_and_abort_breaks_connection() -> None:
     async def run() -> None:
         gone = asyncio.Event()
 
@@ -148,10 +148,10 @@ def test_what_was_left_early_is_closed_and_what_was_cut_off_is_broken() -> None:
     asyncio.run(run())
 
 
-def test_nobody_is_there_and_nonsense() -> None:
+def test_unreachable_and_invalid_servers() -> None:
     async def run() -> None:
         async with WorkerClient() as upstream:
-            async with server(says(b"")) as url:
+            async with server(reply_with(b"")) as url:
                 pass
             with pytest.raises(UpstreamUnreachable):
                 await upstream.request(url, GET)
@@ -160,14 +160,14 @@ def test_nobody_is_there_and_nonsense() -> None:
                 b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
                 CHUNKED[:60] + b"zz\r\n",
             ):
-                async with server(says(nonsense)) as url:
+                async with server(reply_with(nonsense)) as url:
                     with pytest.raises(UpstreamBroken):
                         await fetch(url, upstream)
 
     asyncio.run(run())
 
 
-def test_who_does_not_read_is_not_sent_more() -> None:
+def test_slow_reader_stops_sender() -> None:
     async def run() -> None:
         sent, piece = 0, b"x" * 4096
 
@@ -194,7 +194,7 @@ def test_who_does_not_read_is_not_sent_more() -> None:
     asyncio.run(run())
 
 
-def test_what_is_sent() -> None:
+def test_request_bytes() -> None:
     async def run() -> None:
         heard = bytearray()
 

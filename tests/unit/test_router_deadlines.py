@@ -22,12 +22,12 @@ from emberline.server.routing.routed_request import RoutedRequest
 NOTHING: Any = None
 
 
-def trip(deadline: float, *, stream: bool) -> RoutedRequest:
+def new_routed_request(deadline: float, *, stream: bool) -> RoutedRequest:
     ask = RequestSummary.parse(msgspec.json.encode({"model": "m", "prompt": "a", "stream": stream}))
     return RoutedRequest(NOTHING, ask, NOTHING, 0, 0, None, deadline, 3, 3, is_generation=True, is_known_suspect=False)
 
 
-def limits(config: RouterConfig, asked: RoutedRequest, watched: bool) -> list[float | None]:
+def output_deadlines(config: RouterConfig, asked: RoutedRequest, watched: bool) -> list[float | None]:
     """When the reply must go on: at the start, with a worker, after a token at 500 s, and after one at 500.5 s."""
     clock, when = ManualClock(), []
 
@@ -52,22 +52,34 @@ def limits(config: RouterConfig, asked: RoutedRequest, watched: bool) -> list[fl
     return cast("list[float | None]", when)
 
 
-def test_a_stream_has_a_deadline_for_its_next_token_only() -> None:
-    assert limits(RouterConfig(), trip(math.inf, stream=True), watched=True) == [600, 600, 1100, 1100]
+def test_stream_deadline_is_next_token() -> None:
+    assert output_deadlines(RouterConfig(), new_routed_request(math.inf, stream=True), watched=True) == [
+        600,
+        600,
+        1100,
+        1100,
+    ]
 
 
-def test_a_whole_reply_is_left_to_a_worker_that_has_deadlines_itself() -> None:
-    assert limits(RouterConfig(), trip(math.inf, stream=False), watched=True)[1:] == [None, None, None]
-    assert limits(RouterConfig(), trip(math.inf, stream=False), watched=False)[1] == 600
+def test_native_worker_times_out_reply_without_stream() -> None:
+    assert output_deadlines(RouterConfig(), new_routed_request(math.inf, stream=False), watched=True)[1:] == [
+        None,
+        None,
+        None,
+    ]
+    assert output_deadlines(RouterConfig(), new_routed_request(math.inf, stream=False), watched=False)[1] == 600
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_limit_that_was_asked_for_holds(stream: bool) -> None:
+def test_request_timeout_holds(stream: bool) -> None:
     deadline = ManualClock().now() + 60
-    assert limits(RouterConfig(request_timeout=60), trip(deadline, stream=stream), watched=True) == [60] * 4
+    assert (
+        output_deadlines(RouterConfig(request_timeout=60), new_routed_request(deadline, stream=stream), watched=True)
+        == [60] * 4
+    )
 
 
-def test_a_worker_is_told_a_deadline_only_where_there_is_one() -> None:
+def test_worker_gets_deadline_only_if_set() -> None:
     native = NativeDialect(UpstreamRequest("POST", "/v1/completions", {}, b"{}"), 1, None, 0)
     left = [
         msgspec.json.decode(native.build_resume_request(Handoff(), each, None, None).body)["timeout"]
@@ -76,6 +88,6 @@ def test_a_worker_is_told_a_deadline_only_where_there_is_one() -> None:
     assert left == [None, 5]
 
 
-def test_there_is_no_limit_of_the_whole_by_default() -> None:
+def test_no_request_timeout_by_default() -> None:
     for config in (RouterConfig(), ServerConfig()):
         assert config.request_timeout == math.inf and config.token_timeout == 600

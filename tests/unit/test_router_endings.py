@@ -31,7 +31,7 @@ def chunk(said: TokenGroup, events: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(group), group)
 
 
-class Lingering:
+class LingeringWorker:
     """A worker that says all there is to say, and closes its reply later."""
 
     def __init__(self) -> None:
@@ -56,16 +56,16 @@ PATH = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: applicat
 REQUEST = b"%bcontent-length: %d\r\n\r\n%b" % (PATH, len(BODY), BODY)
 
 
-async def asked(port: int) -> bytes:
+async def relay_request(port: int) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(REQUEST)
     async with asyncio.timeout(20):
         return await reader.read()
 
 
-def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
+def test_drain_after_final_event_does_not_repeat_it() -> None:
     async def main() -> bytes:
-        worker, app = Lingering(), RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {})
+        worker, app = LingeringWorker(), RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {})
         listener = socket.create_server(("127.0.0.1", 0))
         server = HTTPServer(app)
         await server.start(listener)
@@ -74,7 +74,7 @@ def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
             url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
             app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (MODEL,)))
             app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
-        asking = asyncio.create_task(asked(listener.getsockname()[1]))
+        asking = asyncio.create_task(relay_request(listener.getsockname()[1]))
         await worker.told.wait()
         await asyncio.sleep(0.1)
         (busy,) = (each.name for each in app.dispatcher.workers.values() if each.open_requests)
@@ -87,7 +87,7 @@ def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
     assert got.count(b"hi") == got.count(b'"usage"') == got.count(b"[DONE]") == 1 and got.endswith(b"0\r\n\r\n")
 
 
-def test_a_stream_of_ours_goes_on_at_a_worker_of_ours_though_others_are_free() -> None:
+def test_native_stream_moves_only_to_native_worker() -> None:
     strangers: list[bytes] = []
 
     async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,10 +123,10 @@ def test_a_stream_of_ours_goes_on_at_a_worker_of_ours_though_others_are_free() -
             app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
 
         await join("b", goes_on)
-        other = asyncio.create_task(asked(listener.getsockname()[1]))
+        other = asyncio.create_task(relay_request(listener.getsockname()[1]))
         await busy.wait()
         await join("a", breaks)
-        asking = asyncio.create_task(asked(listener.getsockname()[1]))
+        asking = asyncio.create_task(relay_request(listener.getsockname()[1]))
         await begun.wait()
         for name in ("v0", "v1", "v2"):
             await join(name, stranger, "vllm")
@@ -144,7 +144,7 @@ def test_a_stream_of_ours_goes_on_at_a_worker_of_ours_though_others_are_free() -
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("said", [b'data: {"error": "short"}\n', b'data: {"id":"1"}'])
-def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packed: bool, sized: bool) -> None:
+def test_stream_without_complete_event_is_passed_unchanged(said: bytes, packed: bool, sized: bool) -> None:
     """As other servers may write it; and unpacked, if it came packed."""
     body = gzip.compress(said) if packed else said
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + packed * b"content-encoding: gzip\r\n"
@@ -167,7 +167,7 @@ def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packe
         url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
         app.dispatcher.register(WorkerRegistration("v", "iv", url, (MODEL,), dialect="vllm"))
         app.dispatcher.record_heartbeat(Heartbeat("v", "iv"))
-        got = await asked(listener.getsockname()[1])
+        got = await relay_request(listener.getsockname()[1])
         await server.stop(0.1)
         return got
 
@@ -177,7 +177,7 @@ def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packe
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("prefix", ["", "/serving/v"])
-def test_events_of_a_foreign_server_pass_one_by_one(line_end: bytes, prefix: str) -> None:
+def test_foreign_events_pass_one_by_one(line_end: bytes, prefix: str) -> None:
     """Lines may end in CRLF, as sse-starlette writes them: such a stream came only at its end. The next event is sent
     only when the client has the one before. A path in the server's URL is kept."""
     asked_for: list[bytes] = []

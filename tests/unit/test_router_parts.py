@@ -26,21 +26,22 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", **fields}).encode()
 
 
-def talk(*texts: str) -> list[dict[str, str]]:
+def conversation(*texts: str) -> list[dict[str, str]]:
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
 
 
 # Asks
 
 
-def test_every_protocol_is_read() -> None:
-    assert RequestSummary.parse(body(messages=talk("x"), max_tokens=5, n=3, stream=True)).max_tokens == 15
-    assert RequestSummary.parse(body(messages=talk("x"), max_completion_tokens=7)).max_tokens == 7
+def test_summary_of_every_protocol() -> None:
+    assert RequestSummary.parse(body(messages=conversation("x"), max_tokens=5, n=3, stream=True)).max_tokens == 15
+    assert RequestSummary.parse(body(messages=conversation("x"), max_completion_tokens=7)).max_tokens == 7
     assert RequestSummary.parse(body(input="hello", max_output_tokens=8)).max_tokens == 8
     assert RequestSummary.parse(body(prompt="hello")).prompt_bytes == len('"hello"')
     assert RequestSummary.parse(body(prompt=[1, 2, 3])).prompt_bytes == 3
     assert (
-        RequestSummary.parse(body(messages=talk("x"), stream=True)).stream and not RequestSummary.parse(body()).stream
+        RequestSummary.parse(body(messages=conversation("x"), stream=True)).stream
+        and not RequestSummary.parse(body()).stream
     )
     assert RequestSummary.parse(body(messages="not a list")).model == "m"  # for the worker to refuse
     for bad in (b"{", b"[]", b'{"model": 5}', b'{"model": "\xff"}'):
@@ -51,22 +52,22 @@ def test_every_protocol_is_read() -> None:
 LONG = "a long beginning that many share. " * 20
 
 
-def test_a_conversation_that_grows_keeps_its_points_in_any_order_of_fields() -> None:
-    before = RequestSummary.parse(body(messages=talk(LONG)))
+def test_growing_conversation_keeps_prefixes_in_any_field_order() -> None:
+    before = RequestSummary.parse(body(messages=conversation(LONG)))
     after = RequestSummary.parse(
-        json.dumps({"stream": True, "messages": talk(LONG, "yes", "more"), "model": "m"}).encode()
+        json.dumps({"stream": True, "messages": conversation(LONG, "yes", "more"), "model": "m"}).encode()
     )
     assert before.prefixes and set(before.prefixes) <= set(after.prefixes)
     for other in (
-        body(messages=talk("x" + LONG)),
-        body(messages=talk(LONG), cache_salt="t"),
-        body(messages=talk(LONG), tools=[{}]),
-        body(messages=talk(LONG), model="n"),
+        body(messages=conversation("x" + LONG)),
+        body(messages=conversation(LONG), cache_salt="t"),
+        body(messages=conversation(LONG), tools=[{}]),
+        body(messages=conversation(LONG), model="n"),
     ):
         assert not set(RequestSummary.parse(other).prefixes) & set(before.prefixes)
 
 
-def test_long_texts_have_points_inside_and_short_ones_none() -> None:
+def test_long_texts_have_inner_prefixes() -> None:
     shared = "y" * 10_000
     one, two = (RequestSummary.parse(body(prompt=shared + end * 3000)) for end in "ab")
     common = set(one.prefixes) & set(two.prefixes)
@@ -76,8 +77,8 @@ def test_long_texts_have_points_inside_and_short_ones_none() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.text(max_size=600), max_size=120))
-def test_points_are_few_and_grow(texts: list[str]) -> None:
-    asked = RequestSummary.parse(body(messages=talk(*texts)))
+def test_prefixes_are_bounded_and_grow(texts: list[str]) -> None:
+    asked = RequestSummary.parse(body(messages=conversation(*texts)))
     lengths = [point.length for point in asked.prefixes]
     assert len(lengths) <= MAX_PREFIXES_PER_PROMPT and lengths == sorted(set(lengths))
     assert all(MIN_PREFIX_BYTES <= length <= asked.prompt_bytes for length in lengths)
@@ -92,7 +93,7 @@ def points(*names: str) -> list[PromptPrefix]:
     return [PromptPrefix(name.encode(), 100 * (i + 1)) for i, name in enumerate(names)]
 
 
-def test_the_map_knows_who_saw_most_and_last() -> None:
+def test_prefix_map_orders_by_length_then_recency() -> None:
     seen = PrefixMap(100)
     seen.record_prompt(points("system", "one"), "a")
     seen.record_prompt(points("system", "two", "three"), "b")
@@ -101,7 +102,7 @@ def test_the_map_knows_who_saw_most_and_last() -> None:
     assert seen.cached_bytes_by_worker(points("other")) == {}
 
 
-def test_a_prompt_that_continues_one_other_is_told_from_one_that_shares_its_beginning() -> None:
+def test_continued_conversation_differs_from_shared_prefix() -> None:
     seen = PrefixMap(100)
     system, first, second, third = (PromptPrefix(bytes([i]), 1000 * i) for i in range(1, 5))
     assert not seen.continues_conversation([system, first])
@@ -117,7 +118,7 @@ def test_a_prompt_that_continues_one_other_is_told_from_one_that_shares_its_begi
 
 
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=4), st.sampled_from("xyz"))))
-def test_the_map_is_bounded(history: list[tuple[list[str], str]]) -> None:
+def test_prefix_map_is_bounded(history: list[tuple[list[str], str]]) -> None:
     seen = PrefixMap(5)
     for names, who in history:
         seen.record_prompt(points(*names), who)
@@ -129,7 +130,7 @@ def test_the_map_is_bounded(history: list[tuple[list[str], str]]) -> None:
 # Estimates
 
 
-def test_estimates_follow_what_is_reported() -> None:
+def test_estimates_follow_usage() -> None:
     estimate, asked = TokenEstimator(), RequestSummary("m", 3000, False, None)
     for _ in range(100):
         estimate.update(asked, 1000, 50)
@@ -152,7 +153,7 @@ def test_usage_is_found_in_every_protocol() -> None:
 # Breakers
 
 
-def test_a_breaker_opens_pauses_and_lets_one_try() -> None:
+def test_breaker_opens_pauses_and_probes() -> None:
     breaker = CircuitBreaker(failure_limit=2, first_pause_s=1.0)
     breaker.record_failure(0.0)
     assert breaker.allows(0.0)
@@ -170,7 +171,7 @@ def test_a_breaker_opens_pauses_and_lets_one_try() -> None:
     assert breaker.allows(3.0) and breaker.state == "closed"
 
 
-def test_failures_that_began_before_it_opened_do_not_lengthen_the_pause() -> None:
+def test_earlier_failures_do_not_extend_breaker_pause() -> None:
     breaker = CircuitBreaker(failure_limit=1, first_pause_s=1.0)
     for _ in range(5):
         breaker.record_failure(0.0)
@@ -182,7 +183,7 @@ def test_failures_that_began_before_it_opened_do_not_lengthen_the_pause() -> Non
 
 # A carriage return ends a line too: test_router_track has those.
 @given(st.lists(st.binary(max_size=12).map(lambda b: re.sub(rb"[\r\n]", b" ", b)), max_size=6), st.data())
-def test_events_are_cut_only_between_them_and_never_changed(texts: list[bytes], data: st.DataObject) -> None:
+def test_events_pass_whole_and_unchanged(texts: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(b"data: %b\n\n" % text for text in texts) + data.draw(st.sampled_from([b"", b"data: par"]))
     events, sent, at = SSEBuffer(), b"", 0
     while at < len(whole):
@@ -194,13 +195,13 @@ def test_events_are_cut_only_between_them_and_never_changed(texts: list[bytes], 
     assert sent + events.take_rest() == whole
 
 
-def test_comments_are_left_out() -> None:
+def test_comments_are_removed() -> None:
     events = SSEBuffer()
     assert events.push(b": ping\n\ndata: 1\n\n: x\n\n:\n\ndata: 2\n\n: y") == b"data: 1\n\ndata: 2\n\n"
     assert events.push(b"\n\ndata: : 3\n\n") == b"data: : 3\n\n"
 
 
-def test_an_event_without_end_is_not_kept_for_ever() -> None:
+def test_endless_event_is_not_buffered_forever() -> None:
     events = SSEBuffer()
     assert events.push(b"x" * MAX_EVENT_BYTES) == b"" and not events.is_mid_event
     assert len(events.push(b"x")) == MAX_EVENT_BYTES + 1 and events.is_mid_event
@@ -212,28 +213,30 @@ def test_an_event_without_end_is_not_kept_for_ever() -> None:
 MODELS = (ModelRegistration("m", max_running=2),)
 
 
-def card(name: str, incarnation: str) -> WorkerRegistration:
+def new_registration(name: str, incarnation: str) -> WorkerRegistration:
     return WorkerRegistration(name, incarnation, "http://127.0.0.1:1", MODELS)
 
 
-def test_the_newer_of_two_wins_while_it_is_there() -> None:
+def test_newer_process_owns_name_while_alive() -> None:
     members = Membership(HealthTimeouts(lost_after=4))
-    assert members.register(card("a", "1"), 0.0) and members.register(card("a", "2"), 1.0)
-    assert not members.register(card("a", "1"), 2.0) and members.is_replaced("1")
+    assert members.register(new_registration("a", "1"), 0.0) and members.register(new_registration("a", "2"), 1.0)
+    assert not members.register(new_registration("a", "1"), 2.0) and members.is_replaced("1")
     assert not members.record_heartbeat(Heartbeat("a", "1"), 2.0) and members.record_heartbeat(Heartbeat("a", "2"), 2.0)
-    assert members.register(card("a", "2"), 3.0), "registering twice is fine"
+    assert members.register(new_registration("a", "2"), 3.0), "registering twice is fine"
     assert [member.registration.incarnation for member in members] == ["2"]
-    assert not members.register(card("a", "1"), 7.0), "it may be slow"
-    assert members.register(card("a", "1"), 7.1) and members.record_heartbeat(Heartbeat("a", "1"), 7.1), "it is lost"
+    assert not members.register(new_registration("a", "1"), 7.0), "it may be slow"
+    assert members.register(new_registration("a", "1"), 7.1) and members.record_heartbeat(Heartbeat("a", "1"), 7.1), (
+        "it is lost"
+    )
     assert (
         not members.record_heartbeat(Heartbeat("a", "2"), 7.2)
         and members.is_replaced("2")
         and not members.is_replaced("1")
     )
-    assert not members.register(card("a", "2"), 7.2), "now that is the newer"
-    assert members.mark_leaving("a", "1") and members.register(card("a", "3"), 8.0)
-    assert not members.register(card("a", "1"), 100.0), "it said goodbye"
-    assert members.register(card("a", "2"), 100.0)
+    assert not members.register(new_registration("a", "2"), 7.2), "now that is the newer"
+    assert members.mark_leaving("a", "1") and members.register(new_registration("a", "3"), 8.0)
+    assert not members.register(new_registration("a", "1"), 100.0), "it said goodbye"
+    assert members.register(new_registration("a", "2"), 100.0)
 
 
 def health(members: Membership, now: float) -> WorkerHealth:
@@ -242,9 +245,9 @@ def health(members: Membership, now: float) -> WorkerHealth:
     return members.health(member, now)
 
 
-def test_health_is_beats_and_progress() -> None:
+def test_health_follows_heartbeats_and_steps() -> None:
     members = Membership(HealthTimeouts(lost_after=4, stuck_after=10, forgotten_after=100))
-    members.register(card("a", "1"), 0.0)
+    members.register(new_registration("a", "1"), 0.0)
     assert health(members, 4.0) is WorkerHealth.READY and health(members, 4.1) is WorkerHealth.LOST
     for now in range(1, 30):  # idle: no steps, no harm
         members.record_heartbeat(Heartbeat("a", "1", step=5), float(now))
@@ -258,37 +261,37 @@ def test_health_is_beats_and_progress() -> None:
     assert health(members, 46.0) is WorkerHealth.STARTING
 
 
-def test_who_drains_stays_who_leaves_is_forgotten_and_who_was_cut_off_may_return() -> None:
+def test_draining_stays_leaving_expires_lost_may_return() -> None:
     members = Membership(HealthTimeouts(lost_after=4, stuck_after=10, forgotten_after=100))
-    members.register(card("a", "1"), 0.0)
+    members.register(new_registration("a", "1"), 0.0)
     assert members.set_draining("a") and health(members, 1.0) is WorkerHealth.DRAINING
     assert members.set_draining("a", is_draining=False) and health(members, 1.0) is WorkerHealth.READY
     assert not members.set_draining("b") and not members.mark_leaving("a", "0")
     assert members.remove_expired(99.0) == [] and members.remove_expired(101.0) == ["a"]
-    assert members.register(card("a", "1"), 102.0)
+    assert members.register(new_registration("a", "1"), 102.0)
     assert (
         members.mark_leaving("a", "1")
         and members.remove_expired(105.0) == []
         and members.remove_expired(107.0) == ["a"]
     )
-    assert not members.register(card("a", "1"), 108.0)
-    assert members.register(card("a", "2"), 109.0)
+    assert not members.register(new_registration("a", "1"), 108.0)
+    assert members.register(new_registration("a", "2"), 109.0)
 
 
 @pytest.mark.parametrize(
     "url", ["http://:8001", "http://w:80010", "http://w:0", "http://me@w", "ftp://w", "w:1", "http://[::1"]
 )
-def test_a_worker_that_nobody_could_ask_is_not_taken(url: str) -> None:
-    card = {"name": "w", "incarnation": "i", "url": url, "models": [{"name": "m"}]}
+def test_unreachable_worker_url_is_refused(url: str) -> None:
+    new_registration = {"name": "w", "incarnation": "i", "url": url, "models": [{"name": "m"}]}
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(card, WorkerRegistration)
-    assert msgspec.convert({**card, "url": "http://[::1]:8001"}, WorkerRegistration)
+        msgspec.convert(new_registration, WorkerRegistration)
+    assert msgspec.convert({**new_registration, "url": "http://[::1]:8001"}, WorkerRegistration)
 
 
-def test_a_newer_worker_is_understood() -> None:
+def test_unknown_registration_fields_are_ignored() -> None:
     model = {"name": "m", "experts": 8}
-    card = {"name": "w", "incarnation": "i", "url": "http://w:1", "models": [model], "region": "eu"}
-    assert msgspec.convert(card, WorkerRegistration) == WorkerRegistration(
+    new_registration = {"name": "w", "incarnation": "i", "url": "http://w:1", "models": [model], "region": "eu"}
+    assert msgspec.convert(new_registration, WorkerRegistration) == WorkerRegistration(
         "w", "i", "http://w:1", (ModelRegistration("m"),)
     )
     assert msgspec.convert({"name": "w", "incarnation": "i", "watts": 700}, Heartbeat) == Heartbeat("w", "i")

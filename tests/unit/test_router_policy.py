@@ -59,7 +59,7 @@ CLUSTERS = st.lists(LOADS, min_size=1, max_size=5).map(
 
 @given(CLUSTERS, st.integers(0, 100_000), st.sampled_from(["", "s1", "s2"]), st.dictionaries(
     st.sampled_from([f"w{i}/1" for i in range(5)]), st.integers(0, 200_000)))  # fmt: skip
-def test_nobody_is_over_capacity_while_another_is_free(
+def test_no_worker_exceeds_capacity_while_another_is_free(
     workers: list[Worker], size: int, session: str, known: dict[str, int]
 ) -> None:
     there = [w for w in workers if w.is_ready]
@@ -82,7 +82,7 @@ def test_nobody_is_over_capacity_while_another_is_free(
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=8, unique=True), st.text(min_size=1, max_size=20))
-def test_a_session_moves_only_when_its_own_worker_goes(names: list[str], session: str) -> None:
+def test_session_moves_only_when_its_worker_leaves(names: list[str], session: str) -> None:
     home = decide(ask(session=session), [worker(n) for n in names]).worker.name
     for gone in names:
         left = [worker(n) for n in names if n != gone]
@@ -101,7 +101,7 @@ def test_sessions_spread() -> None:
     assert min(firsts.values()) > 50
 
 
-def test_affinity_holds_up_to_the_slack_and_no_further() -> None:
+def test_affinity_holds_up_to_allowed_backlog() -> None:
     home = decide(ask(session="s"), [worker("a"), worker("b")]).worker.name
     other = "b" if home == "a" else "a"
     for behind, expected, why in ((999.0, home, RoutingReason.SESSION), (1001.0, other, RoutingReason.PREFERRED_BUSY)):
@@ -110,7 +110,7 @@ def test_affinity_holds_up_to_the_slack_and_no_further() -> None:
         assert (decision.worker.name, decision.reason) == (expected, why)
 
 
-def test_what_a_worker_knows_of_a_prompt_counts_as_work_saved() -> None:
+def test_cached_tokens_count_as_saved_work() -> None:
     """4,000 bytes are 1,000 tokens: with the slack, worth as much as 2,000 tokens of other work."""
     for behind, expected, why in ((1999.0, "a", RoutingReason.PREFIX), (2001.0, "b", RoutingReason.PREFERRED_BUSY)):
         workers = [worker("a", 1, load=behind), worker("b")]
@@ -119,13 +119,13 @@ def test_what_a_worker_knows_of_a_prompt_counts_as_work_saved() -> None:
         assert decision.load.prefill_tokens == (0.0 if expected == "a" else 1000.0)
 
 
-def test_a_home_is_worth_no_more_than_twice_what_it_saves() -> None:
+def test_preference_is_at_most_twice_the_savings() -> None:
     """400 bytes are 100 tokens; the slack of 1,000 is not given for them."""
     for behind, expected in ((199.0, "a"), (201.0, "b")):
         assert decide(ask(400), [worker("a", 1, load=behind), worker("b")], {"a/1": 400}).worker.name == expected
 
 
-def test_a_beginning_that_many_share_counts_less_where_more_work_went() -> None:
+def test_shared_prefix_counts_less_at_busier_worker() -> None:
     """Of 1,000 tokens known at `a`: all while it was given as little as `b`, none once it was given 4,000 more."""
     a, b = worker("a"), worker("b")
     for tokens, expected in ((0.0, a), (3990.0, a), (20.0, b)):
@@ -141,7 +141,7 @@ def test_a_beginning_that_many_share_counts_less_where_more_work_went() -> None:
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(4.0, "prompt"), (1.0, "answer")])
-def test_tokens_to_be_generated_count_by_their_weight(weight: float, expected: str) -> None:
+def test_generated_tokens_count_by_weight(weight: float, expected: str) -> None:
     """100 tokens of an answer against 300 of a prompt, by the policy and by the router's settings."""
     answer, prompt = worker("answer"), worker("prompt")
     answer.add_request(1, RequestLoad(0.0, 100.0), 0.0)
@@ -153,7 +153,7 @@ def test_tokens_to_be_generated_count_by_their_weight(weight: float, expected: s
     assert dispatch.choose_worker(ask(), set()).worker.name == expected
 
 
-def test_without_a_home_the_least_work_wins_in_tokens_not_in_requests() -> None:
+def test_least_tokens_win_without_preferred_worker() -> None:
     few_long, many_short = worker("a", 1, load=5000.0), worker("b", 3, running=8, limit=8, load=100.0)
     assert decide(ask(), [few_long, many_short]).worker is many_short
     few_long.mark_prefilled(0)
@@ -161,7 +161,7 @@ def test_without_a_home_the_least_work_wins_in_tokens_not_in_requests() -> None:
     assert decide(ask(), [few_long, many_short]).worker is few_long
 
 
-def test_a_full_cache_is_passed_over_while_another_has_room() -> None:
+def test_full_kv_cache_is_avoided() -> None:
     """400 bytes and 16 tokens to come need 116. Who has the prompt may still have no room for the answer."""
     home, other = worker("a"), worker("b")
     home.kv_capacity_tokens = other.kv_capacity_tokens = 1000
@@ -180,19 +180,19 @@ def test_a_full_cache_is_passed_over_while_another_has_room() -> None:
     assert other.kv_free_tokens == 1000 and worker("c").kv_free_tokens == math.inf
 
 
-def test_equals_are_not_all_given_to_the_first() -> None:
+def test_equal_workers_share_prompts() -> None:
     workers = [worker(n) for n in "abc"]
     assert len({decide(replace(ask(), digest=bytes([i])), workers).worker.name for i in range(40)}) == 3
 
 
-def test_who_was_tried_is_not_tried_again() -> None:
+def test_excluded_workers_are_not_chosen() -> None:
     workers = [worker("a"), worker("b")]
     assert decide(ask(), workers, {"a/1": 400}, without=("a/1",)).worker.name == "b"
     with pytest.raises(Overloaded):
         decide(ask(), workers, without=("a/1", "b/1"))
 
 
-def test_why_there_is_nobody() -> None:
+def test_error_without_available_worker() -> None:
     with pytest.raises(EngineUnavailable, match="no worker has registered"):
         decide(ask(), [])
     with pytest.raises(ModelNotFound, match="'x'") as raised:
@@ -202,7 +202,7 @@ def test_why_there_is_nobody() -> None:
         decide(ask(), [worker("a", ready=False)])
 
 
-def test_a_full_cluster_says_when_to_come_back() -> None:
+def test_full_cluster_sets_retry_after() -> None:
     full = worker("a", 4)
     full.mean_request_s = 18.0
     with pytest.raises(Overloaded) as raised:
@@ -211,7 +211,7 @@ def test_a_full_cluster_says_when_to_come_back() -> None:
 
 
 @given(st.data())
-def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
+def test_loads_sum_to_zero_after_all_requests(data: st.DataObject) -> None:
     """Whatever happens to requests, in whatever order: sums are those of the open ones, and nothing stays behind."""
     one, keys = worker("a", running=4, limit=8), iter(range(1000))
     for _ in range(data.draw(st.integers(0, 30))):
@@ -235,7 +235,7 @@ def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
     assert (one.open_requests, one.prefill_tokens, one.decode_tokens, one.uncached_tokens) == (0, 0.0, 0.0, 0.0)
 
 
-def test_tokens_balance_better_than_requests_do() -> None:
+def test_tokens_balance_better_than_requests() -> None:
     """Skewed lengths, one after another, none ending: the busiest is near the mean. Round robin is not."""
     sizes = [40_000 if i % 4 == 0 else 400 for i in range(200)]
     workers = [worker(n, running=1000, limit=1000) for n in "abcd"]
@@ -251,7 +251,7 @@ def test_tokens_balance_better_than_requests_do() -> None:
 # Suspects
 
 
-def suspected(workers: list[Worker]) -> str | None:
+def choose_for_suspect(workers: list[Worker]) -> str | None:
     try:
         decision = choose_worker(ask(), workers, {}, TokenEstimator(), RULES, 0.0, is_suspect=True)
     except EngineUnavailable:
@@ -260,21 +260,24 @@ def suspected(workers: list[Worker]) -> str | None:
     return decision.worker.name
 
 
-def test_a_suspect_is_kept_from_other_suspects_and_from_the_last_worker() -> None:
-    assert suspected([worker("a")]) is None and suspected([worker("a"), worker("b", ready=False)]) is None, "the last"
+def test_suspect_avoids_other_suspects_and_last_worker() -> None:
+    assert (
+        choose_for_suspect([worker("a")]) is None
+        and choose_for_suspect([worker("a"), worker("b", ready=False)]) is None
+    ), "the last"
     two = [worker("a", open_=1), worker("b")]
-    assert suspected(two) == "b"
+    assert choose_for_suspect(two) == "b"
     two[1].add_request(9, RequestLoad(1.0, 1.0, is_suspect=True), 0.0)
-    assert suspected(two) is None, "each could break one of them"
-    assert suspected([*two, worker("c", open_=1)]) in ("a", "c")
+    assert choose_for_suspect(two) is None, "each could break one of them"
+    assert choose_for_suspect([*two, worker("c", open_=1)]) in ("a", "c")
     assert decide(ask(), two), "others go where they like"
     two[1].remove_request(9)
-    assert suspected(two) == "b"
+    assert choose_for_suspect(two) == "b"
     two[0].failed_since_heartbeat = True
-    assert suspected(two) is None, "it may be the last"
+    assert choose_for_suspect(two) is None, "it may be the last"
 
 
-def test_a_break_stands_until_the_same_processes_are_heard_of() -> None:
+def test_failure_counts_until_heartbeat_of_same_processes() -> None:
     one = worker("a")
     one.engine_ids, one.failed_since_heartbeat = {"m": "engine 1"}, True
     broke = WorkerFailure(one, one.engine_ids)
@@ -287,7 +290,7 @@ def test_a_break_stands_until_the_same_processes_are_heard_of() -> None:
     assert broke.counts_as_crash, "its engine died"
 
 
-def test_a_suspect_has_seen_several_workers_die() -> None:
+def test_request_becomes_suspect_after_several_crashes() -> None:
     """Processes count, not how often their connections broke."""
     exchange = cast("Exchange", SimpleNamespace(status=None))
     trip = RoutedRequest(

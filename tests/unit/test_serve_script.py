@@ -34,7 +34,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def called(here: Path, lines: int, name: str = "called") -> list[str]:
+def wait_for_calls(here: Path, lines: int, name: str = "called") -> list[str]:
     file, deadline = here / ".venv/bin" / name, time.monotonic() + 20
     while not file.exists() or len(file.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, file.read_text() if file.exists() else "nothing was called"
@@ -42,67 +42,67 @@ def called(here: Path, lines: int, name: str = "called") -> list[str]:
     return sorted(file.read_text().splitlines())
 
 
-def started(here: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def start_script(here: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([here / "scripts/serve", *arguments], stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_with_a_gateway_both_run_and_both_stop(here: Path, how: signal.Signals) -> None:
-    process = started(here, "smollm2", "--port", "8123", "--gateway=9000")
+def test_engine_and_gateway_start_and_stop(here: Path, how: signal.Signals) -> None:
+    process = start_script(here, "smollm2", "--port", "8123", "--gateway=9000")
     both = ["gateway --port 9000 --engine http://127.0.0.1:8123", "serve smollm2 --port 8123"]
-    assert called(here, 2) == both
+    assert wait_for_calls(here, 2) == both
     process.send_signal(how)
     process.communicate(timeout=20)
-    assert called(here, 4) == sorted([*both, "gateway stopped", "serve stopped"])
+    assert wait_for_calls(here, 4) == sorted([*both, "gateway stopped", "serve stopped"])
 
 
-def test_told_to_stop_it_does_not_say_that_the_engine_goes_on(here: Path) -> None:
+def test_stop_prints_no_engine_message(here: Path) -> None:
     slow = STUB.replace("trap '", "trap '[ $1 = gateway ] || sleep 0.3; ")
     (here / ".venv/bin/emberline").write_text(slow)  # so that the gateway ends first
-    process = started(here)
-    called(here, 2)
+    process = start_script(here)
+    wait_for_calls(here, 2)
     process.terminate()
     assert b"goes on" not in process.communicate(timeout=20)[1]
-    assert {"gateway stopped", "serve stopped"} <= {*called(here, 4)}
+    assert {"gateway stopped", "serve stopped"} <= {*wait_for_calls(here, 4)}
 
 
-def test_without_one_there_is_only_the_engine(here: Path) -> None:
-    process = started(here, "--port", "8123", "--no-gateway")
-    assert called(here, 1) == ["serve --port 8123"]
+def test_engine_alone_without_gateway(here: Path) -> None:
+    process = start_script(here, "--port", "8123", "--no-gateway")
+    assert wait_for_calls(here, 1) == ["serve --port 8123"]
     process.terminate()
     process.communicate(timeout=20)
-    assert called(here, 2) == ["serve --port 8123", "serve stopped"]
+    assert wait_for_calls(here, 2) == ["serve --port 8123", "serve stopped"]
 
 
-def test_when_the_engine_fails_the_gateway_is_stopped(here: Path) -> None:
+def test_engine_failure_stops_gateway(here: Path) -> None:
     (here / ".venv/bin/serve-fails").touch()
-    process = started(here)
+    process = start_script(here)
     process.communicate(timeout=20)
     assert process.returncode == 7
-    assert "gateway --port 8080 --engine http://127.0.0.1:8000" in called(here, 2)
+    assert "gateway --port 8080 --engine http://127.0.0.1:8000" in wait_for_calls(here, 2)
 
 
-def test_when_the_gateway_fails_the_engine_goes_on(here: Path) -> None:
+def test_gateway_failure_keeps_engine(here: Path) -> None:
     (here / ".venv/bin/gateway-fails").touch()
-    process = started(here)
+    process = start_script(here)
     assert process.stderr is not None
     assert b"the engine goes on" in process.stderr.readline()
-    assert "serve" in called(here, 2)
+    assert "serve" in wait_for_calls(here, 2)
     process.terminate()
     process.communicate(timeout=20)
-    assert "serve stopped" in called(here, 3)
+    assert "serve stopped" in wait_for_calls(here, 3)
 
 
-def test_when_a_gateway_that_was_asked_for_fails_the_engine_stops(here: Path) -> None:
+def test_requested_gateway_failure_stops_engine(here: Path) -> None:
     (here / ".venv/bin/gateway-fails").touch()
-    process = started(here, "--gateway")
+    process = start_script(here, "--gateway")
     process.communicate(timeout=20)
-    assert process.returncode == 7 and "serve stopped" in called(here, 3)
+    assert process.returncode == 7 and "serve stopped" in wait_for_calls(here, 3)
 
 
 @pytest.mark.parametrize(("arguments", "ports"), [(["--port", "8123"], "8123 8080"), (["--no-gateway"], "8000")])
-def test_where_things_are_is_printed_when_they_answer(here: Path, arguments: list[str], ports: str) -> None:
-    process = started(here, *arguments)
-    assert called(here, 1, "python-called") == [f"-m emberline.cli.startup_summary {ports}"]
+def test_summary_is_printed_when_ready(here: Path, arguments: list[str], ports: str) -> None:
+    process = start_script(here, *arguments)
+    assert wait_for_calls(here, 1, "python-called") == [f"-m emberline.cli.startup_summary {ports}"]
     process.terminate()
     process.communicate(timeout=20)

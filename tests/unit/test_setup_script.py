@@ -46,7 +46,7 @@ def setup(here: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([here / "scripts/setup", "serve"], env=known, capture_output=True, text=True, timeout=60)
 
 
-def test_without_apt_dpkg_and_sha256sum_it_gets_ready(here: Path) -> None:
+def test_setup_works_without_apt_dpkg_sha256sum(here: Path) -> None:
     done = setup(here)
     assert done.returncode == 0, done.stderr
     assert "no C++ compiler" in done.stderr and "xcode-select" in done.stderr
@@ -54,14 +54,14 @@ def test_without_apt_dpkg_and_sha256sum_it_gets_ready(here: Path) -> None:
     assert setup(here).stderr == ""  # it is ready
 
 
-def test_it_says_what_it_downloads_and_that_it_still_works(here: Path) -> None:
+def test_setup_shows_downloads_and_progress(here: Path) -> None:
     done = setup(here, PIP_SLEEPS="8")
     assert "setup: Downloading x-1.whl (5 MB)" in done.stderr
     assert re.search(r"setup: still installing, \d+ s", done.stderr)
     assert "emberline on the PATH" in done.stderr
 
 
-def test_without_a_python_that_is_new_enough_it_says_so(here: Path) -> None:
+def test_setup_reports_old_python(here: Path) -> None:
     (here / "tools/python3").write_text('#!/bin/bash\n[ "$2" = "import ensurepip" ]\n')
     done = setup(here)
     assert done.returncode == 1 and "Python 3.11 or newer was not found" in done.stderr

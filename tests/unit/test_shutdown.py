@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import Answer, House
-from test_router_endings import HEAD, MODEL, WORD, asked, chunk
+from test_router_endings import HEAD, MODEL, WORD, chunk, relay_request
 
 from emberline.cluster.registration import Heartbeat, WorkerRegistration
 from emberline.core.clock import SystemClock
@@ -30,7 +30,7 @@ BODIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("leaves", [False, True])
-def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_shutdown_ends_streams_with_error(path: str, leaves: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "emberline")
     worker, answer, gone = House(lambda prompt, choice: "word " * 2000), Answer(), asyncio.Event()
     body = json.dumps({"model": "m", "stream": True, **BODIES[path]}).encode()
@@ -60,7 +60,7 @@ def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFi
         assert f"path={path} status=503 " in logged and "shutting_down" in logged
 
 
-def test_the_router() -> None:
+def test_router_shutdown_ends_streams_with_error() -> None:
     begun = asyncio.Event()
 
     async def never_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,7 +81,7 @@ def test_the_router() -> None:
         url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
         app.dispatcher.register(WorkerRegistration("a", "ia", url, (MODEL,)))
         app.dispatcher.record_heartbeat(Heartbeat("a", "ia"))
-        asking = asyncio.create_task(asked(listener.getsockname()[1]))
+        asking = asyncio.create_task(relay_request(listener.getsockname()[1]))
         await begun.wait()
         while not any(each.open_requests for each in app.dispatcher.workers.values()):
             await asyncio.sleep(0.01)

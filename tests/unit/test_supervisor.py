@@ -36,7 +36,7 @@ async def until(what: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_what_cannot_be_started_again_now_is_tried_later(tmp_path: Path) -> None:
+def test_failed_restart_is_retried(tmp_path: Path) -> None:
     said: list[str] = []
 
     async def main() -> None:
@@ -59,7 +59,7 @@ def test_what_cannot_be_started_again_now_is_tried_later(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_one_that_never_began_keeps_nobody_from_being_stopped(tmp_path: Path) -> None:
+def test_unstarted_process_does_not_block_stop(tmp_path: Path) -> None:
     async def main() -> None:
         them = Supervisor(lambda who, what: None)
         one = child("one", tmp_path / "log", *SLEEPS)
@@ -74,9 +74,7 @@ def test_one_that_never_began_keeps_nobody_from_being_stopped(tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_the_first_restarts_are_immediate_and_later_ones_are_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_first_restarts_are_immediate_later_ones_pause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     paused: list[float] = []
     said: list[str] = []
 
@@ -132,7 +130,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("portable", [False, True])
-def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path, portable: bool) -> None:
+def test_children_end_with_killed_supervisor(tmp_path: Path, portable: bool) -> None:
     program = SUPERVISED.replace("PORTABLE", str(portable))
     command = [sys.executable, "-c", SUPERVISING, str(tmp_path), program]
     deadline = time.monotonic() + 60
@@ -145,18 +143,18 @@ def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path, portable:
                 time.sleep(0.05)
         finally:
             parent.kill()
-    while any(map(runs, pids)):
+    while any(map(is_running, pids)):
         assert time.monotonic() < deadline, "they are still there"
         time.sleep(0.05)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """A zombie has ended, though the first process of a container may not reap it."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
     return bool(found.strip()) and not found.startswith("Z")
 
 
-def test_a_taken_port_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_port_in_use_is_reported_before_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     monkeypatch.setattr(supervisor, "build_processes", lambda *_, **__: pytest.fail("processes are made"))
@@ -170,7 +168,7 @@ def test_a_taken_port_is_an_error_before_anything_starts(monkeypatch: pytest.Mon
             )
 
 
-class Late:
+class LateProcess:
     """It ends in the moment before it is killed."""
 
     returncode, waits = None, 0
@@ -187,17 +185,17 @@ class Late:
         return 0
 
 
-def test_one_that_ends_as_it_is_killed_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_process_ending_during_kill_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.01)
     said: list[str] = []
     them = Supervisor(lambda who, what: said.append(what))
     one = child("one", tmp_path / "log")
-    one.process = cast("Any", Late())
+    one.process = cast("Any", LateProcess())
     asyncio.run(them._stop_process(one))
     assert said == ["stopped"]
 
 
-def test_who_looks_after_others_does_not_need_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervision_survives_closed_output(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, "hung up")
@@ -207,7 +205,7 @@ def test_who_looks_after_others_does_not_need_a_terminal(monkeypatch: pytest.Mon
         cluster._print_event("one", "started")
 
 
-def test_a_terminal_that_is_closed_stops_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_closed_terminal_stops_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parser, one = argparse.ArgumentParser(), child("one", tmp_path / "log", *SLEEPS)
     cluster.add_arguments(parser)
     monkeypatch.setattr(supervisor, "build_processes", lambda *_, **__: [one])
@@ -229,6 +227,6 @@ def test_a_terminal_that_is_closed_stops_all(monkeypatch: pytest.MonkeyPatch, tm
     assert one.process is not None and one.process.returncode is not None
 
 
-def test_an_end_is_told_by_whatever_signal() -> None:
+def test_exit_is_described_for_any_signal() -> None:
     told = [supervisor._describe_exit(status) for status in (0, 3, -signal.SIGKILL, -(signal.SIGRTMIN + 1))]
     assert told[:3] == ["ended with status 0", "ended with status 3", "ended by SIGKILL"] and "signal 3" in told[3]

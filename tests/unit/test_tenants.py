@@ -34,7 +34,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_keys_part_tenants_and_salts_part_what_is_a_tenants() -> None:
+def test_keys_and_salts_separate_caches() -> None:
     made = house("a", "b")
     ours = salt(made, bearer("a"))
     assert ours and "a" != ours != salt(made, bearer("b"))
@@ -42,19 +42,19 @@ def test_keys_part_tenants_and_salts_part_what_is_a_tenants() -> None:
     assert salt(made, bearer("a"), cache_salt="s") not in (ours, salt(made, bearer("b"), cache_salt="s"))
 
 
-def test_without_keys_all_share() -> None:
+def test_cache_is_shared_without_keys() -> None:
     made = house()
     assert salt(made, bearer("a")) == salt(made, {}) == salt(made, {}, prompt_cache_key="k") == ""
     assert salt(made, {}, cache_salt="s") == "s"
 
 
-def test_a_router_with_keys_names_the_tenant_and_one_without_parts_nothing() -> None:
+def test_router_with_keys_sets_checked_tenant() -> None:
     made, name = house(), TENANT_HEADER.replace("-", "_")
     assert salt(made, {name: "checked t"}) == salt(house(), {name: "checked t"}) != ""
     assert salt(made, {name: "presented t"}) == ""
 
 
-def test_a_reply_that_goes_on_elsewhere_keeps_its_tenant() -> None:
+def test_resumed_reply_keeps_tenant() -> None:
     plain = UpstreamRequest("POST", "/v1/chat/completions", {TENANT_HEADER: "checked t"}, b"{}")
     dialect = NativeDialect(plain, 1, None)
     assert dialect.build_resume_request(Handoff(), 1.0, None, None).headers[TENANT_HEADER] == "checked t"
@@ -65,7 +65,7 @@ def test_a_reply_that_goes_on_elsewhere_keeps_its_tenant() -> None:
     assert resumed.engine.submissions[0].salt == salt(house(), {name: "checked t"})
 
 
-def test_routing_looks_for_a_prefix_within_the_tenant() -> None:
+def test_prefixes_are_separate_per_tenant() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 600)
     hinted = body[:-1] + b', "prompt_cache_key": "k"}'
     assert RequestSummary.parse(body).prefixes == RequestSummary.parse(hinted).prefixes != ()

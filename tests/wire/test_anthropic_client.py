@@ -100,7 +100,7 @@ def test_errors(client: anthropic.Anthropic) -> None:
         client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, extra_body={"no_such_field": 1})
 
 
-def test_thinking_that_this_model_cannot_do_is_listed_as_ignored(client: anthropic.Anthropic) -> None:
+def test_unsupported_thinking_is_listed_as_ignored(client: anthropic.Anthropic) -> None:
     budget: Any = {"type": "enabled", "budget_tokens": 2}
     raw = client.messages.with_raw_response
     reply = raw.create(model=MODEL, max_tokens=4, messages=FRANCE, thinking=budget)
@@ -119,7 +119,7 @@ THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 @pytest.fixture
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
+def thinking_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
     """A model whose prompt opens the reasoning; it never learnt to close it."""
     folder = tmp_path_factory.mktemp("thinker")
     (folder / "template").write_text(THINKING)
@@ -129,21 +129,21 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anth
     stop_server(started)
 
 
-def test_a_thinking_budget_is_kept(thinker: anthropic.Anthropic) -> None:
+def test_thinking_budget_is_respected(thinking_client: anthropic.Anthropic) -> None:
     ask: Any = {"model": MODEL, "max_tokens": 60, "messages": FRANCE, "extra_body": GREEDY}
-    free = thinker.messages.create(**ask)
+    free = thinking_client.messages.create(**ask)
     assert [block.type for block in free.content] == ["thinking"]
     ask["thinking"] = {"type": "enabled", "budget_tokens": 5}
-    held = thinker.messages.create(**ask)
+    held = thinking_client.messages.create(**ask)
     assert [block.type for block in held.content] == ["thinking", "text"]
     thought, text = held.content
     assert thought.type == "thinking" and text.type == "text" and text.text
     assert free.content[0].type == "thinking" and free.content[0].thinking.startswith(thought.thinking)
     assert held.usage.input_tokens + (held.usage.cache_read_input_tokens or 0) == free.usage.input_tokens
     assert 5 < held.usage.output_tokens <= 60
-    with thinker.messages.stream(**ask) as stream:
+    with thinking_client.messages.stream(**ask) as stream:
         final = stream.get_final_message()
     assert [block.to_dict() for block in final.content] == [block.to_dict() for block in held.content]
     assert (final.stop_reason, final.usage.output_tokens) == (held.stop_reason, held.usage.output_tokens)
-    off = thinker.messages.create(**{**ask, "thinking": {"type": "disabled"}})
+    off = thinking_client.messages.create(**{**ask, "thinking": {"type": "disabled"}})
     assert [block.type for block in off.content] == ["text"]

@@ -77,7 +77,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_router_knows_what_was_evicted(cluster: Cluster, stream: bool) -> None:
+def test_router_index_follows_evictions(cluster: Cluster, stream: bool) -> None:
     text = f"{stream} {STORY}"
     home = cluster.ask(text, stream=stream)
     until(lambda: cluster.agrees(home))
@@ -97,7 +97,7 @@ def evict(cluster: Cluster, name: str) -> None:
         get(f"http://127.0.0.1:{cluster.ports[name]}/v1/completions", body)
 
 
-def test_an_engine_that_died_holds_nothing(cluster: Cluster) -> None:
+def test_restarted_engine_holds_no_blocks(cluster: Cluster) -> None:
     text = f"engine {STORY}"
     home = cluster.ask(text)
     until(lambda: cluster.agrees(home) and cluster.rows()[home]["kv_blocks"])
@@ -108,7 +108,7 @@ def test_an_engine_that_died_holds_nothing(cluster: Cluster) -> None:
     assert cluster.rows()[home]["kv_blocks"] == 0
 
 
-def test_a_worker_that_was_started_again_holds_nothing(cluster: Cluster) -> None:
+def test_restarted_worker_holds_no_blocks(cluster: Cluster) -> None:
     text = f"worker {STORY}"
     home = cluster.ask(text)
     until(lambda: cluster.agrees(home) and cluster.rows()[home]["kv_blocks"])
@@ -122,7 +122,7 @@ def test_a_worker_that_was_started_again_holds_nothing(cluster: Cluster) -> None
     assert f'emberline:worker_kv_exact{{worker="{home}"}} 1' in metrics
 
 
-def test_who_follows_is_told_everything_and_then_what_is_new(cluster: Cluster) -> None:
+def test_subscriber_gets_snapshot_then_changes(cluster: Cluster) -> None:
     url = f"http://127.0.0.1:{cluster.ports['a']}"
     with urllib.request.urlopen(f"{url}/cluster/events", timeout=30) as lines:
         first = json.loads(next(lines))

@@ -75,7 +75,7 @@ ALWAYS = {"model": "tiny", "stream": True, "stream_options": {"include_usage": T
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_reply_goes_on_at_the_other_worker(workers: Workers, case: str) -> None:
+def test_reply_continues_at_other_worker(workers: Workers, case: str) -> None:
     path, body = BODIES[case]
     body = ALWAYS | body
     whole = groups_of(workers.ask("prefill", path, body, TRACKED))
@@ -90,7 +90,7 @@ def test_a_reply_goes_on_at_the_other_worker(workers: Workers, case: str) -> Non
             assert events_of(made) == events_of(rest), cut
 
 
-def test_a_prompt_computed_by_one_is_answered_by_the_other(workers: Workers) -> None:
+def test_prefilled_prompt_is_answered_by_other_worker(workers: Workers) -> None:
     path, body = CHAT, ALWAYS | {"messages": [{"role": "user", "content": "here: " + STORY}], "max_tokens": 14}
     before = workers.transfer("decode")
     lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body, (), NEW)).splitlines()
@@ -107,7 +107,7 @@ def test_a_prompt_computed_by_one_is_answered_by_the_other(workers: Workers) -> 
     assert [group.said for group in split] == [group.said for group in alone]
 
 
-def test_who_goes_on_takes_the_blocks_from_who_has_them(workers: Workers) -> None:
+def test_resuming_worker_fetches_prompt_blocks(workers: Workers) -> None:
     path, body = CHAT, ALWAYS | {"messages": [{"role": "user", "content": "again: " + STORY}], "max_tokens": 14}
     whole = groups_of(workers.ask("prefill", path, body, TRACKED))
     before = workers.transfer("decode")["hit_tokens"]
@@ -118,7 +118,7 @@ def test_who_goes_on_takes_the_blocks_from_who_has_them(workers: Workers) -> Non
     until(lambda: workers.transfer("prefill")["leases"] == 0)
 
 
-def test_who_goes_on_takes_the_blocks_of_what_was_said_too(workers: Workers) -> None:
+def test_resuming_worker_fetches_output_blocks(workers: Workers) -> None:
     """Without them a stream that moves after 500 tokens pauses until 500 tokens are computed again."""
     body = ALWAYS | {"messages": [{"role": "user", "content": "and again: " + STORY}], "max_tokens": 90}
     body |= {"ignore_eos": True}
@@ -135,7 +135,7 @@ def test_who_goes_on_takes_the_blocks_of_what_was_said_too(workers: Workers) -> 
     until(lambda: workers.transfer("prefill")["leases"] == 0)
 
 
-def test_a_ticket_that_is_void_only_costs_time(workers: Workers) -> None:
+def test_invalid_ticket_only_costs_time(workers: Workers) -> None:
     path, body = TEXT, ALWAYS | {"prompt": "void: " + STORY, "max_tokens": 8}
     lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body, (), NEW)).splitlines()
     ticket = json.loads(lines[0])["ticket"] | {"id": "nobody knows"}

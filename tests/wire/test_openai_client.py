@@ -51,7 +51,7 @@ def test_chat(client: openai.OpenAI) -> None:
     )
 
 
-def test_streamed_chat_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_plain_chat(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
     chunks = list(
         client.chat.completions.create(
@@ -114,7 +114,7 @@ def test_json_object_and_regex_and_choice(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
+def test_required_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
     ask: Any = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Weather in Paris?"}],
@@ -140,7 +140,7 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
     assert sum(1 for c in chunks if c.choices and c.choices[0].delta.tool_calls) > 3, "arguments come in pieces"
 
 
-def test_a_tool_result_goes_back_into_the_conversation(client: openai.OpenAI) -> None:
+def test_tool_result_continues_conversation(client: openai.OpenAI) -> None:
     call = {
         "id": "call_1",
         "type": "function",
@@ -232,7 +232,7 @@ def test_errors_are_typed_and_name_the_field(
         client.chat.completions.create(**{**ask, **change}, stream=True)
 
 
-def test_a_format_and_tools_that_may_be_called(client: openai.OpenAI) -> None:
+def test_response_format_with_optional_tools(client: openai.OpenAI) -> None:
     """Either the form or a call, never anything else."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     for seed in range(3):
@@ -251,7 +251,7 @@ RESULT = '{"degrees": 3}'
 FORCED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def continued(client: openai.OpenAI, message: dict[str, Any], call_id: str) -> None:
+def continue_conversation(client: openai.OpenAI, message: dict[str, Any], call_id: str) -> None:
     answer = {"role": "tool", "tool_call_id": call_id, "content": RESULT}
     messages: Any = [*FRANCE, message, answer]
     until_full: Any = {"max_tokens": 4, "extra_body": {"ignore_eos": True}}
@@ -259,17 +259,17 @@ def continued(client: openai.OpenAI, message: dict[str, Any], call_id: str) -> N
     assert reply.choices[0].finish_reason == "length"
 
 
-def test_a_message_of_the_stream_helper_comes_back_as_it_is(client: openai.OpenAI) -> None:
+def test_stream_helper_message_round_trips(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": FRANCE, "tools": [WEATHER], "tool_choice": FORCED, "temperature": 0}
     with client.chat.completions.stream(**asked) as stream:
         message = stream.get_final_completion().choices[0].message
     (call,) = message.tool_calls or []
     dumped = message.model_dump()
     assert dumped["tool_calls"][0]["function"]["parsed_arguments"]
-    continued(client, dumped, call.id)
+    continue_conversation(client, dumped, call.id)
 
 
-def test_streamed_tool_calls_merged_by_index_come_back(client: openai.OpenAI) -> None:
+def test_streamed_tool_calls_round_trip(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": FRANCE, "tools": [WEATHER], "tool_choice": FORCED, "temperature": 0}
     merged: dict[int, dict[str, Any]] = {}
     for chunk in client.chat.completions.create(**asked, stream=True):
@@ -280,10 +280,10 @@ def test_streamed_tool_calls_merged_by_index_come_back(client: openai.OpenAI) ->
             call["function"]["arguments"] += piece.function.arguments or ""
             call["function"] |= {"name": piece.function.name} if piece.function.name else {}
     message = {"role": "assistant", "content": None, "tool_calls": list(merged.values())}
-    continued(client, message, merged[0]["id"])
+    continue_conversation(client, message, merged[0]["id"])
 
 
-def test_a_stored_response_is_continued_read_and_deleted(client: openai.OpenAI) -> None:
+def test_stored_response_lifecycle(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "max_output_tokens": 4, "temperature": 0}
     first = client.responses.create(**asked, input="My name is Ada.")
     second = client.responses.create(**asked, input="What is my name?", previous_response_id=first.id)
@@ -297,7 +297,7 @@ def test_a_stored_response_is_continued_read_and_deleted(client: openai.OpenAI) 
         client.responses.retrieve(first.id)
 
 
-def test_words_and_tokens_that_may_not_be_written(client: openai.OpenAI) -> None:
+def test_bad_words_and_logit_bias(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 12}
     assert "Paris" in (client.chat.completions.create(**asked).choices[0].message.content or "")
     without = client.chat.completions.create(**asked, extra_body={"bad_words": ["Paris"]})
@@ -307,7 +307,7 @@ def test_words_and_tokens_that_may_not_be_written(client: openai.OpenAI) -> None
     assert choice.model_extra is not None and set(choice.model_extra["token_ids"]) <= {28, 29, 30}
 
 
-def test_hints_reach_the_server_and_come_back_by_name(client: openai.OpenAI) -> None:
+def test_ignored_hints_are_listed(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": FRANCE, "max_tokens": 1}
     raw = client.chat.completions.with_raw_response.create(
         **asked, store=True, reasoning_effort="low", verbosity="low", prompt_cache_key="k", top_p=0, stop=""

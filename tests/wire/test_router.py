@@ -40,7 +40,7 @@ class Pair:
     def rows(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in get(f"{self.url}/cluster/status")["workers"]}
 
-    def quiet(self) -> bool:
+    def wait_until_idle(self) -> bool:
         return not any(row["open"] or row["running"] for row in self.rows().values())
 
 
@@ -58,7 +58,7 @@ def client(pair: Pair) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def test_the_openai_client(pair: Pair, client: openai.OpenAI) -> None:
+def test_openai_client_through_router(pair: Pair, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": 1}
     whole = client.chat.completions.create(**options)
@@ -79,7 +79,7 @@ def test_the_openai_client(pair: Pair, client: openai.OpenAI) -> None:
     until(pair.quiet)
 
 
-def test_the_anthropic_client(pair: Pair) -> None:
+def test_anthropic_client_through_router(pair: Pair) -> None:
     client = anthropic.Anthropic(base_url=pair.url, api_key="none", max_retries=0, timeout=60)
     whole = client.messages.create(model="tiny", messages=HELLO, max_tokens=12, extra_body={"temperature": 0})
     with client.messages.stream(model="tiny", messages=HELLO, max_tokens=12, extra_body={"temperature": 0}) as stream:
@@ -92,7 +92,7 @@ def test_the_anthropic_client(pair: Pair) -> None:
         client.messages.create(model="other", messages=HELLO, max_tokens=1)
 
 
-def test_a_conversation_stays_with_its_cache(pair: Pair, client: openai.OpenAI) -> None:
+def test_conversation_stays_with_cached_worker(pair: Pair, client: openai.OpenAI) -> None:
     """Without any header: each turn finds the blocks of the one before."""
     for talk in range(4):
         messages: Any = [{"role": "user", "content": f"{talk} is the number of this long conversation. " * 8}]
@@ -108,7 +108,7 @@ def test_a_conversation_stays_with_its_cache(pair: Pair, client: openai.OpenAI) 
     assert get(f"{pair.url}/cluster/status")["decisions"]["prefix"] >= 8
 
 
-def test_metrics_tell_of_both(pair: Pair) -> None:
+def test_metrics_cover_both_workers(pair: Pair) -> None:
     text = get(f"{pair.url}/metrics")
     for name in NAMES:
         assert f'emberline:worker_ready{{worker="{name}"}} 1' in text
@@ -126,11 +126,11 @@ def texts(client: openai.OpenAI, between: Callable[[], None] | None = None) -> l
     return [text + "".join(c.choices[0].text for c in chunks) for text, chunks in zip(begun, rest, strict=True)]
 
 
-def moved(pair: Pair) -> int:
+def migration_count(pair: Pair) -> int:
     return sum(m["count"] for m in get(f"{pair.url}/cluster/status")["migrations"] if m["outcome"] == "went on")
 
 
-def test_killed_in_the_middle_and_started_again(pair: Pair, client: openai.OpenAI) -> None:
+def test_worker_death_moves_stream_and_worker_returns(pair: Pair, client: openai.OpenAI) -> None:
     """Its streams go on at the other: no token is lost, repeated or changed."""
     unmoved = texts(client)
     victim = ""
@@ -141,7 +141,7 @@ def test_killed_in_the_middle_and_started_again(pair: Pair, client: openai.OpenA
         pair.workers[victim].kill()
         pair.workers[victim].wait()
 
-    assert texts(client, kill) == unmoved and moved(pair) >= 1
+    assert texts(client, kill) == unmoved and migration_count(pair) >= 1
     for _ in range(6):  # before their first byte: nobody notices
         assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2).choices
     pair.start(victim)
@@ -151,8 +151,8 @@ def test_killed_in_the_middle_and_started_again(pair: Pair, client: openai.OpenA
     assert {reply.headers["x-emberline-worker"] for reply in replies} == set(NAMES)
 
 
-def test_an_engine_that_dies_is_replaced_unnoticed(pair: Pair, client: openai.OpenAI) -> None:
-    before = moved(pair)
+def test_engine_death_is_invisible_to_client(pair: Pair, client: openai.OpenAI) -> None:
+    before = migration_count(pair)
 
     def kill() -> None:
         name = max(pair.rows().values(), key=lambda row: row["open"])["name"]
@@ -161,13 +161,13 @@ def test_an_engine_that_dies_is_replaced_unnoticed(pair: Pair, client: openai.Op
         engine = next(c for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes())
         subprocess.run(["kill", "-9", engine], check=True)
 
-    assert texts(client, kill) == texts(client) and moved(pair) > before
+    assert texts(client, kill) == texts(client) and migration_count(pair) > before
     for i in range(10):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": f"{i}"}], max_tokens=2)
     until(lambda: len(pair.incarnations()) == 2)
 
 
-def test_a_body_that_cannot_be_read_is_refused(pair: Pair) -> None:
+def test_unreadable_body_is_refused(pair: Pair) -> None:
     import urllib.error
     import urllib.request
 

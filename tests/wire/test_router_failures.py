@@ -53,7 +53,7 @@ def open_stream(
     return connection, connection.getresponse()
 
 
-def home_of(fakes: Fakes, session: str) -> str:
+def preferred_worker(fakes: Fakes, session: str) -> str:
     """The worker that answers this session."""
     connection, reply = open_stream(fakes, 1, session=session)
     reply.read()
@@ -61,7 +61,7 @@ def home_of(fakes: Fakes, session: str) -> str:
     return str(reply.headers["x-emberline-worker"])
 
 
-def quiet(fakes: Fakes) -> bool:
+def wait_until_idle(fakes: Fakes) -> bool:
     status = fakes.status()
     rows = status["workers"]
     return not status["open_requests"] and not any(r["open"] or r["prefill_tokens"] or r["decode_tokens"] for r in rows)
@@ -82,13 +82,13 @@ def test_replies_pass_byte_for_byte(fakes: Fakes) -> None:
     assert seen["x-emberline-tenant"].startswith("presented "), "the router's own, of the key that the client sent"
     get(f"{fakes.url}/v1/chat/completions?beta=true&q=%20x", {"model": "fake", "messages": HELLO})
     assert fakes.tell("a")["seen"][-1]["?"] == "beta=true&q=%20x"
-    assert quiet(fakes)
+    assert wait_until_idle(fakes)
 
 
 @pytest.mark.parametrize("mode", ["refuse", "full", "stopped"])
-def test_before_the_first_byte_another_worker_is_tried(fakes: Fakes, mode: str) -> None:
+def test_failure_before_first_byte_tries_another_worker(fakes: Fakes, mode: str) -> None:
     fakes.start("a", "b")
-    first = home_of(fakes, "s")
+    first = preferred_worker(fakes, "s")
     if mode == "stopped":
         fakes.workers[first].kill()
         fakes.workers[first].wait()
@@ -98,23 +98,23 @@ def test_before_the_first_byte_another_worker_is_tried(fakes: Fakes, mode: str) 
         assert "word" in str(chat(fakes, session="s", stream=stream))
     reasons = fakes.status()["retries"]
     assert set(reasons) <= {"unreached", "broken", "status 503", "status 429"} and sum(reasons.values()) >= 1
-    assert quiet(fakes)
+    assert wait_until_idle(fakes)
 
 
-def test_a_worker_that_keeps_failing_is_asked_no_more(fakes: Fakes) -> None:
+def test_failing_worker_opens_breaker(fakes: Fakes) -> None:
     fakes.start("a", "b")
-    first = home_of(fakes, "s")
+    first = preferred_worker(fakes, "s")
     fakes.tell(first, "refuse")
     asked = fakes.tell(first)["asked"]
     for _ in range(12):
         assert "word" in str(chat(fakes, session="s"))
     assert fakes.row(first)["breaker"] == "open" and fakes.tell(first)["asked"] - asked < 8
     fakes.tell(first, "well")
-    until(lambda: home_of(fakes, "s") == first)
+    until(lambda: preferred_worker(fakes, "s") == first)
     assert fakes.row(first)["breaker"] == "closed"
 
 
-def test_when_nobody_can_answer_the_last_word_is_passed_on(fakes: Fakes) -> None:
+def test_last_error_is_passed_on_if_all_workers_fail(fakes: Fakes) -> None:
     with pytest.raises(urllib.error.HTTPError, match="503") as raised:
         chat(fakes)
     assert "no worker has registered" in raised.value.read().decode()
@@ -127,10 +127,10 @@ def test_when_nobody_can_answer_the_last_word_is_passed_on(fakes: Fakes) -> None
     with pytest.raises(urllib.error.HTTPError, match="404") as raised:
         chat(fakes, model="other")
     assert "'fake'" in raised.value.read().decode()
-    assert quiet(fakes)
+    assert wait_until_idle(fakes)
 
 
-def test_a_request_that_breaks_workers_leaves_one(fakes: Fakes) -> None:
+def test_crashing_request_spares_last_worker(fakes: Fakes) -> None:
     """Before its first byte, each that is asked dies of it: the last is not risked, the client is told."""
     fakes.start("a", "b", "c")
     for name in fakes.workers:
@@ -139,35 +139,35 @@ def test_a_request_that_breaks_workers_leaves_one(fakes: Fakes) -> None:
         with pytest.raises(urllib.error.HTTPError, match="503") as raised:
             chat(fakes)
         assert "failed while serving this request" in raised.value.read().decode()
-        until(lambda: len(dead(fakes)) == 2)
-    (left,) = fakes.workers.keys() - dead(fakes)
+        until(lambda: len(wait_until_dead(fakes)) == 2)
+    (left,) = fakes.workers.keys() - wait_until_dead(fakes)
     fakes.tell(left, "well")
     other: Any = [{"role": "user", "content": "who has done nothing goes anywhere"}]
     assert "word" in str(chat(fakes, messages=other))
 
 
-def dead(fakes: Fakes) -> set[str]:
+def wait_until_dead(fakes: Fakes) -> set[str]:
     return {name for name, worker in fakes.workers.items() if worker.poll() is not None}
 
 
-def test_a_request_breaks_three_workers_and_no_more(fakes: Fakes) -> None:
+def test_request_crashes_at_most_three_workers(fakes: Fakes) -> None:
     """However many there are, in whatever role; its client is told so, and does not try again by itself."""
     fakes.start(*"abcdef")
     fakes.start("p", role="prefill")
     until(lambda: all(fakes.row(name)["paired"] == ["p"] for name in "abcdef"))
     client = openai.OpenAI(base_url=f"{fakes.url}/v1", api_key="none", max_retries=2)
     for count, stream in ((3, False), (6, True)):
-        for name in fakes.workers.keys() - dead(fakes):
+        for name in fakes.workers.keys() - wait_until_dead(fakes):
             fakes.tell(name, "die", after=3 if stream else 0)
         prompt: Any = [{"role": "user", "content": f"{count} times " * 200}]
         with pytest.raises(openai.APIError, match="3 workers failed while serving this request") as raised:
             list(client.chat.completions.create(model="fake", messages=prompt, max_tokens=50, stream=stream))
         assert raised.value.code == "workers_broke"
         assert stream or isinstance(raised.value, openai.UnprocessableEntityError)
-        until(lambda n=count: len(dead(fakes)) == n and "p" in dead(fakes))  # type: ignore[misc]
+        until(lambda n=count: len(wait_until_dead(fakes)) == n and "p" in wait_until_dead(fakes))  # type: ignore[misc]
 
 
-def test_workers_that_say_goodbye_are_nobodys_doing(fakes: Fakes) -> None:
+def test_shutdowns_do_not_make_request_suspect(fakes: Fakes) -> None:
     """All are stopped one after another under one long stream, which takes longer than they wait for it."""
     fakes.start(*"abcd", pace=0.005)
     connection, reply = open_stream(fakes, 400)
@@ -182,7 +182,7 @@ def test_workers_that_say_goodbye_are_nobodys_doing(fakes: Fakes) -> None:
     assert b"error" not in got and got.endswith(b"data: [DONE]\n\n") and got.count(b"\n\n") == 403
 
 
-def test_who_finds_all_away_waits_for_them(tmp_path: Path) -> None:
+def test_request_waits_for_unavailable_workers(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--migration-wait", "30")
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -199,12 +199,12 @@ def test_who_finds_all_away_waits_for_them(tmp_path: Path) -> None:
         for name in (first, second, third):
             fakes.tell(name, "break", after=0, times=1)
         assert "word" in str(chat(fakes, session="s")), "three at once, and all are heard of again"
-        assert fakes.status()["retries"]["broken"] == 6 and quiet(fakes)
+        assert fakes.status()["retries"]["broken"] == 6 and wait_until_idle(fakes)
     finally:
         fakes.close()
 
 
-def test_a_request_that_was_only_there_is_answered(tmp_path: Path) -> None:
+def test_innocent_suspect_is_answered(tmp_path: Path) -> None:
     """Two workers die while it is theirs, the third is all that is left: it waits until one is back."""
     fakes = Fakes(tmp_path, "--migration-wait", "30", "--lost-after", "2")
     try:
@@ -223,12 +223,16 @@ def test_a_request_that_was_only_there_is_answered(tmp_path: Path) -> None:
             asked = fakes.tell(last)["asked"]
             fakes.start(second)
             assert "word" in str(reply.result(60))
-        assert asked <= 1 and fakes.tell(second)["asked"] + fakes.tell(last)["asked"] == asked + 1 and quiet(fakes)
+        assert (
+            asked <= 1
+            and fakes.tell(second)["asked"] + fakes.tell(last)["asked"] == asked + 1
+            and wait_until_idle(fakes)
+        )
     finally:
         fakes.close()
 
 
-def test_full_workers_are_a_429(fakes: Fakes) -> None:
+def test_full_workers_return_429(fakes: Fakes) -> None:
     fakes.start("a", "b", pace=0.05, max_running=1)  # and as many may wait at each
     streams = [open_stream(fakes, 1000) for _ in range(4)]
     assert sorted(row["open"] for row in fakes.status()["workers"]) == [2, 2]
@@ -239,12 +243,12 @@ def test_full_workers_are_a_429(fakes: Fakes) -> None:
     for connection, reply in streams:
         reply.close()
         connection.close()
-    until(lambda: quiet(fakes))
+    until(lambda: wait_until_idle(fakes))
     assert "word" in str(chat(fakes))
 
 
 @pytest.mark.parametrize("how", ["break", "tear", "kill"])
-def test_after_the_first_byte_it_is_said_in_the_stream(fakes: Fakes, how: str) -> None:
+def test_failure_after_first_byte_ends_stream_with_error(fakes: Fakes, how: str) -> None:
     fakes.start("a", pace=0.02)
     if how != "kill":
         fakes.tell("a", how)
@@ -256,10 +260,10 @@ def test_after_the_first_byte_it_is_said_in_the_stream(fakes: Fakes, how: str) -
     connection.close()
     assert events[-1] == "data: [DONE]" and json.loads(events[-2][6:])["error"]["code"] == "worker_lost"
     assert all("word" in json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events[:-2])
-    assert fakes.status()["broken"] == 1 and quiet(fakes)
+    assert fakes.status()["broken"] == 1 and wait_until_idle(fakes)
 
 
-def test_each_protocol_has_its_own_words_for_it(fakes: Fakes) -> None:
+def test_error_event_of_each_protocol(fakes: Fakes) -> None:
     fakes.start("a")
     fakes.tell("a", "break")
     client = openai.OpenAI(base_url=f"{fakes.url}/v1", api_key="none", max_retries=0)
@@ -278,9 +282,9 @@ def test_each_protocol_has_its_own_words_for_it(fakes: Fakes) -> None:
         list(claude.messages.create(model="fake", messages=HELLO, max_tokens=50, stream=True))
 
 
-def test_a_worker_that_beats_but_makes_no_step_is_left(fakes: Fakes) -> None:
+def test_stuck_worker_is_abandoned(fakes: Fakes) -> None:
     fakes.start("a", "b")
-    first = home_of(fakes, "s")
+    first = preferred_worker(fakes, "s")
     fakes.tell(first, "stall", after=0)
     assert "word" in str(chat(fakes, session="s"))  # elsewhere, once it is found stuck
     assert fakes.status()["retries"] == {"stuck": 1}
@@ -289,9 +293,9 @@ def test_a_worker_that_beats_but_makes_no_step_is_left(fakes: Fakes) -> None:
     until(lambda: fakes.health(first) == "ready")
 
 
-def test_a_frozen_worker_is_left_and_comes_back(fakes: Fakes) -> None:
+def test_frozen_worker_is_abandoned_and_returns(fakes: Fakes) -> None:
     fakes.start("a", "b", pace=0.02)
-    first = home_of(fakes, "s")
+    first = preferred_worker(fakes, "s")
     connection, reply = open_stream(fakes, 200, session="s")
     got = reply.readline()
     os.kill(fakes.workers[first].pid, signal.SIGSTOP)
@@ -304,10 +308,10 @@ def test_a_frozen_worker_is_left_and_comes_back(fakes: Fakes) -> None:
         os.kill(fakes.workers[first].pid, signal.SIGCONT)
     connection.close()
     until(lambda: fakes.health(first) == "ready")
-    until(lambda: home_of(fakes, "s") == first)
+    until(lambda: preferred_worker(fakes, "s") == first)
 
 
-def test_a_client_that_leaves_is_noticed_by_the_worker(fakes: Fakes) -> None:
+def test_client_disconnect_reaches_worker(fakes: Fakes) -> None:
     fakes.start("a", pace=0.02)
     for stream in (True, False, False, False):
         before = fakes.tell("a")["gone"]
@@ -317,11 +321,11 @@ def test_a_client_that_leaves_is_noticed_by_the_worker(fakes: Fakes) -> None:
         until(lambda: fakes.tell("a")["running"] == 1)
         connection.close()
         until(lambda b=before: fakes.tell("a")["gone"] == b + 1)  # type: ignore[misc]
-    until(lambda: quiet(fakes))
+    until(lambda: wait_until_idle(fakes))
     assert fakes.row("a")["left"] == 4 and fakes.row("a")["breaker"] == "closed"
 
 
-def test_who_reads_slowly_is_sent_slowly(fakes: Fakes) -> None:
+def test_slow_client_slows_worker(fakes: Fakes) -> None:
     fakes.start("a")
     total = 100_000  # events, about 16 MB
     connection, reply = open_stream(fakes, total)
@@ -336,12 +340,12 @@ def test_who_reads_slowly_is_sent_slowly(fakes: Fakes) -> None:
     assert 0 < counts[-1] < total
     events = reply.read().count(b"\n\n")
     connection.close()
-    assert events == total + 3 and quiet(fakes)
+    assert events == total + 3 and wait_until_idle(fakes)
 
 
-def test_drained_workers_finish_and_get_nothing_new(fakes: Fakes) -> None:
+def test_draining_worker_finishes_and_gets_no_requests(fakes: Fakes) -> None:
     fakes.start("a", "b", pace=0.01)
-    first = home_of(fakes, "s")
+    first = preferred_worker(fakes, "s")
     connection, reply = open_stream(fakes, 150, session="s")
     reply.readline()
     command = [sys.executable, "-m", "emberline.cli", "drain", first, "--router", fakes.url]
@@ -349,7 +353,7 @@ def test_drained_workers_finish_and_get_nothing_new(fakes: Fakes) -> None:
     until(lambda: fakes.health(first) == "draining")
     asked = fakes.tell(first)["asked"]
     for _ in range(5):
-        assert home_of(fakes, "s") != first
+        assert preferred_worker(fakes, "s") != first
     assert drain.poll() is None, "it waits for the open stream"
     assert reply.read().endswith(b"data: [DONE]\n\n")
     connection.close()
@@ -357,13 +361,13 @@ def test_drained_workers_finish_and_get_nothing_new(fakes: Fakes) -> None:
     assert drain.returncode == 0 and f"{first} is drained" in told and "1 open requests" in told
     assert fakes.tell(first)["asked"] == asked
     subprocess.run([*command, "--undo"], check=True, env={**os.environ, "PYTHONPATH": str(SRC)})
-    assert home_of(fakes, "s") == first
+    assert preferred_worker(fakes, "s") == first
     unknown = subprocess.run([*command[:4], "nobody", *command[5:]], capture_output=True, text=True,
                              env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
     assert unknown.returncode == 1 and "no worker 'nobody'" in unknown.stderr and "Traceback" not in unknown.stderr
 
 
-def test_a_second_worker_of_one_name_is_refused_while_the_first_lives(fakes: Fakes) -> None:
+def test_duplicate_name_is_refused_while_first_lives(fakes: Fakes) -> None:
     fakes.start("a")
     incarnation, port = fakes.row("a")["incarnation"], free_port()
     command = ("-m", "emberline.cluster.fake", "--router", fakes.url, "--name", "a", "--port", str(port))
@@ -381,7 +385,7 @@ def test_a_second_worker_of_one_name_is_refused_while_the_first_lives(fakes: Fak
         stop(second)
 
 
-def test_workers_come_back_one_after_another(fakes: Fakes) -> None:
+def test_rolling_restart_loses_no_request(fakes: Fakes) -> None:
     """A rolling restart under load: nobody notices."""
     fakes.start("a", "b", pace=0.005)
     with ThreadPoolExecutor(4) as pool:
@@ -402,10 +406,10 @@ def test_workers_come_back_one_after_another(fakes: Fakes) -> None:
             fakes.start(name, pace=0.005)
         going = False
         assert all(each.result(60) > 0 for each in loads)
-    assert quiet(fakes) and fakes.status()["broken"] == 0
+    assert wait_until_idle(fakes) and fakes.status()["broken"] == 0
 
 
-def test_workers_find_a_router_that_was_started_again(fakes: Fakes) -> None:
+def test_workers_register_with_restarted_router(fakes: Fakes) -> None:
     fakes.start("a", "b")
     port = int(fakes.url.rsplit(":", 1)[1])
     fakes.router.process.kill()
@@ -415,7 +419,7 @@ def test_workers_find_a_router_that_was_started_again(fakes: Fakes) -> None:
     assert "word" in str(chat(fakes))
 
 
-def test_only_workers_with_the_key_are_let_in(tmp_path: Path) -> None:
+def test_registration_needs_cluster_key(tmp_path: Path) -> None:
     router = start_router(tmp_path / "log", "--cluster-key", "secret", "--api-key", "clients")
     card = {"name": "x", "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "m"}]}
     try:
@@ -435,13 +439,13 @@ def test_only_workers_with_the_key_are_let_in(tmp_path: Path) -> None:
         stop(router.process)
 
 
-def test_without_a_key_no_page_in_a_browser_can_register(fakes: Fakes) -> None:
+def test_web_page_cannot_register_worker(fakes: Fakes) -> None:
     card = {"name": "x", "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "m"}]}
     with pytest.raises(urllib.error.HTTPError, match="403"):
         get(f"{fakes.url}/cluster/register", card, {"origin": "http://evil.example"})
 
 
-def test_clients_that_connect_while_the_router_restarts_are_answered(tmp_path: Path) -> None:
+def test_connections_survive_router_restart(tmp_path: Path) -> None:
     """As under `cluster up`: the supervisor keeps the socket, and starts the router again at once."""
 
     async def main() -> None:

@@ -19,7 +19,7 @@ BODY = {"model": "m", "messages": LONG, "max_tokens": 7, "stream_options": {"inc
 
 
 @contextmanager
-def routed(home: Path, *servers: Scripted, more: tuple[str, ...] = ()) -> Iterator[str]:
+def start_router_with(home: Path, *servers: Scripted, more: tuple[str, ...] = ()) -> Iterator[str]:
     options = [word for server in servers for word in ("--foreign", server.option)]
     router = start_router(home / "router", "--migration-wait", "1", *options, *more)
     try:
@@ -36,7 +36,7 @@ def rows(url: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in get(f"{url}/cluster/status")["workers"]}
 
 
-def said(url: str, stream: bool, **more: Any) -> str:
+def streamed_text(url: str, stream: bool, **more: Any) -> str:
     got = get(f"{url}/v1/chat/completions", {**BODY, "stream": stream, **more})
     if not stream:
         return str(got["choices"][0]["message"]["content"])
@@ -46,50 +46,53 @@ def said(url: str, stream: bool, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_vllm(tmp_path: Path, stream: bool) -> None:
+def test_vllm_prefill_and_decode(tmp_path: Path, stream: bool) -> None:
     p, d = Scripted("vllm", "prefill"), Scripted("vllm", "decode")
-    with routed(tmp_path, p, d) as url:
-        assert said(url, stream) == "".join(WORDS)
+    with start_router_with(tmp_path, p, d) as url:
+        assert streamed_text(url, stream) == "".join(WORDS)
         assert len(p.asked) == 1 and d.asked == [{**BODY, "stream": stream, "kv_transfer_params": TICKET}]
         short = [{"role": "user", "content": "hello"}]
-        assert said(url, stream, messages=short, kv_transfer_params=TICKET) == "".join(WORDS) and len(p.asked) == 1
+        assert (
+            streamed_text(url, stream, messages=short, kv_transfer_params=TICKET) == "".join(WORDS)
+            and len(p.asked) == 1
+        )
         assert "kv_transfer_params" not in d.asked[-1], "a client does not say where blocks are"
         p.fails = True
         other = [{"role": "user", "content": "other " * 1000}]
-        assert said(url, stream, messages=other) == "".join(WORDS)
+        assert streamed_text(url, stream, messages=other) == "".join(WORDS)
         assert len(p.asked) == 2 and "kv_transfer_params" not in d.asked[-1], "it computes by itself"
         assert get(f"{url}/cluster/status")["prefills"] == {"done": 1, "status 500": 1}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_sglang(tmp_path: Path, stream: bool) -> None:
+def test_sglang_prefill_and_decode(tmp_path: Path, stream: bool) -> None:
     rooms = Rooms()
     p, d = Scripted("sglang", "prefill", rooms), Scripted("sglang", "decode", rooms)
-    with routed(tmp_path, p, d) as url:
+    with start_router_with(tmp_path, p, d) as url:
         for messages in (LONG, [{"role": "user", "content": "hello"}]):  # one that decodes cannot do without
-            assert said(url, stream, messages=messages) == "".join(WORDS)
+            assert streamed_text(url, stream, messages=messages) == "".join(WORDS)
         assert len(rooms.there) == 2 and len(p.asked) == len(d.asked) == 2
         assert d.asked[-1]["bootstrap_port"] == 8998 and d.asked[-1]["odd"] == [1.0, None]
 
 
-def test_sglang_that_fails_to_prefill_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_sglang_prefill_failure_aborts_decode(tmp_path: Path) -> None:
     rooms = Rooms()
     p, d = Scripted("sglang", "prefill", rooms), Scripted("sglang", "decode", rooms)
-    with routed(tmp_path, p, d) as url:
+    with start_router_with(tmp_path, p, d) as url:
         p.fails = True
         with pytest.raises(urllib.error.HTTPError, match="503") as raised:
-            said(url, True)
+            streamed_text(url, True)
         assert "prefill" in raised.value.read().decode()
         p.fails = False
         until(lambda: rows(url)[p.name]["breaker"] == rows(url)[d.name]["breaker"] == "closed")
-        assert said(url, True) == "".join(WORDS)
+        assert streamed_text(url, True) == "".join(WORDS)
 
 
-def test_sglang_prefills_to_the_end_when_its_client_leaves(tmp_path: Path) -> None:
+def test_sglang_prefill_survives_client_disconnect(tmp_path: Path) -> None:
     rooms = Rooms()
     p, d = Scripted("sglang", "prefill", rooms), Scripted("sglang", "decode", rooms)
     d.fails = True
-    with routed(tmp_path, p, d) as url:
+    with start_router_with(tmp_path, p, d) as url:
         d.fails = False
         with rooms.changed:  # nobody can enter
             connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
@@ -106,16 +109,16 @@ def test_sglang_prefills_to_the_end_when_its_client_leaves(tmp_path: Path) -> No
         until(lambda: p.ended == 1 and rows(url)[p.name]["answered"] == 1)
 
 
-def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
+def test_foreign_server_returns_after_outage(tmp_path: Path) -> None:
     one = Scripted("vllm", "both")
-    with routed(tmp_path, one, more=("--lost-after", "2")) as url:
+    with start_router_with(tmp_path, one, more=("--lost-after", "2")) as url:
         until(lambda: one.name in rows(url))
-        assert said(url, True) == "".join(WORDS)
+        assert streamed_text(url, True) == "".join(WORDS)
         one.close()
         until(lambda: rows(url)[one.name]["health"] == "lost")
         again = Scripted("vllm", "both", port=one.port, model="another")
         until(lambda: rows(url)[one.name]["health"] == "ready")
-        assert said(url, True, model="another") == "".join(WORDS) and len(again.asked) == 1
+        assert streamed_text(url, True, model="another") == "".join(WORDS) and len(again.asked) == 1
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            said(url, True)  # it has that one no more
+            streamed_text(url, True)  # it has that one no more
         again.close()

@@ -38,19 +38,21 @@ def write(home: Path, kind: str, context: int, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {"one": write(root / "one", "llama", 512, 1), "two": write(root / "two", "qwen3", 256, 2)}
 
 
 @pytest.fixture(scope="module", params=["awake", "taking turns"])
-def served(request: Any, tmp_path_factory: pytest.TempPathFactory, homes: dict[str, Path]) -> Iterator[Server]:
+def server_with_models(
+    request: Any, tmp_path_factory: pytest.TempPathFactory, model_dirs: dict[str, Path]
+) -> Iterator[Server]:
     program = (
         ("-m", "emberline.cli")
         if request.param == "awake"
         else (str(Path(__file__).parents[1] / "sleeping_server.py"),)
     )
-    models = ",".join(f"{name}={home}" for name, home in homes.items())
+    models = ",".join(f"{name}={home}" for name, home in model_dirs.items())
     log = tmp_path_factory.mktemp("server") / "log"
     started = start_server(log, "--models", models, "--embedder", "none", "--model-turn", "0.3", program=program)
     yield started
@@ -58,8 +60,8 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory, homes: dict[s
 
 
 @pytest.fixture
-def client(served: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+def client(server_with_models: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server_with_models.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def get(server: Server, path: str, body: Any = None) -> Any:
@@ -82,7 +84,7 @@ def chat(client: openai.OpenAI, model: str, seed: int = 0) -> str:
     return json.dumps([token.bytes for token in reply.choices[0].logprobs.content or []])
 
 
-def test_all_are_listed_with_limits_of_their_own(client: openai.OpenAI) -> None:
+def test_models_are_listed_with_their_limits(client: openai.OpenAI) -> None:
     listed = {model.id: model.model_dump()["max_model_len"] for model in client.models.list()}
     assert listed == {"one": 512, "two": 256} and client.models.retrieve("two").id == "two"
     text = "x" * 300
@@ -91,23 +93,25 @@ def test_all_are_listed_with_limits_of_their_own(client: openai.OpenAI) -> None:
         client.completions.create(model="two", prompt=text, max_tokens=1)
 
 
-def test_each_has_its_own_template_and_tokenizer(served: Server) -> None:
+def test_each_model_has_its_template_and_tokenizer(server_with_models: Server) -> None:
     prompts = {}
     for model in ("one", "two"):
-        got = get(served, "/tokenize", {"model": model, "messages": HELLO, "return_token_strs": True})
+        got = get(server_with_models, "/tokenize", {"model": model, "messages": HELLO, "return_token_strs": True})
         prompts[model] = "".join(got["token_strs"])
-        back = get(served, "/detokenize", {"model": model, "tokens": got["tokens"]})
+        back = get(server_with_models, "/detokenize", {"model": model, "tokens": got["tokens"]})
         assert back["prompt"] == prompts[model]
     assert prompts == {"one": "llama: hello\n", "two": "qwen3: hello\n"}
-    counts = [get(served, "/tokenize", {"model": model, "prompt": " the"})["count"] for model in ("one", "two")]
+    counts = [
+        get(server_with_models, "/tokenize", {"model": model, "prompt": " the"})["count"] for model in ("one", "two")
+    ]
     assert counts == [4, 1]
     with pytest.raises(urllib.error.HTTPError) as raised:
-        get(served, "/tokenize", {"prompt": "x"})
+        get(server_with_models, "/tokenize", {"prompt": "x"})
     error = json.loads(raised.value.read())["error"]
     assert raised.value.code == 400 and error["param"] == "model" and "'one', 'two'" in error["message"]
 
 
-def test_many_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:
+def test_concurrent_replies_equal_sequential_ones(client: openai.OpenAI) -> None:
     asked = [(model, seed) for seed in range(6) for model in ("one", "two")]
     expected = {one: chat(client, *one) for one in asked}
     assert len(set(expected.values())) == len(expected)
@@ -115,11 +119,11 @@ def test_many_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:
         assert dict(zip(asked, threads.map(lambda one: chat(client, *one), asked), strict=True)) == expected
 
 
-def test_every_protocol_finds_its_model(served: Server, client: openai.OpenAI) -> None:
-    claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+def test_every_protocol_selects_model(server_with_models: Server, client: openai.OpenAI) -> None:
+    claude = anthropic.Anthropic(base_url=server_with_models.url, api_key="none", max_retries=0, timeout=60)
     for model in ("two", "one"):
-        before = metric(served, "vllm:generation_tokens_total", model)
-        steps = metric(served, "vllm:iteration_tokens_total_count", model)
+        before = metric(server_with_models, "vllm:generation_tokens_total", model)
+        steps = metric(server_with_models, "vllm:iteration_tokens_total_count", model)
         said = claude.messages.create(model=model, messages=HELLO, max_tokens=3, extra_body={"temperature": 0})
         assert said.model == model
         assert claude.messages.count_tokens(model=model, messages=HELLO).input_tokens > 5
@@ -128,42 +132,46 @@ def test_every_protocol_finds_its_model(served: Server, client: openai.OpenAI) -
         text = {"prompt": "hello", "max_tokens": 4, "temperature": 0}  # drawn at random, some would end at once
         chunks = list(client.completions.create(model=model, stream=True, **text))
         assert {chunk.model for chunk in chunks} == {model}
-        assert metric(served, "vllm:generation_tokens_total", model) - before >= 8
-        assert metric(served, "vllm:iteration_tokens_total_count", model) - steps >= 8
+        assert metric(server_with_models, "vllm:generation_tokens_total", model) - before >= 8
+        assert metric(server_with_models, "vllm:iteration_tokens_total_count", model) - steps >= 8
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages", "messages/count_tokens"])
-def test_an_unknown_model_is_told_of_those_there_are(served: Server, path: str) -> None:
+def test_unknown_model_error_lists_models(server_with_models: Server, path: str) -> None:
     asked = {"prompt": "x"} if path == "completions" else {"input": "x"} if path == "responses" else {"messages": HELLO}
     limit = {"max_tokens": 1} if path in ("messages", "chat/completions", "completions") else {}
     with pytest.raises(urllib.error.HTTPError) as raised:
-        get(served, f"/v1/{path}", {"model": "three", **asked, **limit})
+        get(server_with_models, f"/v1/{path}", {"model": "three", **asked, **limit})
     message = json.loads(raised.value.read())["error"]["message"]
     assert raised.value.code == 404 and "'three'" in message and "'one', 'two'" in message
 
 
-def test_metrics_and_health_know_who_is_awake(request: Any, served: Server, client: openai.OpenAI) -> None:
+def test_metrics_and_health_show_awake_models(request: Any, server_with_models: Server, client: openai.OpenAI) -> None:
     turns = "taking turns" in request.node.name
     for model, other in (("one", "two"), ("two", "one"), ("one", "two")):
-        wakes = metric(served, "emberline:model_wakes_total", model)
-        asleep = get(served, "/health")["models"][model] == "asleep"
+        wakes = metric(server_with_models, "emberline:model_wakes_total", model)
+        asleep = get(server_with_models, "/health")["models"][model] == "asleep"
         chat(client, model)
-        assert get(served, "/health")["models"] == {model: "awake", other: "asleep" if turns else "awake"}
-        assert metric(served, "emberline:model_awake", model) == 1
-        assert metric(served, "emberline:model_awake", other) == (0 if turns else 1)
-        assert metric(served, "emberline:model_wakes_total", model) == wakes + asleep
+        assert get(server_with_models, "/health")["models"] == {model: "awake", other: "asleep" if turns else "awake"}
+        assert metric(server_with_models, "emberline:model_awake", model) == 1
+        assert metric(server_with_models, "emberline:model_awake", other) == (0 if turns else 1)
+        assert metric(server_with_models, "emberline:model_wakes_total", model) == wakes + asleep
     if turns:
-        assert metric(served, "emberline:model_sleep_bytes_total", "one") > 0
-        assert metric(served, "emberline:model_wake_seconds_total", "two") > 0
+        assert metric(server_with_models, "emberline:model_sleep_bytes_total", "one") > 0
+        assert metric(server_with_models, "emberline:model_wake_seconds_total", "two") > 0
     else:
-        assert metric(served, "emberline:model_sleeps_total", "one") == 0
-    assert get(served, "/stats")["blocks_total"] == sum(
-        metric(served, "emberline:kv_blocks", m) for m in ("one", "two")
+        assert metric(server_with_models, "emberline:model_sleeps_total", "one") == 0
+    assert get(server_with_models, "/stats")["blocks_total"] == sum(
+        metric(server_with_models, "emberline:kv_blocks", m) for m in ("one", "two")
     )
 
 
-def test_an_engine_that_comes_back_has_all_of_them(served: Server, client: openai.OpenAI) -> None:
-    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
+def test_restarted_engine_serves_all_models(server_with_models: Server, client: openai.OpenAI) -> None:
+    children = (
+        Path(f"/proc/{server_with_models.process.pid}/task/{server_with_models.process.pid}/children")
+        .read_text()
+        .split()
+    )
     found = [
         c for c in children if re.search(rb"engine.process|sleeping_server", Path(f"/proc/{c}/cmdline").read_bytes())
     ]
@@ -178,13 +186,15 @@ def test_an_engine_that_comes_back_has_all_of_them(served: Server, client: opena
         except openai.APIStatusError as e:
             assert e.status_code in (500, 503) and time.monotonic() < deadline
             time.sleep(0.2)
-    assert get(served, "/health")["engine_restarts"] == 1
+    assert get(server_with_models, "/health")["engine_restarts"] == 1
 
 
 @pytest.fixture(scope="module")
-def troubled(tmp_path_factory: pytest.TempPathFactory, homes: dict[str, Path]) -> Iterator[Server]:
+def server_with_failing_model(
+    tmp_path_factory: pytest.TempPathFactory, model_dirs: dict[str, Path]
+) -> Iterator[Server]:
     """Takes turns, with little patience; the second model never wakes again."""
-    models = f"one={homes['one']},broken={homes['two']},two={homes['two']}"
+    models = f"one={model_dirs['one']},broken={model_dirs['two']},two={model_dirs['two']}"
     log = tmp_path_factory.mktemp("troubled") / "log"
     settings = ("--embedder", "none", "--model-turn", "2.5", "--model-wait", "0.05")
     program = (str(Path(__file__).parents[1] / "sleeping_server.py"),)
@@ -193,18 +203,18 @@ def troubled(tmp_path_factory: pytest.TempPathFactory, homes: dict[str, Path]) -
     stop_server(started)
 
 
-def test_a_model_that_cannot_wake_fails_alone(troubled: Server) -> None:
-    client = openai.OpenAI(base_url=f"{troubled.url}/v1", api_key="none", max_retries=0, timeout=60)
+def test_model_that_cannot_load_fails_alone(server_with_failing_model: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server_with_failing_model.url}/v1", api_key="none", max_retries=0, timeout=60)
     expected = chat(client, "one")
     with pytest.raises(openai.InternalServerError, match="'broken' could not be woken") as raised:
         chat(client, "broken")
     assert raised.value.status_code == 503 and int(raised.value.response.headers["retry-after"]) >= 1
     assert chat(client, "one") == expected and chat(client, "two")
-    assert get(troubled, "/health")["engine_restarts"] == 0
+    assert get(server_with_failing_model, "/health")["engine_restarts"] == 0
 
 
-def test_others_that_stay_busy_are_a_429_with_a_time_to_come_back(troubled: Server) -> None:
-    client = openai.OpenAI(base_url=f"{troubled.url}/v1", api_key="none", max_retries=0, timeout=60)
+def test_busy_models_return_429_with_retry_after(server_with_failing_model: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server_with_failing_model.url}/v1", api_key="none", max_retries=0, timeout=60)
     long: Any = {"model": "one", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
     with client.completions.create(**long, stream=True) as stream:
         next(iter(stream))
@@ -228,7 +238,7 @@ def test_others_that_stay_busy_are_a_429_with_a_time_to_come_back(troubled: Serv
         (["--models", "a=x", "--model-wait", "0"], "wait is 0.0; it must be above 0"),
     ],
 )
-def test_what_cannot_be_served_is_a_clear_error(arguments: list[str], says: str) -> None:
+def test_invalid_models_option_is_reported(arguments: list[str], says: str) -> None:
     command = [sys.executable, "-m", "emberline.cli", "serve", "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(SRC)})
     assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -50,7 +50,7 @@ class Cluster:
             return False
         return all(rows[name]["paired"] == ["p"] and rows[name]["breaker"] == "closed" for name in "de")
 
-    def quiet(self) -> bool:
+    def wait_until_idle(self) -> bool:
         """Nothing runs, nothing is held for anybody."""
         rows = self.rows().values()
         return not any(row["open"] or row["running"] or row["transfer"]["leases"] for row in rows if row["transfer"])
@@ -72,19 +72,19 @@ def client(cluster: Cluster) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def story(number: int) -> str:
+def long_prompt(number: int) -> str:
     return f"{number}. {STORY * 6}"
 
 
-def alone(cluster: Cluster, number: int) -> str:
+def single_worker_reply(cluster: Cluster, number: int) -> str:
     """What a worker says that computes the prompt by itself."""
-    body = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True, "prompt": story(number), "seed": number}
+    body = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True, "prompt": long_prompt(number), "seed": number}
     return str(get(f"http://127.0.0.1:{cluster.ports['e']}/v1/completions", body)["choices"][0]["text"])
 
 
 def read(client: openai.OpenAI, number: int, after: Callable[[str], None] | None = None) -> tuple[str, Any]:
     """What comes through the router; `after` happens when the first words are there, at the worker that says them."""
-    raw = client.completions.with_raw_response.create(**LONG, prompt=story(number), seed=number, stream=True)
+    raw = client.completions.with_raw_response.create(**LONG, prompt=long_prompt(number), seed=number, stream=True)
     text, finish = "", None
     for chunk in raw.parse():
         if not text and after is not None:
@@ -100,15 +100,15 @@ def transfer(cluster: Cluster, name: str) -> dict[str, Any]:
     return told
 
 
-def test_nobody_can_tell(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_split_replies_equal_single_worker(cluster: Cluster, client: openai.OpenAI) -> None:
     for number in range(4):
         text, headers = read(client, number)
         assert headers["x-emberline-prefill"] == "p" and headers["x-emberline-worker"] in "de"
         took = {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([0-9.]+)", headers["server-timing"])}
         assert took.keys() == {"queue", "prefill", "pull"} and took["prefill"] > 0
-        assert text == alone(cluster, number)
-    whole = client.completions.create(**LONG, prompt=story(10), seed=10)
-    assert whole.choices[0].text == alone(cluster, 10) and whole.usage is not None
+        assert text == single_worker_reply(cluster, number)
+    whole = client.completions.create(**LONG, prompt=long_prompt(10), seed=10)
+    assert whole.choices[0].text == single_worker_reply(cluster, 10) and whole.usage is not None
     assert whole.usage.prompt_tokens_details is None or not whole.usage.prompt_tokens_details.cached_tokens
     pulled = [transfer(cluster, name) for name in "de"]
     assert sum(each["hit_tokens"] for each in pulled) > 5 * 400 and not any(each["recomputed"] for each in pulled)
@@ -116,18 +116,18 @@ def test_nobody_can_tell(cluster: Cluster, client: openai.OpenAI) -> None:
     until(cluster.quiet)
 
 
-def test_bad_calls_are_told_as_ever(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_invalid_requests_are_refused_as_usual(cluster: Cluster, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model="tiny", prompt=STORY * 40)
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model="tiny", prompt=story(1), temperature=-1)
+        client.completions.create(model="tiny", prompt=long_prompt(1), temperature=-1)
     until(cluster.quiet)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_who_answers_dies(cluster: Cluster, client: openai.OpenAI, sign: signal.Signals) -> None:
+def test_decode_worker_death_moves_stream(cluster: Cluster, client: openai.OpenAI, sign: signal.Signals) -> None:
     number, victim = 20 + sign, ""
-    expected = alone(cluster, number)
+    expected = single_worker_reply(cluster, number)
 
     def strike(name: str) -> None:
         nonlocal victim
@@ -137,24 +137,24 @@ def test_who_answers_dies(cluster: Cluster, client: openai.OpenAI, sign: signal.
     try:
         assert read(client, number, strike)[0] == expected
     finally:
-        revive(cluster, victim, sign)
+        wait_for_restart(cluster, victim, sign)
     until(cluster.quiet)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_who_prefills_dies(cluster: Cluster, client: openai.OpenAI, sign: signal.Signals) -> None:
+def test_prefill_worker_death_is_invisible(cluster: Cluster, client: openai.OpenAI, sign: signal.Signals) -> None:
     numbers = range(100 + 10 * sign, 106 + 10 * sign)
-    expected = [alone(cluster, number) for number in numbers]
+    expected = [single_worker_reply(cluster, number) for number in numbers]
     os.kill(cluster.workers["p"].pid, sign)
     try:
         assert [read(client, number)[0] for number in numbers] == expected
     finally:
-        revive(cluster, "p", sign)
+        wait_for_restart(cluster, "p", sign)
     read(client, 1000 + sign)
     until(cluster.quiet)
 
 
-def revive(cluster: Cluster, name: str, sign: signal.Signals) -> None:
+def wait_for_restart(cluster: Cluster, name: str, sign: signal.Signals) -> None:
     if sign is signal.SIGSTOP:
         os.kill(cluster.workers[name].pid, signal.SIGCONT)
     else:

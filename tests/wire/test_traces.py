@@ -81,26 +81,26 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     assert len(set(ids)) == len(ids)  # each was told once
 
 
-def named(spans: list[Span], service: str, name: str) -> list[Span]:
+def find_spans(spans: list[Span], service: str, name: str) -> list[Span]:
     return [span for span in spans if (span["service"], span["name"]) == (f"emberline-{service}", name)]
 
 
-def only(spans: list[Span], service: str, name: str, parent: str | None = None) -> Span:
-    (span,) = [each for each in named(spans, service, name) if parent in (None, each["parentSpanId"])]
+def single_span(spans: list[Span], service: str, name: str, parent: str | None = None) -> Span:
+    (span,) = [each for each in find_spans(spans, service, name) if parent in (None, each["parentSpanId"])]
     return span
 
 
 GATEWAY, ROUTER, WORKER = "emberline-gateway", "emberline-router", "emberline-worker"
 
 
-def test_one_trace_over_everybody(stack: Stack) -> None:
+def test_one_trace_spans_gateway_router_and_workers(stack: Stack) -> None:
     with stack.ask(stack.gateway.url, 1, "own/tiny") as reply:
         assert reply.headers["x-emberline-prefill"] == "prefill"
         reply.read()
     spans = stack.trace(1, (GATEWAY, "chat tiny"), (ROUTER, "chat tiny"), (WORKER, "chat tiny"), (WORKER, "chat tiny"))
-    entrance = only(spans, "gateway", "chat tiny", PARENT)
-    request = only(spans, "router", "chat tiny", entrance["spanId"])
-    legs = {name: only(spans, "router", f"{name} leg", request["spanId"]) for name in ("prefill", "plain")}
+    entrance = single_span(spans, "gateway", "chat tiny", PARENT)
+    request = single_span(spans, "router", "chat tiny", entrance["spanId"])
+    legs = {name: single_span(spans, "router", f"{name} leg", request["spanId"]) for name in ("prefill", "plain")}
     facts = about(request)
     assert (facts["emberline.worker"], facts["emberline.split"], facts["emberline.attempts"]) == ("decode", True, 1)
     assert facts["emberline.route.why"] == "load" and facts["emberline.route.affinity"] == "none"
@@ -108,7 +108,7 @@ def test_one_trace_over_everybody(stack: Stack) -> None:
     for name, worker in (("prefill", "prefill"), ("plain", "decode")):
         facts = about(legs[name])
         assert (facts["emberline.worker"], facts["emberline.leg.outcome"]) == (worker, "answered")
-    computed, answered = (only(spans, "worker", "chat tiny", leg["spanId"]) for leg in legs.values())
+    computed, answered = (single_span(spans, "worker", "chat tiny", leg["spanId"]) for leg in legs.values())
     assert (
         about(answered)["gen_ai.usage.output_tokens"] == TOKENS and about(computed)["gen_ai.usage.output_tokens"] == 1
     )
@@ -118,27 +118,27 @@ def test_one_trace_over_everybody(stack: Stack) -> None:
         times = [int(children[name][edge]) for name in ("queue", "prefill", "decode") for edge in
                  ("startTimeUnixNano", "endTimeUnixNano")]  # fmt: skip
         assert times == sorted(times) and int(request["startTimeUnixNano"]) <= times[0]
-    pull = only(spans, "worker", "pull", children["prefill"]["spanId"])
+    pull = single_span(spans, "worker", "pull", children["prefill"]["spanId"])
     assert about(pull)["emberline.pull.source"] == "prefill" and about(pull)["emberline.pull.bytes"] > 0
     decode = about(children["decode"])
     assert decode["emberline.tokens"] == TOKENS and decode["emberline.itl_mean"] > 0 and decode["emberline.ttft"] > 0
     assert STORY[:20] not in json.dumps(spans)
 
 
-def test_the_client_leaves(stack: Stack) -> None:
+def test_client_disconnect_is_traced(stack: Stack) -> None:
     with stack.ask(stack.router.url, 2) as reply:
         reply.read(100)
     spans = stack.trace(2, (ROUTER, "chat tiny"), (WORKER, "chat tiny"), (WORKER, "chat tiny"))
-    request = only(spans, "router", "chat tiny", PARENT)
+    request = single_span(spans, "router", "chat tiny", PARENT)
     assert request["status"] == {"code": 2, "message": "client_gone"}
-    leg = only(spans, "router", "plain leg", request["spanId"])
+    leg = single_span(spans, "router", "plain leg", request["spanId"])
     assert about(leg)["emberline.leg.outcome"] == "left"
-    answered = only(spans, "worker", "chat tiny", leg["spanId"])
+    answered = single_span(spans, "worker", "chat tiny", leg["spanId"])
     assert about(answered)["error.type"] == "client_gone"
-    assert about(only(spans, "worker", "decode", answered["spanId"]))["error.type"] == "cut_off"
+    assert about(single_span(spans, "worker", "decode", answered["spanId"]))["error.type"] == "cut_off"
 
 
-def test_what_nobody_wants_is_not_told(stack: Stack) -> None:
+def test_unsampled_request_is_not_exported(stack: Stack) -> None:
     with stack.ask(stack.gateway.url, 3, "own/tiny", sampled=False) as reply:
         reply.read()
     with stack.ask(stack.router.url, 4) as reply:
@@ -147,7 +147,7 @@ def test_what_nobody_wants_is_not_told(stack: Stack) -> None:
     assert not [span for span in stack.collecting.spans if span["traceId"] == f"{3:032x}"]
 
 
-def test_a_retry_is_a_leg_too(stack: Stack, tmp_path: Path) -> None:
+def test_retry_has_its_own_span(stack: Stack, tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--otlp", stack.collecting.url)
     try:
         fakes.start("a", "b")
@@ -157,8 +157,8 @@ def test_a_retry_is_a_leg_too(stack: Stack, tmp_path: Path) -> None:
             with stack.ask(fakes.url, number, "fake") as reply:
                 reply.read()
         spans = stack.trace(number, (ROUTER, "chat fake"))
-        request = only(spans, "router", "chat fake", PARENT)
-        legs = {about(leg)["emberline.worker"]: leg for leg in named(spans, "router", "plain leg")}
+        request = single_span(spans, "router", "chat fake", PARENT)
+        legs = {about(leg)["emberline.worker"]: leg for leg in find_spans(spans, "router", "plain leg")}
         assert {leg["parentSpanId"] for leg in legs.values()} == {request["spanId"]}
         assert (about(legs["a"])["error.type"], about(legs["b"])["emberline.leg.outcome"]) == ("503", "answered")
         (event,) = request["events"]
@@ -172,21 +172,21 @@ def test_a_retry_is_a_leg_too(stack: Stack, tmp_path: Path) -> None:
         fakes.close()
 
 
-def test_it_goes_on_elsewhere_in_the_same_trace(stack: Stack) -> None:
+def test_migration_stays_in_same_trace(stack: Stack) -> None:
     """Last, for one of two workers is gone then."""
     with stack.ask(stack.router.url, 5) as reply:
         reply.read(100)
         os.kill(stack.workers["decode"].pid, signal.SIGKILL)
         assert reply.read().endswith(b"data: [DONE]\n\n")
     spans = stack.trace(5, (ROUTER, "chat tiny"), (WORKER, "chat tiny"), (WORKER, "chat tiny"))
-    request = only(spans, "router", "chat tiny", PARENT)
+    request = single_span(spans, "router", "chat tiny", PARENT)
     assert request["status"] == {"code": 1} and about(request)["emberline.migrations"] == 1
     (event,) = request["events"]
     assert (event["name"], about(event)["worker"]) == ("emberline.migration", "decode")
-    lost = only(spans, "router", "plain leg", request["spanId"])
+    lost = single_span(spans, "router", "plain leg", request["spanId"])
     assert about(lost)["emberline.leg.outcome"] == "failed" and lost["status"]["code"] == 2
-    resumed = only(spans, "router", "resume leg", request["spanId"])
+    resumed = single_span(spans, "router", "resume leg", request["spanId"])
     assert about(resumed)["emberline.leg.attempt"] == 2 and about(resumed)["emberline.leg.outcome"] == "answered"
-    work = only(spans, "worker", "chat tiny", resumed["spanId"])
+    work = single_span(spans, "worker", "chat tiny", resumed["spanId"])
     assert about(work)["http.route"] == "/cluster/resume" and 0 < about(work)["gen_ai.usage.output_tokens"] < TOKENS
     until(lambda: "emberline:spans_dropped_total 0" in get(f"{stack.router.url}/metrics"))

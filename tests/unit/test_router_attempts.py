@@ -34,7 +34,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @dataclass
-class Quiet:
+class SilentWorkerClient:
     """Workers that are asked, and answer when they are let."""
 
     asked: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
@@ -51,9 +51,9 @@ class Quiet:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_who_is_cut_off_as_its_reply_begins_hears_of_it(run: Run) -> None:
+def test_abort_at_reply_start_raises(run: Run) -> None:
     async def main() -> None:
-        workers, leg = Quiet(), WorkerAttempt(0, cast("RequestSummary", None), cast("Any", None), 0.0, 0.0)
+        workers, leg = SilentWorkerClient(), WorkerAttempt(0, cast("RequestSummary", None), cast("Any", None), 0.0, 0.0)
 
         async def asked() -> None:
             async with leg.open_reply(cast("WorkerClient", workers), "http://w", CALL):
@@ -78,9 +78,9 @@ def register(dispatch: Dispatcher, name: str, role: Role, *paired: str, numerics
     dispatch.record_heartbeat(Heartbeat(name, "1", paired=paired))
 
 
-def test_a_prompt_that_is_computed_elsewhere_has_its_room_here() -> None:
+def test_remote_prefill_reserves_kv_at_answering_worker() -> None:
     async def main() -> None:
-        config, workers = RouterConfig(), Quiet()
+        config, workers = RouterConfig(), SilentWorkerClient()
         dispatch = Dispatcher(config, SystemClock())
         register(dispatch, "p", "prefill")
         register(dispatch, "d", "decode", "engine of p")
@@ -103,7 +103,7 @@ def test_a_prompt_that_is_computed_elsewhere_has_its_room_here() -> None:
     asyncio.run(main())
 
 
-def test_who_leaves_is_still_there_for_those_it_has_computed_for() -> None:
+def test_leaving_worker_stays_peer_of_paired_workers() -> None:
     """They fetch what is theirs; nobody else is to get to know it."""
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     register(dispatch, "p", "prefill")
@@ -114,7 +114,7 @@ def test_who_leaves_is_still_there_for_those_it_has_computed_for() -> None:
     assert dispatch.peers_for("d") == {"m": [{"incarnation": "engine of p"}]} and dispatch.peers_for("e") == {}
 
 
-def test_only_workers_of_our_own_go_on_with_what_others_began() -> None:
+def test_only_native_workers_continue_streams() -> None:
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     register(dispatch, "a", "both")
     dispatch.register(WorkerRegistration("v", "1", "http://v", (ModelRegistration("m"),), dialect="vllm"))
@@ -132,7 +132,7 @@ def test_only_workers_of_our_own_go_on_with_what_others_began() -> None:
         None,
     ],
 )
-def test_streams_and_blocks_stay_with_workers_of_the_same_numerics(other: Numerics | None) -> None:
+def test_streams_and_blocks_need_equal_numerics(other: Numerics | None) -> None:
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     register(dispatch, "p", "prefill", numerics=other)
     register(dispatch, "a", "decode", "engine of p")
@@ -150,7 +150,7 @@ def test_streams_and_blocks_stay_with_workers_of_the_same_numerics(other: Numeri
     assert why.startswith("release") if other is None else why == BFLOAT16.differences(other) and why.count("(") == 1
 
 
-def test_a_drain_moves_only_streams_that_another_can_continue() -> None:
+def test_drain_moves_only_continuable_streams() -> None:
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     register(dispatch, "a", "both")
     register(dispatch, "b", "both", numerics=replace(BFLOAT16, dtype="float32"))
@@ -169,7 +169,7 @@ def test_a_drain_moves_only_streams_that_another_can_continue() -> None:
 @pytest.mark.parametrize(
     ("prompt", "said", "worth"), [(4000, 0, True), (40, 0, False), (40, 20, False), (40, 500, True)]
 )
-def test_blocks_are_handed_over_where_much_would_be_computed_again(prompt: int, said: int, worth: bool) -> None:
+def test_handover_only_for_many_tokens(prompt: int, said: int, worth: bool) -> None:
     """Of a stream with a short prompt too, if it has a long output by then."""
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     for name, paired in (("old", ()), ("new", ("eold",))):

@@ -21,7 +21,7 @@ def feed(track: StreamTracker, stream: bytes, cuts: list[int]) -> bytes:
 
 
 @given(GROUPS, st.lists(st.integers(0, 400), max_size=8), st.integers(0, 400), st.integers(0, 9))
-def test_only_whole_groups_pass_and_are_known(
+def test_only_complete_groups_pass(
     made: list[tuple[int, tuple[int, ...], str, bytes]], cuts: list[int], broken: int, cached: int
 ) -> None:
     said = [TokenGroup(index, tokens, finish) for index, tokens, finish, _ in made]
@@ -42,7 +42,7 @@ def test_only_whole_groups_pass_and_are_known(
 
 
 @given(st.booleans(), st.data())
-def test_who_goes_on_anywhere_says_the_rest(uneven: bool, data: st.DataObject) -> None:
+def test_resumed_stream_completes_output(uneven: bool, data: st.DataObject) -> None:
     """Every cut of the bytes, several times over: the client's stream is the one that never moved."""
     speech = FakeCompletion(data.draw(st.integers(0, 99)), FakeRequest(max_tokens=9, uneven=uneven))
     track, out = StreamTracker(), b""
@@ -58,7 +58,7 @@ def test_who_goes_on_anywhere_says_the_rest(uneven: bool, data: st.DataObject) -
     assert track.reply_id_and_created() == (speech.id, 1) and track.event_count == out.count(b"\n\n")
 
 
-def test_every_single_cut() -> None:
+def test_cut_at_every_byte() -> None:
     speech = FakeCompletion(5, FakeRequest(max_tokens=8, uneven=True))
     whole, plain = b"".join(speech.chunks(7, 0, True)), b"".join(speech.chunks(7, 0, False))
     for cut in range(len(whole) + 1):
@@ -69,7 +69,7 @@ def test_every_single_cut() -> None:
         assert out + (b"" if track.has_ended else track.push(b"".join(speech.chunks(7, after, True)))) == plain
 
 
-def test_a_stream_without_groups_passes_and_cannot_be_moved() -> None:
+def test_untracked_stream_passes_and_cannot_move() -> None:
     for begin in (b"", b": ping\n\n"):
         track = StreamTracker()
         assert (
@@ -83,7 +83,7 @@ def test_a_stream_without_groups_passes_and_cannot_be_moved() -> None:
 
 
 @pytest.mark.parametrize("begin", [b"", b": ping\r\n\r\n", b": ping\n\n"])
-def test_lines_may_end_otherwise_wherever_the_bytes_are_cut(begin: bytes) -> None:
+def test_any_line_end_at_any_cut(begin: bytes) -> None:
     stream = begin + b"event: a\r\ndata: 1\r\n\r\n: ping\r\n\r\ndata: [DONE]\r\n\r\n"
     for cut in range(len(stream) + 1):
         track = StreamTracker()
@@ -101,7 +101,7 @@ def test_lines_may_end_otherwise_wherever_the_bytes_are_cut(begin: bytes) -> Non
         b": said 0 1 %d\n\n" % MAX_GROUP_BYTES,
     ],
 )
-def test_a_tracked_stream_goes_on_with_groups_or_not_at_all(next_: bytes) -> None:
+def test_tracked_stream_must_continue_with_groups(next_: bytes) -> None:
     track = StreamTracker()
     track.push(b": said 0 1 9\n\ndata: 1\n\n")
     with pytest.raises(InvalidWorkerReply):
@@ -109,7 +109,7 @@ def test_a_tracked_stream_goes_on_with_groups_or_not_at_all(next_: bytes) -> Non
 
 
 @pytest.mark.parametrize("rubbish", [b"data: 1\n\n", b": said 0 1\n\n", b": cached -1\n\n", b": chain x\n\n"])
-def test_what_was_not_passed_on_is_not_handed_on(rubbish: bytes) -> None:
+def test_handoff_excludes_incomplete_groups(rubbish: bytes) -> None:
     """A group that comes in one read with what is garbled: who goes on says it again."""
     track, said = StreamTracker(), b": said 0 %d 9\n\ndata: 1\n\n"
     assert track.push(b": cached 3\n\n" + said % 1) == b"data: 1\n\n"
@@ -130,7 +130,7 @@ def test_what_was_not_passed_on_is_not_handed_on(rubbish: bytes) -> None:
         (b"data: {}\n\n", False),
     ],
 )
-def test_endings_are_known(stream: bytes, ended: bool) -> None:
+def test_final_events_are_recognized(stream: bytes, ended: bool) -> None:
     for written in (stream, b": said 0 - %d\n\n" % len(stream) + stream):
         track = StreamTracker()
         track.push(written)
@@ -146,7 +146,7 @@ def test_endings_are_known(stream: bytes, ended: bool) -> None:
         (b"data: what\n\n", (None, None)),
     ],
 )
-def test_the_reply_keeps_its_name(opening: bytes, named: tuple[str | None, int | None]) -> None:
+def test_reply_id_and_created_are_kept(opening: bytes, named: tuple[str | None, int | None]) -> None:
     track = StreamTracker()
     track.push(TokenGroup(0, (1,)).to_comment(len(opening)) + opening)
     assert track.reply_id_and_created() == named

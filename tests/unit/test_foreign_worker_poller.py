@@ -47,7 +47,7 @@ class Server:
         return cast("HTTPClientResponse", SimpleNamespace(status=status, read_all=read_all, close=lambda: None))
 
 
-def looked_for(server: Server, key: str | None = None, rounds: int = 2) -> Dispatcher:
+def poll_servers(server: Server, key: str | None = None, rounds: int = 2) -> Dispatcher:
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     sponsor = ForeignWorkerPoller(dispatch, cast("WorkerClient", server), [SERVER], 0.01, key)
 
@@ -63,11 +63,11 @@ def looked_for(server: Server, key: str | None = None, rounds: int = 2) -> Dispa
 
 
 @pytest.mark.parametrize("health", [200, 404, 405])
-def test_a_server_without_a_health_check_is_found_by_its_models(health: int) -> None:
-    assert set(looked_for(Server(health=health)).workers) == {"vllm v:8000"}
+def test_server_without_health_check_is_found_by_models(health: int) -> None:
+    assert set(poll_servers(Server(health=health)).workers) == {"vllm v:8000"}
 
 
-def test_two_servers_behind_one_host_have_names_of_their_own() -> None:
+def test_servers_behind_one_host_have_different_names() -> None:
     dispatch, server = Dispatcher(RouterConfig(), SystemClock()), Server()
     places = [ForeignWorkerConfig.parse(f"vllm=http://v:8000/{name}/") for name in ("a", "b")]
     sponsor = ForeignWorkerPoller(dispatch, cast("WorkerClient", server), places, 0.01)
@@ -86,8 +86,8 @@ def test_two_servers_behind_one_host_have_names_of_their_own() -> None:
     }
 
 
-def test_a_server_with_a_key() -> None:
-    assert set(looked_for(Server(key="secret"), "secret").workers) == {"vllm v:8000"}
+def test_server_with_key_is_registered() -> None:
+    assert set(poll_servers(Server(key="secret"), "secret").workers) == {"vllm v:8000"}
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_a_server_with_a_key() -> None:
         (Server(away=True), "UpstreamUnreachable: refused"),
     ],
 )
-def test_why_a_server_is_not_used_is_logged_once(server: Server, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_server_is_logged_once(server: Server, why: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "emberline.router")
-    assert not looked_for(server).workers
+    assert not poll_servers(server).workers
     (message,) = caplog.messages
     assert message.startswith(f"foreign server not used: kind=vllm url=http://v:8000 reason={why}")
 
 
-def test_requests_to_it_carry_its_key_and_not_the_clients() -> None:
-    dispatch = looked_for(Server(key="secret"), "secret")
+def test_requests_carry_foreign_key() -> None:
+    dispatch = poll_servers(Server(key="secret"), "secret")
     (worker,) = dispatch.workers.values()
     call = UpstreamRequest("POST", "/v1/chat/completions", {"authorization": "Bearer client"}, b"{}")
     for generates in (True, False):

@@ -18,7 +18,7 @@ from emberline.server.routing.kv_event_subscriber import KVEventSubscriber
 WORKER: Any = SimpleNamespace(id="w", name="w")
 
 
-class Telling:
+class ScriptedEvents:
     """A worker that tells all it holds, and hangs up; and how often it was asked."""
 
     def __init__(self, blocks: int) -> None:
@@ -37,9 +37,9 @@ class Telling:
 
 
 @pytest.mark.parametrize(("blocks", "often"), [(2, True), (3, False)])
-def test_who_holds_too_much_is_asked_once(blocks: int, often: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exceeding_index_is_subscribed_once(blocks: int, often: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_event_subscriber, "RECONNECT_PAUSE_S", 0.001)
-    worker: Any = Telling(blocks)
+    worker: Any = ScriptedEvents(blocks)
     dispatch: Any = SimpleNamespace(worker_url=lambda worker: "http://w")
 
     async def follow() -> None:

@@ -21,21 +21,21 @@ from emberline.server.routing.worker_registry import TICK_INTERVAL_S
 PATIENCE = RouterConfig().lost_after
 
 
-def card(incarnation: str) -> WorkerRegistration:
+def new_registration(incarnation: str) -> WorkerRegistration:
     return WorkerRegistration(
         "w", incarnation, "http://w", (ModelRegistration("m", "layout", 10_000, 8, 10_000, 16),), "both"
     )
 
 
 @dataclass
-class World:
+class RouterWorld:
     """A worker, and what it is asked."""
 
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
         self.dispatch = Dispatcher(RouterConfig(), self.clock)
-        self.dispatch.register(card("1"))
+        self.dispatch.register(new_registration("1"))
         self.dispatch.record_heartbeat(Heartbeat("w", "1"))
         self.ask = RequestSummary.parse(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
         self.decision = self.dispatch.choose_worker(self.ask, set())
@@ -55,11 +55,11 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> RouterWorld:
+    return RouterWorld()
 
 
-def test_who_goes_on_speaking_is_not_lost_for_want_of_beats(world: World) -> None:
+def test_active_stream_survives_missing_heartbeats(world: RouterWorld) -> None:
     """They come late from a busy machine. It gets nothing new, but what it has is cut off only when that is silent too;
     what it has not begun to answer, at once."""
     with world.asked() as speaking, world.asked() as silent:
@@ -73,12 +73,12 @@ def test_who_goes_on_speaking_is_not_lost_for_want_of_beats(world: World) -> Non
         assert speaking.abort_reason == "lost"
 
 
-def test_nor_is_it_borne_for_long_once_it_was_replaced(world: World) -> None:
+def test_replaced_worker_has_limited_silence(world: RouterWorld) -> None:
     with world.asked() as leg:
         for _ in range(5):
             world.pass_seconds(1.0)
             world.dispatch.record_reply_bytes(leg, 1)
-        world.dispatch.register(card("2"))
+        world.dispatch.register(new_registration("2"))
         world.pass_seconds(PATIENCE)
         assert not leg.abort_reason, "it speaks"
         world.pass_seconds(0.1)
@@ -87,7 +87,7 @@ def test_nor_is_it_borne_for_long_once_it_was_replaced(world: World) -> None:
 
 @pytest.mark.parametrize("waiting", [0, 2])  # for room, until the blocks are there
 @pytest.mark.parametrize("loading", [1, 0])
-def test_who_waits_for_blocks_from_elsewhere_is_not_stuck(world: World, loading: int, waiting: int) -> None:
+def test_worker_waiting_for_blocks_is_not_stuck(world: RouterWorld, loading: int, waiting: int) -> None:
     """It makes no step meanwhile; that these come is looked after where they do."""
     with world.asked() as leg:
         for _ in range(round(RouterConfig().stuck_after) + 2):
@@ -96,7 +96,7 @@ def test_who_waits_for_blocks_from_elsewhere_is_not_stuck(world: World, loading:
         assert (world.ready, leg.abort_reason) == ((True, "") if loading else (False, "stuck"))
 
 
-def test_standing_still_is_held_against_nobody(world: World) -> None:
+def test_router_pause_loses_no_worker(world: RouterWorld) -> None:
     """The router itself was stopped for a minute: what was said meanwhile is still to be read."""
     with world.asked() as leg:
         world.clock.advance(60.0)
@@ -108,45 +108,45 @@ def test_standing_still_is_held_against_nobody(world: World) -> None:
         assert not world.ready and leg.abort_reason == "lost", "their silence counts from then on"
 
 
-def test_nor_is_it_when_they_are_heard_before_the_next_tick(world: World) -> None:
+def test_router_pause_ending_with_heartbeat_loses_no_worker(world: RouterWorld) -> None:
     with world.asked() as leg:
         world.clock.advance(60.0)
         world.dispatch.record_heartbeat(Heartbeat("w", "1", running=1))  # sent in the first second of that minute
         assert world.ready and not leg.abort_reason, "it is not stuck"
-    world.dispatch.register(card("2"))
+    world.dispatch.register(new_registration("2"))
     world.clock.advance(60.0)
     with pytest.raises(Superseded):
-        world.dispatch.register(card("1"))  # the newer one is not lost
+        world.dispatch.register(new_registration("1"))  # the newer one is not lost
 
 
-def test_a_name_belongs_to_the_worker_that_has_it_and_lives(world: World) -> None:
-    other = msgspec.structs.replace(card("2"), url="http://elsewhere")
+def test_name_belongs_to_live_worker(world: RouterWorld) -> None:
+    other = msgspec.structs.replace(new_registration("2"), url="http://elsewhere")
     with pytest.raises(Superseded, match="is alive at http://w"):
         world.dispatch.register(other)
     assert world.dispatch.worker_url(world.decision.worker) == "http://w"
     world.pass_seconds(PATIENCE + 0.1)  # without a beat
     world.dispatch.register(other)
     with pytest.raises(Superseded):
-        world.dispatch.register(card("1"))
+        world.dispatch.register(new_registration("1"))
     world.dispatch.mark_leaving("w", "2")
-    world.dispatch.register(card("3"))  # the other has said goodbye
+    world.dispatch.register(new_registration("3"))  # the other has said goodbye
     world.decision = world.dispatch.choose_worker(world.ask, set())
     world.decision.worker.failed_since_heartbeat = True  # it broke, and was not heard of since
-    world.dispatch.register(msgspec.structs.replace(card("4"), url="http://again"))
+    world.dispatch.register(msgspec.structs.replace(new_registration("4"), url="http://again"))
 
 
 @pytest.mark.parametrize(("host", "url"), [
     ("127.0.0.1", "http://127.0.0.1:8000"), ("127.0.0.1", "http://localhost:8000"), ("localhost", "http://127.0.0.1:8000"),
     ("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://127.0.0.1:8000/")])  # fmt: skip
-def test_a_router_is_not_its_own_worker(host: str, url: str) -> None:
+def test_router_cannot_register_itself(host: str, url: str) -> None:
     dispatch = Dispatcher(RouterConfig(host=host, port=8000), ManualClock())
     with pytest.raises(InvalidRequest, match="which is this router"):
-        dispatch.register(msgspec.structs.replace(card("1"), url=url))
+        dispatch.register(msgspec.structs.replace(new_registration("1"), url=url))
     for elsewhere in ("http://127.0.0.1:8001", "http://192.0.2.1:8000"):
-        dispatch.register(msgspec.structs.replace(card("1"), url=elsewhere))
+        dispatch.register(msgspec.structs.replace(new_registration("1"), url=elsewhere))
 
 
-def test_whoever_is_dead_is_lost_even_to_a_router_that_is_always_late(world: World) -> None:
+def test_dead_worker_is_lost_despite_repeated_pauses(world: RouterWorld) -> None:
     for _ in range(100):
         world.clock.advance(1.1)
         world.dispatch.tick()

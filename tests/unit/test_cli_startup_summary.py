@@ -19,7 +19,7 @@ CHAT = {"id": "smollm2", "kind": "chat"}
 
 
 @contextmanager
-def serving(status: int) -> Iterator[int]:
+def serve_models(status: int) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"data": [EMBEDDER, CHAT]}).encode()
@@ -38,8 +38,8 @@ def serving(status: int) -> Iterator[int]:
     server.server_close()
 
 
-def test_urls_the_key_file_and_a_request_to_try(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(200) as port:
+def test_summary_lists_urls_key_file_and_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve_models(200) as port:
         assert startup_summary.main([str(port), str(port)]) == 0
     told = capsys.readouterr().err
     url = f"http://127.0.0.1:{port}"
@@ -49,8 +49,8 @@ def test_urls_the_key_file_and_a_request_to_try(capsys: pytest.CaptureFixture[st
     assert "Authorization" not in told
 
 
-def test_the_request_to_try_is_a_shell_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(200) as port:
+def test_example_is_valid_shell_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve_models(200) as port:
         startup_summary.main([str(port)])
     told = capsys.readouterr().err
     command = told[told.index("curl ") : told.index("  Stop")].replace("curl ", "printf '%s\\n' ", 1)
@@ -58,18 +58,18 @@ def test_the_request_to_try_is_a_shell_command(capsys: pytest.CaptureFixture[str
     assert json.loads(words[-1])["messages"][0]["role"] == "user"
 
 
-def test_a_server_with_keys_is_asked_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(401) as port:
+def test_example_has_key_header_if_server_has_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve_models(401) as port:
         startup_summary.main([str(port)])
     told = capsys.readouterr().err
     assert "Authorization: Bearer API_KEY" in told and "Dashboard" not in told
 
 
-def test_without_its_parent_it_ends() -> None:
+def test_waiting_ends_with_parent() -> None:
     assert not startup_summary.wait_until_ready("http://127.0.0.1:9", lambda: False)
 
 
-def test_a_server_that_is_loading_is_waited_for() -> None:
+def test_loading_server_is_waited_for() -> None:
     statuses, waits = [503, 503, 200], iter([True, True, True, False])
 
     class Handler(BaseHTTPRequestHandler):

@@ -58,7 +58,7 @@ def pick(
     return chosen and chosen.worker.name
 
 
-def test_what_is_worth_it() -> None:
+def test_only_long_uncached_prompts_are_split() -> None:
     assert pick(ASK, [worker("p0")]) == "p0"
     assert (
         pick(replace(ASK, prompt_bytes=400), [worker("p0")]) == "p0"
@@ -69,7 +69,7 @@ def test_what_is_worth_it() -> None:
     assert pick(ASK, []) is None
 
 
-def test_who_can() -> None:
+def test_only_paired_prefill_workers_are_chosen() -> None:
     assert pick(ASK, [worker("stranger")]) is None, "not paired"
     assert pick(ASK, [worker("p0", "both"), worker("p1", "decode")]) is None
     away = worker("p0")
@@ -81,18 +81,18 @@ def test_who_can() -> None:
     assert pick(ASK, [broken]) is None and pick(ASK, [broken, worker("p1")]) == "p1"
 
 
-def test_nobody_queues_for_it_who_need_not() -> None:
+def test_no_split_if_prefill_worker_is_fuller() -> None:
     assert pick(ASK, [worker("p0", open_=1)]) == "p0", "it has room"
     assert pick(ASK, [worker("p0", open_=2)]) is None, "it is fuller than who answers"
     assert pick(ASK, [worker("p0", open_=2)], open_=2) == "p0" and pick(ASK, [worker("p0", open_=4)], open_=4) is None
 
 
-def test_who_knows_most_or_has_least_to_do() -> None:
+def test_cached_or_least_loaded_prefill_worker_is_chosen() -> None:
     two = [worker("p0"), worker("p1", open_=1)]
     assert pick(ASK, two) == "p0" and pick(ASK, two, {"p1/1": 400}) == "p1" and pick(ASK, two, {"p1/1": 20}) == "p0"
 
 
-def paced(name: str, rate: int, queued: float = 0.0) -> Worker:
+def worker_with_rate(name: str, rate: int, queued: float = 0.0) -> Worker:
     made = worker(name)
     made.record_report(0, 0.0)
     made.record_report(rate, 1.0)
@@ -100,17 +100,20 @@ def paced(name: str, rate: int, queued: float = 0.0) -> Worker:
     return made
 
 
-def test_nobody_waits_much_longer_there_than_it_would_take_here() -> None:
+def test_split_delay_is_limited() -> None:
     """At 100 tokens a second, with 3 s of patience: 1,000 tokens take 10 s wherever they are computed."""
-    assert pick(ASK, [paced("p0", 100, 300.0)]) == "p0" and pick(ASK, [paced("p0", 100, 301.0)]) is None
-    assert pick(ASK, [paced("p0", 100, 900.0)], before=600.0) == "p0", "one would wait here too"
-    assert pick(ASK, [paced("p0", 100, 5200.0)], before=5000.0) == "p0", "however long that is"
-    assert pick(ASK, [paced("p0", 100, 700.0)], {"p0/1": 2000}) == "p0", "it knows half of the prompt"
-    assert pick(ASK, [paced("p0", 100, 400.0), paced("p1", 200, 500.0)]) == "p1", "it is faster"
+    assert (
+        pick(ASK, [worker_with_rate("p0", 100, 300.0)]) == "p0"
+        and pick(ASK, [worker_with_rate("p0", 100, 301.0)]) is None
+    )
+    assert pick(ASK, [worker_with_rate("p0", 100, 900.0)], before=600.0) == "p0", "one would wait here too"
+    assert pick(ASK, [worker_with_rate("p0", 100, 5200.0)], before=5000.0) == "p0", "however long that is"
+    assert pick(ASK, [worker_with_rate("p0", 100, 700.0)], {"p0/1": 2000}) == "p0", "it knows half of the prompt"
+    assert pick(ASK, [worker_with_rate("p0", 100, 400.0), worker_with_rate("p1", 200, 500.0)]) == "p1", "it is faster"
 
 
-def test_what_is_queued_is_known_from_reports() -> None:
-    one = paced("p0", 100, 1000.0)
+def test_backlog_follows_heartbeats() -> None:
+    one = worker_with_rate("p0", 100, 1000.0)
     one.add_request(1, RequestLoad(500.0, 0.0), 0.0)
     one.record_report(700, 7.0)
     assert one.prefill_tokens == 900.0 and one.loads[0].prefill_tokens == 400.0, "600 more were computed, of the oldest"
@@ -135,7 +138,7 @@ class Prompt:
     due: float = 0.0  # when it is given up, if nobody has begun
 
 
-def queues(reports: bool) -> tuple[float, int]:
+def simulate_queue(reports: bool) -> tuple[float, int]:
     """A worker that prefills and one that decodes compute 100 tokens a second each, prompts come faster than the first
     can: their mean seconds to the end of the prompt, and how many were given up 10 s after they were to begin."""
     dice = random.Random(1)
@@ -176,13 +179,13 @@ def queues(reports: bool) -> tuple[float, int]:
     return sum(waits) / len(waits), late
 
 
-def test_who_knows_the_pace_is_not_late() -> None:
-    blind, seeing = queues(reports=False), queues(reports=True)
+def test_known_rate_avoids_late_prefills() -> None:
+    blind, seeing = simulate_queue(reports=False), simulate_queue(reports=True)
     assert blind[1] > 20 and seeing[1] == 0 and seeing[0] < 0.85 * blind[0]
 
 
 @given(st.lists(st.sampled_from(["prefill", "decode", "both"]), min_size=1, max_size=4), st.booleans(), st.booleans())
-def test_who_prefills_answers_only_if_nobody_else_can(roles: list[str], session: bool, tried: bool) -> None:
+def test_prefill_worker_answers_only_as_last_resort(roles: list[str], session: bool, tried: bool) -> None:
     workers = [worker(f"w{i}", role) for i, role in enumerate(roles)]
     others = [w for w in workers if w.role != "prefill"]
     without = {w.id for w in others} if tried else set()
@@ -196,7 +199,7 @@ def test_who_prefills_answers_only_if_nobody_else_can(roles: list[str], session:
     assert (chosen.role == "prefill") == (tried or not others)
 
 
-def test_what_has_begun_goes_on_where_it_is_full() -> None:
+def test_started_stream_continues_at_full_worker() -> None:
     full = worker("w", "both", open_=4)
     with pytest.raises(Overloaded):
         choose_worker(ASK, [full], {}, TokenEstimator(), RULES, 0.0)
@@ -224,5 +227,5 @@ def test_what_has_begun_goes_on_where_it_is_full() -> None:
         ({"messages": 5}, False),
     ],
 )
-def test_one_prompt_and_one_choice(body: dict[str, Any], single: bool) -> None:
+def test_only_single_sequences_are_split(body: dict[str, Any], single: bool) -> None:
     assert RequestSummary.parse(json.dumps({"model": "m", **body}).encode()).is_single_sequence is single

@@ -22,7 +22,7 @@ def stats(state: str = "ready", **more: int) -> dict[str, Any]:
     return {"engine_state": state, "blocks_cached": 4, "transfer": moving | own} | kept | more
 
 
-def test_who_is_missing() -> None:
+def test_unavailable_workers_are_found() -> None:
     well = {"p": stats(), "d": stats()}
     p = row("p", "prefill", paired=())
     assert find_unavailable(status(p, row("d")), well) == {}
@@ -39,7 +39,7 @@ def test_who_is_missing() -> None:
     assert find_unavailable(status(p, row("d", health="lost")), {"p": stats()}) == {}, "d was not asked for"
 
 
-def test_what_is_held() -> None:
+def test_held_resources_are_found() -> None:
     assert find_held_resources(status(), {"a": stats(), "b": stats()}) == ""
     assert find_held_resources(None, {}) == "the router does not answer"
     assert find_held_resources(status(open_requests=1), {}) == "the router has open requests"

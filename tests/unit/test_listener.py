@@ -15,7 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.server.listener import answer_while_loading, bind_listener, serve_until_stopped
 
 
-def test_a_port_is_taken_from_when_it_is_bound() -> None:
+def test_bound_port_is_in_use_at_once() -> None:
     """Two sockets with SO_REUSEADDR could both bind while neither listens: the second failed only after loading."""
     first = bind_listener("127.0.0.1", 0)
     with pytest.raises(InvalidRequest, match=r"another process is listening on this port.*choose another --port"):
@@ -23,7 +23,7 @@ def test_a_port_is_taken_from_when_it_is_bound() -> None:
     first.close()
 
 
-def test_requests_are_answered_while_the_model_is_loaded_and_served_afterwards() -> None:
+def test_503_while_loading_then_served() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
@@ -52,7 +52,7 @@ def test_requests_are_answered_while_the_model_is_loaded_and_served_afterwards()
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait_for(listening, 20)
 
-    with sigterm_restored():
+    with restore_sigterm():
         asyncio.run(main())
 
 
@@ -71,7 +71,7 @@ async def ask(connection: Streams, path: str, body: bytes | None = None) -> tupl
 
 
 @contextmanager
-def sigterm_restored() -> Iterator[None]:
+def restore_sigterm() -> Iterator[None]:
     old = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -79,7 +79,7 @@ def sigterm_restored() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old)
 
 
-def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_stop_logs_open_requests_and_timeout(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "emberline.server")
 
     async def main() -> None:
@@ -106,6 +106,6 @@ def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCapt
         await asyncio.wait_for(listening, 20)
         writer.close()
 
-    with sigterm_restored():
+    with restore_sigterm():
         asyncio.run(main())
     assert "stopping, waiting for open requests: open=1 timeout_s=10" in caplog.text

@@ -48,7 +48,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fakes]:
     made.close()
 
 
-def well(fakes: Fakes) -> None:
+def expected_text(fakes: Fakes) -> None:
     """All workers are, and the router knows."""
     for name in fakes.workers:
         fakes.tell(name, "well")
@@ -81,23 +81,23 @@ def words(got: bytes) -> str:
     return "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
 
 
-def is_well(got: bytes) -> bool:
+def is_expected(got: bytes) -> bool:
     """To the byte, but for what the prompt cost."""
     events, unmoved = got.split(b"\n\n"), WELL.split(b"\n\n")
     return events[:-3] == unmoved[:-3] and b'"completion_tokens":12' in events[-3] and events[-2:] == unmoved[-2:]
 
 
-def quiet(fakes: Fakes) -> bool:
+def wait_until_idle(fakes: Fakes) -> bool:
     status = fakes.status()
     open_ = [r["open"] or r["prefill_tokens"] or r["decode_tokens"] for r in status["workers"]]
     return not status["open_requests"] and not any(open_) and not any(fakes.tell(n)["running"] for n in fakes.workers)
 
 
-def moves(fakes: Fakes) -> dict[tuple[str, str], int]:
+def migration_counts(fakes: Fakes) -> dict[tuple[str, str], int]:
     return {(m["reason"], m["outcome"]): m["count"] for m in fakes.status()["migrations"]}
 
 
-def home(fakes: Fakes, session: str = "s") -> str:
+def preferred_worker(fakes: Fakes, session: str = "s") -> str:
     return str(ask(fakes, session, size=0)[1]["x-emberline-worker"])
 
 
@@ -106,21 +106,21 @@ def home(fakes: Fakes, session: str = "s") -> str:
 
 @pytest.mark.parametrize("mode", ["break", "tear", "stall"])
 @pytest.mark.parametrize("after", [1, 4, LENGTH])  # the last holds the protocol's own ending
-def test_a_stream_that_breaks_goes_on_elsewhere(plain: Fakes, mode: str, after: int) -> None:
-    well(plain)
-    first, before = home(plain), moves(plain)
+def test_broken_stream_continues_at_other_worker(plain: Fakes, mode: str, after: int) -> None:
+    expected_text(plain)
+    first, before = preferred_worker(plain), migration_counts(plain)
     reason = "stuck" if mode == "stall" else "broken"
     plain.tell(first, mode, after=after)
     got, headers = ask(plain)
-    assert headers["x-emberline-worker"] == first and is_well(got), got.decode()
-    after_ = moves(plain)
+    assert headers["x-emberline-worker"] == first and is_expected(got), got.decode()
+    after_ = migration_counts(plain)
     assert after_.pop((reason, "went on")) == before.pop((reason, "went on"), 0) + 1 and after_ == before
-    until(lambda: quiet(plain))
+    until(lambda: wait_until_idle(plain))
 
 
-def test_a_stream_goes_on_more_than_once_but_not_for_ever(plain: Fakes) -> None:
-    well(plain)
-    first = home(plain)
+def test_migrations_are_limited(plain: Fakes) -> None:
+    expected_text(plain)
+    first = preferred_worker(plain)
     for name in plain.workers:
         plain.tell(name, "break", after=2)
     got, _ = ask(plain)
@@ -128,51 +128,53 @@ def test_a_stream_goes_on_more_than_once_but_not_for_ever(plain: Fakes) -> None:
     text = words(got[: got.index(b'{"error"') - 6])
     twice, thrice = ("".join(map(WORDS.text, range(count))) for count in (3, 6))  # the fourth is held back
     assert text in (twice, thrice), "two tokens of each; the third is spared if the others have not been heard of since"
-    well(plain)
+    expected_text(plain)
     plain.tell(first, "break", after=2)
     others = [name for name in plain.workers if name != first]
     for name in others:
         plain.tell(name, "break", after=3, times=1, calls=RESUME)
-    before = moves(plain).get(("broken", "went on"), 0)
+    before = migration_counts(plain).get(("broken", "went on"), 0)
     got, _ = ask(plain)
-    assert b"worker_lost" in got and 1 <= moves(plain)["broken", "went on"] - before <= 2, "each worker breaks but once"
-    until(lambda: quiet(plain))
+    assert b"worker_lost" in got and 1 <= migration_counts(plain)["broken", "went on"] - before <= 2, (
+        "each worker breaks but once"
+    )
+    until(lambda: wait_until_idle(plain))
 
 
 @pytest.mark.parametrize("mode", ["refuse", "full", "missing", "bad", "break"])
-def test_who_cannot_go_on_is_not_the_end(plain: Fakes, mode: str) -> None:
+def test_failed_resume_tries_another_worker(plain: Fakes, mode: str) -> None:
     """The first to be asked to go on refuses, or breaks before it says anything; the next can."""
-    well(plain)
-    first = home(plain)
+    expected_text(plain)
+    first = preferred_worker(plain)
     plain.tell(first, "break", after=3)
     others = [name for name in plain.workers if name != first]
     plain.tell(others[0], mode, after=0, calls=RESUME)
     plain.tell(others[1], "well")
     for _ in range(4):
         got, _ = ask(plain)
-        assert is_well(got), got.decode()
-    until(lambda: quiet(plain))
+        assert is_expected(got), got.decode()
+    until(lambda: wait_until_idle(plain))
 
 
-def test_nobody_can_go_on(plain: Fakes) -> None:
-    well(plain)
-    first = home(plain)
-    before = moves(plain).get(("broken", "given up"), 0)
+def test_stream_ends_with_error_if_no_worker_can_continue(plain: Fakes) -> None:
+    expected_text(plain)
+    first = preferred_worker(plain)
+    before = migration_counts(plain).get(("broken", "given up"), 0)
     for name in plain.workers:
         plain.tell(name, "missing", calls=RESUME)
     plain.tell(first, "break", after=3)
     got, _ = ask(plain)
     assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text, range(3)))
-    assert moves(plain)["broken", "given up"] == before + 1
-    until(lambda: quiet(plain))
+    assert migration_counts(plain)["broken", "given up"] == before + 1
+    until(lambda: wait_until_idle(plain))
 
 
-def test_a_stream_is_not_continued_by_a_worker_of_another_dtype(tmp_path: Path) -> None:
+def test_stream_is_not_continued_with_other_dtype(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--migration-wait", "0")
     try:
         fakes.start("narrow")
         fakes.start("wide", dtype="float32")
-        name = home(fakes)
+        name = preferred_worker(fakes)
         other = "wide" if name == "narrow" else "narrow"
         fakes.tell(name, "break", after=3)
         got, _ = ask(fakes)
@@ -184,17 +186,17 @@ def test_a_stream_is_not_continued_by_a_worker_of_another_dtype(tmp_path: Path) 
         got, _ = ask(
             fakes, next(s for s in sessions if max(fakes.workers, key=lambda w: rendezvous_hash(s, w)) == name)
         )
-        assert is_well(got) and fakes.tell(other)["resumed"] == 0 and fakes.tell("same")["resumed"] == 1
+        assert is_expected(got) and fakes.tell(other)["resumed"] == 0 and fakes.tell("same")["resumed"] == 1
     finally:
         fakes.close()
 
 
-def test_it_waits_for_somebody_to_go_on(tmp_path: Path) -> None:
+def test_stream_waits_for_worker_to_continue(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--migration-wait", "30")
     try:
         fakes.start("a")
         fakes.tell("a", "break", after=4, times=1)
-        assert is_well(ask(fakes)[0]), "it broke once, and is still the only one"
+        assert is_expected(ask(fakes)[0]), "it broke once, and is still the only one"
         fakes.tell("a", "die", after=4)
         got: list[bytes] = []
         thread = threading.Thread(target=lambda: got.append(ask(fakes)[0]))
@@ -202,7 +204,7 @@ def test_it_waits_for_somebody_to_go_on(tmp_path: Path) -> None:
         fakes.workers["a"].wait(30)
         fakes.start("b")
         thread.join(30)
-        assert is_well(got[0]) and moves(fakes) == {("broken", "went on"): 2}
+        assert is_expected(got[0]) and migration_counts(fakes) == {("broken", "went on"): 2}
         fakes.start("c")
         for name in ("b", "c"):
             fakes.tell(name, "break", after=2)
@@ -211,7 +213,7 @@ def test_it_waits_for_somebody_to_go_on(tmp_path: Path) -> None:
         fakes.close()
 
 
-def test_it_goes_on_though_the_others_are_full(tmp_path: Path) -> None:
+def test_stream_continues_at_full_worker(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--queue", "0")
     try:
         fakes.start("a", "b", pace=0.02, max_running=1)
@@ -224,13 +226,13 @@ def test_it_goes_on_though_the_others_are_full(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=60)).text, range(60)))
-        assert [words(each) for each in got] == [whole, whole] and moves(fakes) == {("broken", "went on"): 1}
+        assert [words(each) for each in got] == [whole, whole] and migration_counts(fakes) == {("broken", "went on"): 1}
         assert fakes.workers["a"].wait(10) == 1
     finally:
         fakes.close()
 
 
-def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
+def test_slow_client_loses_no_token(tmp_path: Path) -> None:
     """Its worker dies while what was read of it cannot be passed on."""
     fakes = Fakes(tmp_path, "--lost-after", "2")
     try:
@@ -254,7 +256,7 @@ def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
         got = reply.read()
         connection.close()
         assert got == b"".join(speech.chunks(len(json.dumps(body)) // 4, 0, False))
-        assert sum(moves(fakes).values()) == 1 and fakes.status()["open_requests"] == 0
+        assert sum(migration_counts(fakes).values()) == 1 and fakes.status()["open_requests"] == 0
     finally:
         fakes.close()
 
@@ -264,60 +266,60 @@ def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("mode", ["refuse", "full", "fail", "break", "tear", "stall"])
-def test_before_the_first_byte_another_answers_the_same(plain: Fakes, mode: str, stream: bool) -> None:
-    well(plain)
-    first = home(plain)
+def test_retry_before_first_byte_gives_same_reply(plain: Fakes, mode: str, stream: bool) -> None:
+    expected_text(plain)
+    first = preferred_worker(plain)
     plain.tell(first, mode, after=0)
-    before = moves(plain)
+    before = migration_counts(plain)
     got, headers = ask(plain, stream=stream)
-    assert headers["x-emberline-worker"] != first and moves(plain) == before
-    assert is_well(got) if stream else json.loads(got)["choices"][0]["message"]["content"] == words(WELL)
-    until(lambda: quiet(plain))
+    assert headers["x-emberline-worker"] != first and migration_counts(plain) == before
+    assert is_expected(got) if stream else json.loads(got)["choices"][0]["message"]["content"] == words(WELL)
+    until(lambda: wait_until_idle(plain))
 
 
-def test_a_reply_that_is_no_stream_and_breaks_within_is_cut_off(plain: Fakes) -> None:
+def test_broken_reply_without_stream_is_cut_off(plain: Fakes) -> None:
     """It is too long to be kept until it is whole, and cannot go on elsewhere."""
-    well(plain)
+    expected_text(plain)
     before = [plain.tell(name, "tear", after=0)["resumed"] for name in plain.workers]
     with pytest.raises(http.client.IncompleteRead):
         ask(plain, stream=False, max_tokens=200_000)
     assert [plain.tell(name)["resumed"] for name in plain.workers] == before
-    until(lambda: quiet(plain))
+    until(lambda: wait_until_idle(plain))
 
 
-def test_a_stream_that_is_not_tracked_ends_as_ever(plain: Fakes) -> None:
+def test_untracked_stream_ends_with_error(plain: Fakes) -> None:
     """Another server than ours: it knows nothing of tracks."""
-    well(plain)
-    first = home(plain)
+    expected_text(plain)
+    first = preferred_worker(plain)
     plain.tell(first, "break", after=3)
     port = plain.ports[first]
     direct = get(f"http://127.0.0.1:{port}{CHAT}", {"max_tokens": 2, "stream": True, "seed": 7})
     assert ": said" not in direct
     got, _ = ask(plain, untracked=True)
     assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text, range(3)))
-    until(lambda: quiet(plain))
+    until(lambda: wait_until_idle(plain))
 
 
 # Split
 
 
-def test_a_long_prompt_is_computed_by_one_and_answered_by_another(split: Fakes) -> None:
-    well(split)
+def test_long_prompt_is_split(split: Fakes) -> None:
+    expected_text(split)
     before = {name: split.tell(name) for name in split.workers}
     for stream in (True, False):
         got, headers = ask(split, stream=stream)
         assert headers["x-emberline-prefill"] == "p" and headers["x-emberline-worker"] in "de"
-        assert is_well(got) if stream else json.loads(got)["choices"][0]["message"]["content"] == words(WELL)
+        assert is_expected(got) if stream else json.loads(got)["choices"][0]["message"]["content"] == words(WELL)
     now = {name: split.tell(name) for name in split.workers}
     assert now["p"]["prefilled"] == before["p"]["prefilled"] + 2
     assert sum(now[n]["pulled"] - before[n]["pulled"] for n in "de") == 2
     assert all(now[n]["prompts"] == before[n]["prompts"] for n in "de"), "they computed nothing"
     assert split.status()["decisions"]["split"] >= 2 and split.status()["prefills"]["done"] >= 2
-    until(lambda: quiet(split))
+    until(lambda: wait_until_idle(split))
 
 
-def test_what_is_short_or_known_or_has_several_choices_is_not_split(split: Fakes) -> None:
-    well(split)
+def test_short_cached_or_multiple_choice_prompt_is_not_split(split: Fakes) -> None:
+    expected_text(split)
     before = split.tell("p")["prefilled"]
     assert "x-emberline-prefill" not in ask(split, size=100)[1]
     assert "x-emberline-prefill" not in ask(split, n=2)[1]
@@ -331,55 +333,55 @@ def test_what_is_short_or_known_or_has_several_choices_is_not_split(split: Fakes
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("fault", [("refuse", 0), ("full", 0), ("fail", 0), ("missing", 0), ("break", 0), ("tear", 0),
                                    ("stall", 0), ("break", 1), ("tear", 1), ("stall", 1)])  # fmt: skip
-def test_a_prefill_that_fails_is_not_noticed(split: Fakes, fault: tuple[str, int], stream: bool) -> None:
-    well(split)
+def test_prefill_failure_is_invisible_to_client(split: Fakes, fault: tuple[str, int], stream: bool) -> None:
+    expected_text(split)
     mode, after = fault
     split.tell("p", mode, after=after)
     before = split.status()["prefills"]
     got, headers = ask(split, stream=stream)
-    assert is_well(got) if stream else json.loads(got)["choices"][0]["message"]["content"] == words(WELL)
+    assert is_expected(got) if stream else json.loads(got)["choices"][0]["message"]["content"] == words(WELL)
     assert headers["x-emberline-worker"] in "de" and ("x-emberline-prefill" in headers) == (after == 1)
-    until(lambda: quiet(split))
+    until(lambda: wait_until_idle(split))
     now = split.status()["prefills"]
     assert sum(now.values()) == sum(before.values()) + 1 and now.get("done", 0) == before.get("done", 0)
 
 
-def test_a_bad_call_is_refused_once_in_its_own_words(split: Fakes) -> None:
-    well(split)
+def test_invalid_request_is_refused_once(split: Fakes) -> None:
+    expected_text(split)
     split.tell("p", "bad")
     asked = {name: split.tell(name)["asked"] for name in "de"}
     got, headers = ask(split)
     assert json.loads(got)["error"]["message"] == "not now" and headers["retry-after"] == "7"
     assert {name: split.tell(name)["asked"] for name in "de"} == asked
-    until(lambda: quiet(split))
+    until(lambda: wait_until_idle(split))
 
 
 @pytest.mark.parametrize("mode", ["refuse", "full", "fail", "break", "tear", "stall", "missing"])
-def test_before_its_first_byte_another_takes_the_ticket(split: Fakes, mode: str) -> None:
-    well(split)
-    first = home(split)
+def test_ticket_moves_to_another_worker_before_first_byte(split: Fakes, mode: str) -> None:
+    expected_text(split)
+    first = preferred_worker(split)
     (other,) = {"d", "e"} - {first}
     split.tell(first, mode, after=0, calls=RESUME)
     before = split.tell("p")["prefilled"], split.tell(other)["pulled"]
     got, headers = ask(split)
-    assert is_well(got), got.decode()
+    assert is_expected(got), got.decode()
     assert split.tell("p")["prefilled"] == before[0] + 1, "computed once"
     if mode == "missing":  # it knows how to answer, not how to go on
         assert headers["x-emberline-worker"] == first
     else:
         assert headers["x-emberline-worker"] == other and split.tell(other)["pulled"] == before[1] + 1
-    until(lambda: quiet(split))
+    until(lambda: wait_until_idle(split))
 
 
 @pytest.mark.parametrize("mode", ["break", "tear", "stall"])
 @pytest.mark.parametrize("after", [1, 5, LENGTH])
-def test_a_split_stream_that_breaks_goes_on_elsewhere(split: Fakes, mode: str, after: int) -> None:
-    well(split)
-    first = home(split)
+def test_broken_split_stream_continues(split: Fakes, mode: str, after: int) -> None:
+    expected_text(split)
+    first = preferred_worker(split)
     split.tell(first, mode, after=after)
     got, headers = ask(split)
-    assert headers["x-emberline-worker"] == first and headers["x-emberline-prefill"] == "p" and is_well(got)
-    until(lambda: quiet(split))
+    assert headers["x-emberline-worker"] == first and headers["x-emberline-prefill"] == "p" and is_expected(got)
+    until(lambda: wait_until_idle(split))
 
 
 def fail_then(split: Fakes, before: int, mode: str) -> None:
@@ -388,10 +390,10 @@ def fail_then(split: Fakes, before: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["well", "refuse", "bad", "missing", "break", "stall"])
-def test_who_goes_on_gets_its_blocks_too(split: Fakes, mode: str) -> None:
+def test_continuing_worker_fetches_blocks(split: Fakes, mode: str) -> None:
     """From who computed them, if that one can give them again."""
-    well(split)
-    first = home(split)
+    expected_text(split)
+    first = preferred_worker(split)
     (other,) = {"d", "e"} - {first}
     split.tell(first, "break", after=5, times=1)
     before = {name: split.tell(name) for name in ("p", other)}
@@ -399,17 +401,17 @@ def test_who_goes_on_gets_its_blocks_too(split: Fakes, mode: str) -> None:
         threading.Thread(target=fail_then, args=(split, before["p"]["prefilled"], mode)).start()
         split.tell(first, "stall", after=5, times=1)
     got, headers = ask(split)
-    assert headers["x-emberline-prefill"] == "p" and is_well(got), got.decode()
+    assert headers["x-emberline-prefill"] == "p" and is_expected(got), got.decode()
     now = {name: split.tell(name) for name in ("p", other)}
     assert now["p"]["asked"] == before["p"]["asked"] + 2
     assert now[other]["pulled"] == before[other]["pulled"] + (mode == "well")
     assert (now[other]["prompts"] == before[other]["prompts"]) == (mode == "well")
-    until(lambda: quiet(split))
+    until(lambda: wait_until_idle(split))
 
 
-def test_a_client_that_leaves_closes_both_legs(split: Fakes) -> None:
-    well(split)
-    first = home(split)
+def test_client_disconnect_ends_both_attempts(split: Fakes) -> None:
+    expected_text(split)
+    first = preferred_worker(split)
     for point in ("before the ticket", "after the ticket"):
         split.tell("p", "stall", after=int(point == "after the ticket"))
         split.tell(first, "stall", after=0, calls=RESUME)
@@ -422,21 +424,21 @@ def test_a_client_that_leaves_closes_both_legs(split: Fakes) -> None:
         if point == "after the ticket":
             until(lambda: split.tell(first)["running"])
         connection.close()
-        until(lambda: quiet(split))
+        until(lambda: wait_until_idle(split))
 
 
-def test_prefill_workers_answer_when_nobody_else_can(tmp_path: Path) -> None:
+def test_prefill_workers_answer_as_last_resort(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--lost-after", "2")
     try:
         fakes.start("p", role="prefill")
-        assert is_well(ask(fakes)[0]) and fakes.tell("p")["prefilled"] == 0
+        assert is_expected(ask(fakes)[0]) and fakes.tell("p")["prefilled"] == 0
         fakes.start("d", role="decode", shy=True)
         got, headers = ask(fakes)
-        assert is_well(got) and headers["x-emberline-worker"] == "d" and "x-emberline-prefill" not in headers, (
+        assert is_expected(got) and headers["x-emberline-worker"] == "d" and "x-emberline-prefill" not in headers, (
             "unpaired"
         )
         fakes.tell("d", "die", after=4)
-        assert is_well(ask(fakes)[0]) and fakes.tell("p")["resumed"] == 1
+        assert is_expected(ask(fakes)[0]) and fakes.tell("p")["resumed"] == 1
     finally:
         fakes.close()
 
@@ -444,11 +446,11 @@ def test_prefill_workers_answer_when_nobody_else_can(tmp_path: Path) -> None:
 # Drains
 
 
-def test_a_drain_moves_streams(tmp_path: Path) -> None:
+def test_drain_moves_streams(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path)
     try:
         fakes.start("a", "b")
-        first = home(fakes)
+        first = preferred_worker(fakes)
         fakes.tell(first, "stall", after=5)  # it would never end
         got: list[bytes] = []
         thread = threading.Thread(target=lambda: got.append(ask(fakes)[0]))
@@ -459,21 +461,21 @@ def test_a_drain_moves_streams(tmp_path: Path) -> None:
             command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60
         )
         thread.join(30)
-        assert f"{first} is drained" in told.stdout and is_well(got[0])
-        assert moves(fakes) == {("drained", "went on"): 1} and fakes.row(first)["moved"] == 1
+        assert f"{first} is drained" in told.stdout and is_expected(got[0])
+        assert migration_counts(fakes) == {("drained", "went on"): 1} and fakes.row(first)["moved"] == 1
         other = "b" if first == "a" else "a"
         assert fakes.tell(first)["prefilled"] == 1 and fakes.tell(other)["pulled"] == 1, "its blocks go along"
         assert fakes.tell(first)["offered_output"] > 0, "those of what it has said too"
-        until(lambda: quiet(fakes))
+        until(lambda: wait_until_idle(fakes))
     finally:
         fakes.close()
 
 
-def test_a_drain_that_can_move_nothing_waits(tmp_path: Path) -> None:
+def test_drain_waits_if_no_stream_can_move(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path)
     try:
         fakes.start("a", "b", pace=0.02)
-        first = home(fakes, "x")
+        first = preferred_worker(fakes, "x")
         (other,) = {"a", "b"} - {first}
         fakes.tell(other, "full", calls=RESUME)
         got: list[bytes] = []
@@ -484,6 +486,6 @@ def test_a_drain_that_can_move_nothing_waits(tmp_path: Path) -> None:
         thread.join(30)
         whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=400)).text, range(400)))
         assert words(got[0]) == whole, "it went back to where it was"
-        assert fakes.tell(first)["resumed"] == 1 and quiet(fakes)
+        assert fakes.tell(first)["resumed"] == 1 and wait_until_idle(fakes)
     finally:
         fakes.close()
