@@ -12,11 +12,11 @@ from triton_cases import (
     F32,
     FP8,
     check_attention,
+    check_nan_and_inf,
     check_norm,
     check_rope,
     check_rows,
     check_silu,
-    check_what_is_no_number,
     check_widen,
 )
 
@@ -59,7 +59,7 @@ def test_rope(
 
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
 def test_nan_and_inf(dtype: torch.dtype, cache: torch.dtype) -> None:
-    check_what_is_no_number(GPU, dtype, cache)
+    check_nan_and_inf(GPU, dtype, cache)
 
 
 RAGGED = [(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3), (1000, 1), (511, 257)]
