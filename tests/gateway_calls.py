@@ -6,10 +6,10 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.gateway.options import RequestOptions
-from emberline.gateway.request import Dialect, GatewayReply, GatewayRequest
-from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.core.identity import ANONYMOUS, Identity
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.request import Dialect, GatewayReply, GatewayRequest
+from emberline.gateway.core.settings import GatewaySettings
 
 
 def call(

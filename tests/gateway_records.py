@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.gateway.logs.record import LogRecord, new_record_id
+from emberline.gateway.core.log_record import LogRecord, new_record_id
 
 NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # some day
 DAY = 86_400_000

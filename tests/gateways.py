@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from emberline.core.gateway_config import GatewayConfig
+from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.fakes.provider import FakeProvider
-from emberline.gateway.logs.record import LogPayload, LogRecord
+from emberline.gateway.http.main import build_gateway
 from emberline.gateway.store.filters import LogFilters
 from emberline.net.server import HTTPServer
-from emberline.server.gateway.main import build_gateway
 from emberline.server.listener import bind_listener
 
 T = TypeVar("T")

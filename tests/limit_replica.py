@@ -14,7 +14,7 @@ import time
 import uvloop
 
 from emberline.core.clock import SystemClock
-from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.redis import RedisLimiter
 from emberline.gateway.limits.rule import LimitRule
 from emberline.gateway.redis_client import RedisClient

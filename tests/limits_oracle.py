@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from hypothesis import strategies as st
 
-from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.rule import LimitRule
 

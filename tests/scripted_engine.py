@@ -26,12 +26,12 @@ from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.metrics import ModelMetrics
-from emberline.server.worker.catalog import LoadedModel, ModelCatalog
-from emberline.server.worker.engine_app import EngineApp
-from emberline.server.worker.generator import Generator
-from emberline.server.worker.prompt_builder import PromptBuilder
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.catalog import LoadedModel, ModelCatalog
+from emberline.worker.engine_app import EngineApp
+from emberline.worker.generator import Generator
+from emberline.worker.prompt_builder import PromptBuilder
 
 TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
 Script = Callable[[str, int], str]  # from a choice's text so far and its index to its whole text

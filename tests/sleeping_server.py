@@ -57,7 +57,7 @@ def main() -> int:
         return engine()
     from emberline.cli.__main__ import main as cli
     from emberline.engine.async_engine import AsyncEngine
-    from emberline.server.worker import serving
+    from emberline.worker import main as serving
 
     serving.AsyncEngine = partial(AsyncEngine, command=(sys.executable, __file__))  # type: ignore[assignment, misc]
     return cli()

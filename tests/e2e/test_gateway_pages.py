@@ -17,8 +17,8 @@ from chromium import Chromium
 from gateway_records import DAY, made
 from gateways import Gateways
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.core.log_record import LogRecord
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from emberline.gateway.cache.embedder import HttpEmbedder
 from emberline.gateway.cache.factory import semantic_cache_factory
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.semantic import SemanticCache
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.layers.caching import CacheLayer
-from emberline.gateway.request import GatewayReply, GatewayRequest
 from emberline.gateway.upstream.client import UpstreamClient
 
 SETTINGS = {"cache_ttl": 600, "semantic": {"mode": "on", "threshold": 0.85}}

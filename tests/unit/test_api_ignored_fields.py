@@ -19,7 +19,7 @@ from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.entry import KEPT_HEADERS
 from emberline.gateway.layers.retries import _DROPPED_HEADERS
-from emberline.server.routing.reply_relay import reply_headers
+from emberline.router.http.reply_relay import reply_headers
 
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from emberline.api.parse import MAX_JSON_DEPTH, WireStruct, decode, decode_objec
 from emberline.api.responses import request as responses
 from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker import assembly, protocols
+from emberline.worker import assembly, protocols
 
 
 class Inner(WireStruct):

@@ -18,9 +18,9 @@ from emberline.api.openai import chat
 from emberline.api.responses import request as responses
 from emberline.api.tool_style import HERMES
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker.prompt_builder import PromptBuilder
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.prompt_builder import PromptBuilder
 
 TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {

@@ -35,11 +35,11 @@ from emberline.engine.fake import FakeRunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.server.metrics import ModelMetrics, render_exposition
-from emberline.server.worker.generator import Generator
-from emberline.server.worker.prompt_builder import PromptBuilder
-from emberline.server.worker.request_context import RequestContext
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.generator import Generator
+from emberline.worker.prompt_builder import PromptBuilder
+from emberline.worker.request_context import RequestContext
 
 QUESTION = "What is the capital of France, and why?"
 OPENED = "{{ messages[0].content }}|{% if enable_thinking %}<think>{% endif %}{{ '</think>' if false }}"

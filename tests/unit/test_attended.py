@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from emberline.gateway.http.client_watch import WATCH_DELAY_S, ClientWatch
 from emberline.server.exchange import ClientDisconnected
-from emberline.server.gateway.client_watch import WATCH_DELAY_S, ClientWatch
 
 Message = dict[str, Any]
 

@@ -11,7 +11,7 @@ from gateway_records import DAY, NOON, made
 
 from emberline.bench.gateway_logs import LogBenchPlan, bench
 from emberline.bench.log_days import copy_day, shift_id
-from emberline.gateway.logs.record import LogPayload, day_of
+from emberline.gateway.core.log_record import LogPayload, day_of
 from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.rollup import RollupQuery

@@ -227,11 +227,11 @@ def test_proxy_fails_and_recovers() -> None:
 WALL = {
     "core/clock.py",
     "server/tracing.py",  # when a span began, as others read it
-    "server/worker/request_context.py",  # when a reply was made, as its client is told
-    "server/routing/relay.py",  # the same
-    "server/routing/router_app.py",  # since when it runs
-    "server/worker/engine_app.py",
-    "server/worker/response_store.py",  # when a response was stored, which outlives a restart
+    "worker/request_context.py",  # when a reply was made, as its client is told
+    "router/http/relay.py",  # the same
+    "router/http/router_app.py",  # since when it runs
+    "worker/engine_app.py",
+    "worker/response_store.py",  # when a response was stored, which outlives a restart
     "tokens/template.py",  # the date that a prompt may tell
     "kv/tiers/disk.py",  # beside times of files, which are of the wall too
 }

@@ -14,9 +14,9 @@ from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
-from emberline.server.worker.choice import Choice
-from emberline.server.worker.delta_assembler import DeltaAssembler
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.choice import Choice
+from emberline.worker.delta_assembler import DeltaAssembler
 
 
 def deltas_of(params: SamplingParams, text: str) -> list[Delta]:

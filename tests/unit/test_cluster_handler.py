@@ -11,7 +11,7 @@ from scripted_engine import House
 
 from emberline.core.config import ServerConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable, Overloaded
-from emberline.server.worker.engine_app import EngineApp
+from emberline.worker.engine_app import EngineApp
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "why"}], "stream": True}
 TICKET = {"id": "abc", "peer": {"name": "p"}, "blocks": [1, 2]}

@@ -12,13 +12,13 @@ from scripted_engine import House
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
+from emberline.router.http.main import run_router
+from emberline.router.http.router_app import RouterApp
 from emberline.router.worker_client import WorkerClient
 from emberline.server.cross_site import MAX_KNOWN_HOSTS, CrossSiteGuard, CrossSitePolicy
 from emberline.server.listener import bind_listener, check_exposure
-from emberline.server.routing.main import run_router
-from emberline.server.routing.router_app import RouterApp
-from emberline.server.worker.engine_app import EngineApp
-from emberline.server.worker.serving import serve
+from emberline.worker.engine_app import EngineApp
+from emberline.worker.main import serve
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "why"}]}
 OPEN = CrossSitePolicy.build((), (), loopback=True, authenticated=False)

@@ -11,10 +11,10 @@ import pytest
 from dialect_cases import DIALECTS, PAIRS, REPLIES, REQUESTS
 
 from emberline.gateway import dialects
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import ReplyContext, read_reply_context, translate_error, translate_reply
-from emberline.gateway.errors import UpstreamBroken, UpstreamFailed
 
 ASKED = ReplyContext(created=1700000000, id="made-1")
 

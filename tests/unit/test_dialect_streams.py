@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import Overloaded
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import ChatDialect, Citation, ReasoningContent, TextContent, ToolCallContent
 from emberline.gateway.dialects.change_report import ChangeReport
@@ -33,7 +34,6 @@ from emberline.gateway.dialects.deltas import (
 )
 from emberline.gateway.dialects.gemini.content import decode_gemini_signature
 from emberline.gateway.dialects.translate import CODECS, ReplyContext, StreamTranslator, translate_reply
-from emberline.gateway.errors import UpstreamBroken, UpstreamFailed
 
 CONTEXT = ReplyContext(model="asked", created=1700000000, id="made-1")
 

@@ -14,12 +14,12 @@ from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.core.foreign_config import ForeignWorkerConfig
 from emberline.net.errors import UpstreamUnreachable
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.foreign_worker_poller import ForeignWorkerPoller
+from emberline.router.http.routed_request import RoutedRequest
 from emberline.router.request_summary import RequestSummary
 from emberline.router.upstream_request import UpstreamRequest
 from emberline.router.worker_client import HTTPClientResponse, WorkerClient
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.foreign_worker_poller import ForeignWorkerPoller
-from emberline.server.routing.routed_request import RoutedRequest
 
 MODELS = b'{"data": [{"id": "m", "max_model_len": 512}]}'
 SERVER = ForeignWorkerConfig("http://v:8000", "vllm")

@@ -16,17 +16,17 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.core.identity import ANONYMOUS, Identity
+from emberline.gateway.core.log_record import LogPayload, new_record_id
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.catalogue import Catalogue
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.keys.key_store import KeyStore
 from emberline.gateway.keys.master_keys import MasterKeyFile
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import LimitRule
-from emberline.gateway.logs.record import LogPayload, new_record_id
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
-from emberline.gateway.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.store.sqlite import SQLiteStore
 from emberline.gateway.store.version_watch import StoreVersionWatch
 

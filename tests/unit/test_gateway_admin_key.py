@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberline.core.gateway_config import GatewayConfig
-from emberline.server.gateway.main import _configured_keys
+from emberline.gateway.http.main import _configured_keys
 
 
 @pytest.fixture(autouse=True)

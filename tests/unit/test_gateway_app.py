@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from emberline.core.gateway_config import GatewayConfig
-from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.gateway.core.identity import ANONYMOUS, Identity
+from emberline.gateway.http import gateway_app
+from emberline.gateway.http.gateway_app import GatewayApp
 from emberline.net.request_response_cycle import ReplyInterrupted
-from emberline.server.gateway import gateway_app
-from emberline.server.gateway.gateway_app import GatewayApp
 
 Message = dict[str, Any]
 EXPORT = "/admin/accounts/default/logs/export"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.aws_bedrock import Bedrock, _parse_key
 from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
 from emberline.gateway.providers.converse import render_converse_request

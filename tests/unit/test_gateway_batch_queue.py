@@ -13,9 +13,9 @@ import pytest
 from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, NotFound, Overloaded
+from emberline.gateway.core.identity import ANONYMOUS, Identity
+from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.gateway import InboundRequest
-from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.gateway.request import GatewayReply
 from emberline.gateway.run import batch_queue as queues
 from emberline.gateway.run import batch_store as batches
 from emberline.gateway.run.batch_queue import BatchQueue, check_requests

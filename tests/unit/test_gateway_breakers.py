@@ -11,7 +11,7 @@ import pytest
 from gateway_calls import call
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.errors import (
+from emberline.gateway.core.errors import (
     CircuitBreakerOpen,
     ProviderErrorReply,
     UpstreamBroken,
@@ -19,11 +19,11 @@ from emberline.gateway.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, ProviderAttempt
 from emberline.gateway.layers.load_balancing import balance_pools
 from emberline.gateway.providers import breakers as module
 from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.openai import OpenAI
-from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
 
 SHORT = {"cf-aig-request-timeout": "1"}
 BAD_KEY = ProviderErrorReply("no", reason="access", status=401)

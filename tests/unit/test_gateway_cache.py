@@ -22,12 +22,12 @@ from emberline.gateway.cache.entry import CacheEntry
 from emberline.gateway.cache.key import cache_key, canonical_body
 from emberline.gateway.cache.memory import ENTRY_OVERHEAD_BYTES, MemoryCache
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import UpstreamBroken
-from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.identity import ANONYMOUS, Identity
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, RequestStep
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.caching import CacheLayer, cache_ttl_s
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
-from emberline.gateway.request import GatewayReply, GatewayRequest, RequestStep
 
 ON = {"cache_ttl": 60}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}

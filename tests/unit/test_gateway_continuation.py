@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from emberline.api import sse
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects.assistant_prefill import AssistantPrefill, prefill_fields
+from emberline.gateway.core.assistant_prefill import AssistantPrefill, prefill_fields
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.guardrail_policy import Guardrails, PatternRule
+from emberline.gateway.core.identity import ANONYMOUS
+from emberline.gateway.core.options import NO_OPTIONS, RequestOptions
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, RequestStep
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import ChatDialect, Citation
 from emberline.gateway.dialects.deltas import (
     CitationDelta,
@@ -31,14 +37,8 @@ from emberline.gateway.dialects.deltas import (
 from emberline.gateway.dialects.events import EventDataSplitter
 from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.translate import CODECS
-from emberline.gateway.errors import UpstreamBroken
-from emberline.gateway.guardrails.policy import Guardrails, PatternRule
-from emberline.gateway.keys.identity import ANONYMOUS
 from emberline.gateway.layers.continuation import ContinuationLayer
-from emberline.gateway.options import NO_OPTIONS, RequestOptions
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import GatewayReply, GatewayRequest, RequestStep
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.streams.continuation import (
     CONTINUE_INSTRUCTION,
     build_continuation,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from emberline.core.clock import ManualClock
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.gateway import Gateway, InboundRequest
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import GatewayReply, GatewayRequest
-from emberline.gateway.settings import GatewaySettings
 
 
 class Known:

@@ -11,9 +11,10 @@ from gateway_calls import Pieces, call
 from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache.memory import MemoryCache
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
-from emberline.gateway.costs.usage import Usage
 from emberline.gateway.layers.caching import CacheLayer
 from emberline.gateway.layers.call_logging import log_calls
 from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
@@ -25,7 +26,6 @@ from emberline.gateway.layers.load_balancing import balance_pools
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.claims import ClaimBuilder
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.request import GatewayReply, GatewayRequest
 from emberline.gateway.stack import stack_layers
 
 ANSWER = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}

@@ -15,8 +15,8 @@ import pytest
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import Conflict, StoreFailed
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.core.errors import Conflict, StoreFailed
+from emberline.gateway.core.identity import Identity
 from emberline.gateway.keys.key_store import KeyStore, StoredKey, hash_secret, new_secret, visible_prefix
 from emberline.gateway.keys.master_keys import EnvironmentMasterKeys, MasterKey, MasterKeyFile, MasterKeys
 from emberline.gateway.keys.provider_key_vault import (

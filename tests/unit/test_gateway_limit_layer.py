@@ -10,16 +10,16 @@ from gateway_calls import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.errors import Forbidden, LimitExceeded
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import set_cost
 from emberline.gateway.costs.catalogue import Catalogue, CatalogueModel
-from emberline.gateway.costs.cost import Price
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, LimitExceeded
-from emberline.gateway.keys.identity import Identity
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.settings_checks import check_settings
 
 CATALOGUE = Catalogue(

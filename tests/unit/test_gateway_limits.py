@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from limits_oracle import RULES, START, STEPS, compare
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.base import Grant
 from emberline.gateway.limits.headers import format_duration, rate_limit_headers
 from emberline.gateway.limits.local import LocalLimiter

@@ -12,17 +12,17 @@ from gateway_calls import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.gateway.costs.cost import Price
-from emberline.gateway.costs.estimate import estimate_input_tokens
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, UpstreamFailed
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.errors import Forbidden, UpstreamFailed
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.pool import ModelPool, PoolMember
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, ProviderAttempt
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.token_estimate import estimate_input_tokens
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.hedging import hedge_slow_calls
 from emberline.gateway.layers.load_balancing import balance_pools
-from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
 from emberline.gateway.routes.load_balancer import EXPLORATION_SHARE, MIN_SAMPLES, LoadBalancer
-from emberline.gateway.routes.pool import ModelPool, PoolMember
-from emberline.gateway.settings import GatewaySettings
 
 A, B, C = (PoolMember(provider=name, model="m", weight=weight) for name, weight in (("a", 6), ("b", 3), ("c", 1)))
 ABC = (A, B, C)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from gateway_calls import call
 
 from emberline.gateway.admin.logs import record_view
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.costs.billing import set_cost
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
-from emberline.gateway.keys.identity import Identity
 from emberline.gateway.layers.call_logging import make_record
-from emberline.gateway.request import GatewayReply
 from emberline.gateway.store.rollup import COUNTERS, count_records
 from emberline.gateway.streams.meter import RawReplyMeter, check_reply
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from gateway_records import NOON, made
 
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.core.errors import StoreFailed
+from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.logs import log_writer
 from emberline.gateway.logs.log_writer import LogWriter
-from emberline.gateway.logs.record import LogPayload, LogRecord
 
 
 class ScriptedStore:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.fakes.reply import FakeReply, dialect_of_path
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter, check_reply

@@ -9,10 +9,10 @@ import pytest
 
 from emberline.core.clock import SystemClock
 from emberline.gateway.cache.semantic import SemanticStats
+from emberline.gateway.http.gateway_metrics import GatewayMetrics
 from emberline.gateway.layers.caching import CacheStats
 from emberline.gateway.limits.base import LimiterStats
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.server.gateway.gateway_metrics import GatewayMetrics
 from emberline.server.metrics import render_exposition
 
 JOURNAL: Any = SimpleNamespace(written=1, dropped=2, failures=3, queue_length=4)

@@ -7,10 +7,9 @@ from gateway_calls import call
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.key import cache_key
-from emberline.gateway.keys.provider_keys import caller_key
-from emberline.gateway.providers.base import Provider
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.providers.base import Provider, caller_key
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
-from emberline.gateway.settings import GatewaySettings
 
 ON = GatewaySettings.parse({})
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from emberline.core.clock import WallClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.options import RequestOptions
-from emberline.gateway.paths import is_native_path, parse_path
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.paths import is_native_path, parse_path
+from emberline.gateway.core.request_body import check_duplicate_keys, read_body_fields
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.providers.emberline import Emberline
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request_body import check_duplicate_keys, read_body_fields
 from emberline.gateway.routes.universal import read_steps
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.store.sqlite import SQLiteStore
 
 ODD = ["../x", "..%2fx", "..%2Fx", "%2e%2e/x", "%2E%2e%2fx", "..\\x", "..%5cx", "a\\b", "a%5Cb", "%252e%252e/x",

@@ -13,10 +13,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.translate import StreamTranslator
 from emberline.gateway.error_replies import read_provider_error
-from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken
 from emberline.gateway.fakes.foreign_dialects import (
     FakeBedrockConverseReply,
     FakeBedrockInvokeReply,
@@ -30,7 +31,6 @@ from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTo
 from emberline.gateway.providers.perplexity import PerplexityStreamDecoder
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
 from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
-from emberline.gateway.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.settings_store import read_configured_gateways
 from emberline.gateway.streams.aws_eventstream_meter import EventStreamMeter
 from emberline.gateway.streams.meter import StreamMeter, check_reply

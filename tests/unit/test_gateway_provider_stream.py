@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from emberline.core.clock import ManualClock
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout
 from emberline.gateway.dialects.translate import StreamTranslator
-from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
 from emberline.gateway.streams.meter import StreamMeter
 from emberline.gateway.streams.provider_stream import MAX_BYTES_BEFORE_CONTENT, ProviderStream
 

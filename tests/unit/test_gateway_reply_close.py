@@ -9,12 +9,12 @@ import pytest
 from gateway_calls import Pieces, call
 
 from emberline.core.clock import ManualClock
+from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.realtime import handler
 from emberline.gateway.realtime.handler import RealtimeHandler
-from emberline.gateway.request import GatewayReply
 
 
 class RecordingCallback:

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest, NotFound
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
+from emberline.gateway.core.identity import ANONYMOUS
+from emberline.gateway.core.log_record import created_ms
+from emberline.gateway.core.options import NO_OPTIONS, CustomCost, RequestOptions
+from emberline.gateway.core.paths import RequestTarget, parse_path
+from emberline.gateway.core.request_body import read_body_fields, replace_fields
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.token_estimate import TOKENS_PER_ATTACHMENT, estimate_input_tokens
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.gateway.costs.cost import Price
-from emberline.gateway.costs.estimate import TOKENS_PER_ATTACHMENT, estimate_input_tokens
 from emberline.gateway.error_replies import error_event, error_reply, read_provider_error, read_retry_after
-from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
 from emberline.gateway.gateway import resolve_model
-from emberline.gateway.keys.identity import ANONYMOUS
-from emberline.gateway.logs.record import created_ms
 from emberline.gateway.logs.request_ids import RequestIDGenerator
 from emberline.gateway.model_lister import ModelLister
-from emberline.gateway.options import NO_OPTIONS, CustomCost, RequestOptions
-from emberline.gateway.paths import RequestTarget, parse_path
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request_body import read_body_fields, replace_fields
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.settings_store import read_configured_gateways
 from emberline.gateway.store.compression import MIN_COMPRESSED_BYTES, SMALL_PAYLOAD_BYTES, compress, decompress
 

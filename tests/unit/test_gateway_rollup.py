@@ -9,8 +9,8 @@ from gateway_records import NOON, made
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.core.log_record import LogRecord
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.store.rollup import (
     BUCKET_COUNT,
     BUCKET_EDGES_MS,

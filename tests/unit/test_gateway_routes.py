@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, LimitExceeded, ProviderErrorReply, UpstreamTimeout
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.core.errors import Forbidden, LimitExceeded, ProviderErrorReply, UpstreamTimeout
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.request import GatewayReply, GatewayRequest
 from emberline.gateway.routes.condition import compile_condition
 from emberline.gateway.routes.facts import CallFacts
 from emberline.gateway.routes.graph import ModelElement, RouteGraph
 from emberline.gateway.routes.pattern_parser import parse_pattern
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
-from emberline.gateway.settings import GatewaySettings
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
 

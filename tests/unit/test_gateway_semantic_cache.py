@@ -16,9 +16,9 @@ from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.question import MAX_QUESTION_CHARS, UserQuestion
 from emberline.gateway.cache.question_index import QuestionIndex, cosine_similarity, normalize
 from emberline.gateway.cache.semantic import SemanticCache, reply_text
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.layers.caching import CacheLayer
-from emberline.gateway.request import GatewayReply, GatewayRequest
 
 WORDS = ["capital", "france", "germany", "paris", "berlin", "weather", "tell", "me", "what", "is", "the", "of", "not"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gateway_records import NOON, made
 
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.store.base import AuditEntry, StoreChange
 from emberline.gateway.store.filters import LogFilters

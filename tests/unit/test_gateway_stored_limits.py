@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.errors import LimitExceeded, StoreBusy
+from emberline.gateway.core.errors import LimitExceeded, StoreBusy
 from emberline.gateway.limits.journal import GROWTH_BYTES, CounterJournal
 from emberline.gateway.limits.rule import Claim, LimitRule
 from emberline.gateway.limits.stored import StoredLimiter

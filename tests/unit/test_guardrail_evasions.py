@@ -13,15 +13,15 @@ from gateway_calls import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.guardrail_policy import PatternRule
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.guardrails.inspection import inspect_query, inspect_request
 from emberline.gateway.guardrails.normalized import NormalizedText
-from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, redact_text
 from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
-from emberline.gateway.request import GatewayReply, GatewayRequest
-from emberline.gateway.settings import GatewaySettings
 
 CARD = "4111111111111111"
 GROUPS = ("4111", "1111", "1111", "1111")

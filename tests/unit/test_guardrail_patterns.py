@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.guardrails.patterns import FINDERS, entropy_bits, mod97, passes_luhn
-from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, redact_text
 
 KEY = "Zk3v9Qw8Lp2Xr7Tn5Yb1Hc6Md4Fs0Jg"

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.api import sse
-from emberline.gateway.guardrails.finding import GuardrailFinding
+from emberline.gateway.core.guardrail_finding import GuardrailFinding
+from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.guardrails.patterns import FINDERS
-from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, redact_text
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece

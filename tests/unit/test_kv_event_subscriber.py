@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from emberline.core.blockbatch import BlockBatch
+from emberline.router.http import kv_event_subscriber
+from emberline.router.http.kv_event_subscriber import KVEventSubscriber
 from emberline.router.kvindex import KVIndex
-from emberline.server.routing import kv_event_subscriber
-from emberline.server.routing.kv_event_subscriber import KVEventSubscriber
 
 WORKER: Any = SimpleNamespace(id="w", name="w")
 

@@ -12,7 +12,7 @@ from emberline.api.call import ChatCall, CompletionCall
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, WorkTooLarge
 from emberline.core.offload import offload
 from emberline.router.request_summary import RequestSummary
-from emberline.server.worker.protocols import MAX_MESSAGES, parse_large
+from emberline.worker.protocols import MAX_MESSAGES, parse_large
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

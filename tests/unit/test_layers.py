@@ -26,32 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"core", "tokens", "kv", "kernels", "models", "hub.source", "hub.checkpoint"},
     "net": {"core"},
     "trace": {"core", "net"},
-    "router": {"core", "tokens", "net", "trace"},
     "cluster": {"core", "net"},
+    "server": {"core", "api", "net", "trace"},
+    "router": {"core", "tokens", "net", "trace"},
+    "router.http": {"core", "api", "net", "trace", "server", "cluster"},
     "gateway": {"core", "api", "net", "trace"},
-    "server": {
-        "core",
-        "net",
-        "trace",
-        "tokens",
-        "hub",
-        "api",
-        "router",
-        "cluster",
-        "gateway",
-        "engine",
-        "models.config",
-    },
-    "sim": {
-        "core",
-        "tokens",
-        "kv",
-        "engine",
-        "router",
-        "cluster",
-        "server.routing.dispatcher",
-        "server.routing.worker_attempt",
-    },
+    "gateway.http": {"core", "api", "net", "trace", "server"},
+    "worker": {"core", "tokens", "hub", "api", "engine", "models.config", "net", "trace", "server", "cluster"},
+    "sim": {"core", "tokens", "kv", "engine", "router", "cluster"},
     "bench": {
         "core",
         "tokens",
@@ -78,7 +60,9 @@ ALLOWED: dict[str, set[str]] = {
         "kv",
         "cluster",
         "gateway",
+        "router.http",
         "server",
+        "worker",
         "bench",
         "unweight",
         "sim",
@@ -98,6 +82,7 @@ TORCH_FREE = [
     "cluster",
     "gateway",
     "server",
+    "worker",
     "sim",
     "chaos",
     "cli",
@@ -161,6 +146,8 @@ def imports(path: Path) -> list[str]:
 
 def package_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
+    if len(parts) > 2 and parts[1] == "http":
+        return f"{parts[0]}.http"
     return parts[0] if len(parts) > 1 else ""
 
 
@@ -176,7 +163,8 @@ def test_imports_point_down() -> None:
             target = name.removeprefix("emberline.")
             if target == "__version__":
                 continue
-            if target.split(".")[0] == package:
+            root = package.removesuffix(".http")
+            if target.split(".")[0] == root and (package != root or not target.startswith(f"{root}.http")):
                 continue
             if not any(target == ok or target.startswith(ok + ".") for ok in ALLOWED[package]):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
@@ -250,14 +238,47 @@ def test_routing_policy_is_pure() -> None:
         assert not impure, f"{path.name} imports {impure}"
 
 
-def test_gateway_layers_are_on_top() -> None:
-    """Only the code that builds the stack imports layers; `upstream` imports neither."""
+# Packages and modules of the gateway, from the lowest to the highest.
+GATEWAY_ORDER = [
+    "core",
+    "costs",
+    "dialects",
+    "store",
+    "logs",
+    "error_replies",
+    "upstream",
+    "streams",
+    "providers",
+    "keys",
+    "redis_client",
+    "limits",
+    "routes",
+    "settings_checks",
+    "admin",
+    "cache",
+    "fakes",
+    "gateway",
+    "guardrails",
+    "realtime",
+    "layers",
+    "model_lister",
+    "run",
+    "settings_store",
+    "stack",
+    "http",
+]
+
+
+def test_imports_inside_gateway_point_down() -> None:
+    rank = {name: number for number, name in enumerate(GATEWAY_ORDER)}
+    wrong = []
     for path in sorted((PACKAGE / "gateway").rglob("*.py")):
-        package = path.relative_to(PACKAGE / "gateway").parts[0]
+        here = path.relative_to(PACKAGE / "gateway").parts[0].removesuffix(".py")
         for name in imports(path):
-            assert package == "layers" or not name.startswith("emberline.gateway.layers"), f"{path} imports {name}"
-            if package == "upstream" and name.startswith("emberline.gateway."):
-                assert name.startswith(("emberline.gateway.upstream.", "emberline.gateway.errors")), f"{path}: {name}"
+            target = name.removeprefix("emberline.gateway.").split(".")[0]
+            if name.startswith("emberline.gateway.") and rank[target] > rank[here]:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong, wrong
 
 
 def test_optional_dependencies_have_one_importer() -> None:

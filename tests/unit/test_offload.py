@@ -16,14 +16,14 @@ from emberline.api.parse import decode
 from emberline.core.clock import ManualClock
 from emberline.core.errors import EngineUnavailable, InvalidRequest, WorkTooLarge
 from emberline.core.offload import LARGE_INPUT_BYTES, OffloadProcess, offload
-from emberline.gateway.body_summary import summarize_body
 from emberline.gateway.cache.key import cache_key
+from emberline.gateway.core.body_summary import summarize_body
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.guardrails.inspection import OFFLOAD_MIN_BYTES as INSPECTED_LARGE
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
 from emberline.gateway.providers.provider_call import build_provider_call, build_provider_call_offloaded
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import GatewayReply, GatewayRequest
-from emberline.gateway.settings import GatewaySettings
 
 
 @pytest.fixture

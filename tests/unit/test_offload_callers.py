@@ -18,22 +18,24 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, WorkTooLarge
 from emberline.core.offload import HUGE_INPUT_BYTES, LARGE_INPUT_BYTES, NICENESS, OffloadProcess, offload
 from emberline.core.pickle_cost import check_pickle_cost
-from emberline.gateway import request_body as bodies
-from emberline.gateway.body_summary import summarize_body
+from emberline.gateway.core import request_body as bodies
+from emberline.gateway.core.body_summary import summarize_body
+from emberline.gateway.core.guardrail_finding import GuardrailFinding
+from emberline.gateway.core.guardrail_policy import PatternRule
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.request import GatewayReply
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.dialects.translate import StreamTranslator
-from emberline.gateway.guardrails.finding import GuardrailFinding
-from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.text_window import MAX_SCAN_CHARS, TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
+from emberline.gateway.http.gateway_socket import GatewaySocket, encode_message, read_message
 from emberline.gateway.layers.continuation import _continuable_conversation
 from emberline.gateway.layers.fallbacks import call_for_step
 from emberline.gateway.layers.load_balancing import _affinity_seed
-from emberline.gateway.options import RequestOptions
 from emberline.gateway.providers.cohere_reply import CohereChatDecoder
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import GatewayReply
 from emberline.gateway.routes.facts import CallFacts, evaluate_body_conditions
 from emberline.gateway.routes.graph import RouteGraph
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
@@ -41,20 +43,18 @@ from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.run.run_handler import read_batch, read_native_body, read_outline, read_run_request
 from emberline.gateway.run.run_replies import to_run_reply
 from emberline.gateway.run.run_request import EncodedRequest
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.streams import event_splitter
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter
 from emberline.gateway.streams.provider_stream import ProviderStream
 from emberline.gateway.upstream.reply_decoder import BufferedReply, DecodedReply
+from emberline.router.http.routed_request import RoutedRequest
 from emberline.router.native import NativeDialect
 from emberline.router.upstream_request import UpstreamRequest as RouterCall
 from emberline.router.vllm import VLLMDialect
-from emberline.server.gateway.gateway_socket import GatewaySocket, encode_message, read_message
-from emberline.server.routing.routed_request import RoutedRequest
-from emberline.server.worker.cluster_handler import parse_forwarded_request
-from emberline.server.worker.protocols import parse_large, parse_within_weight
-from emberline.server.worker.response_store import ResponseStore
-from emberline.server.worker.stored_responses import StoredResponses
+from emberline.worker.cluster_handler import parse_forwarded_request
+from emberline.worker.protocols import parse_large, parse_within_weight
+from emberline.worker.response_store import ResponseStore
+from emberline.worker.stored_responses import StoredResponses
 
 TEXT = "word " * (LARGE_INPUT_BYTES // 4)
 HUGE_TEXT = "word " * (HUGE_INPUT_BYTES // 4)

@@ -13,8 +13,8 @@ import pytest
 from scripted_engine import Answer, House
 
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker.engine_app import EngineApp
-from emberline.server.worker.response_store import ResponseStore
+from emberline.worker.engine_app import EngineApp
+from emberline.worker.response_store import ResponseStore
 
 PATH = "/v1/responses"
 

@@ -17,14 +17,14 @@ from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerR
 from emberline.core.clock import SystemClock
 from emberline.core.config import Role, RouterConfig
 from emberline.core.numerics import Numerics
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.relay import Relay
+from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.request_summary import RequestSummary
 from emberline.router.token_estimator import TokenEstimator
 from emberline.router.upstream_request import UpstreamRequest
 from emberline.router.worker_client import HTTPClientResponse, UpstreamBroken, WorkerClient
 from emberline.server.exchange import Exchange
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.relay import Relay
-from emberline.server.routing.worker_attempt import WorkerAttempt
 
 CALL = UpstreamRequest("POST", "/v1/chat/completions", {}, b"")
 BFLOAT16 = Numerics("abc", "bfloat16", "plain", "bfloat16", "cpu")

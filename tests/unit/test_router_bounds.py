@@ -15,13 +15,13 @@ from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
+from emberline.router.http import worker_registry
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.worker_attempt import AttemptOutcome
 from emberline.router.prefix_block_map import BlockPosition
 from emberline.router.reply_usage import ReplyUsage
 from emberline.router.request_summary import RequestSummary
-from emberline.server.routing import worker_registry
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.worker_attempt import AttemptOutcome
-from emberline.server.worker.serving import check_worker_address
+from emberline.worker.main import check_worker_address
 
 SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, int, float)  # code, and what is counted
 ENDINGS: tuple[AttemptOutcome, ...] = ("answered", "refused", "failed", "left", "moved")

@@ -12,12 +12,12 @@ import pytest
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig, ServerConfig
 from emberline.core.handoff import Handoff
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.relay import Relay
+from emberline.router.http.routed_request import RoutedRequest
 from emberline.router.native import NativeDialect
 from emberline.router.request_summary import RequestSummary
 from emberline.router.upstream_request import UpstreamRequest
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.relay import Relay
-from emberline.server.routing.routed_request import RoutedRequest
 
 NOTHING: Any = None
 

@@ -15,8 +15,8 @@ from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.core.handoff import TokenGroup
 from emberline.net.server import HTTPServer
+from emberline.router.http.router_app import RouterApp
 from emberline.router.worker_client import WorkerClient
-from emberline.server.routing.router_app import RouterApp
 
 MODEL = ModelRegistration("m", "l", 8192, 8, 65536, 16)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -17,14 +17,14 @@ from emberline.core.breaker import CircuitBreaker
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.routed_request import RoutedRequest, WorkerFailure
 from emberline.router.policy import RoutingDecision, RoutingReason, RoutingRules, choose_worker, rendezvous_hash
 from emberline.router.request_summary import RequestSummary
 from emberline.router.token_estimator import TokenEstimator
 from emberline.router.upstream_request import UpstreamRequest
 from emberline.router.worker import RECENT_WORK_DECAY_S, RequestLoad, Worker
 from emberline.server.exchange import Exchange
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.routed_request import RoutedRequest, WorkerFailure
 
 RULES = RoutingRules(allowed_backlog_tokens=1000.0, decode_weight=4.0)
 

@@ -13,10 +13,10 @@ from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerR
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest, Superseded
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.worker_attempt import WorkerAttempt
+from emberline.router.http.worker_registry import TICK_INTERVAL_S
 from emberline.router.request_summary import RequestSummary
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.worker_attempt import WorkerAttempt
-from emberline.server.routing.worker_registry import TICK_INTERVAL_S
 
 PATIENCE = RouterConfig().lost_after
 

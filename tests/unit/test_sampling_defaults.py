@@ -11,8 +11,8 @@ import pytest
 from scripted_engine import House
 
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker.catalog import ModelCatalog
-from emberline.server.worker.sampling_defaults import load_sampling_defaults
+from emberline.worker.catalog import ModelCatalog
+from emberline.worker.sampling_defaults import load_sampling_defaults
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "max_new_tokens": 7}
 MEANT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 7}

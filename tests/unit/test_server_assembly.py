@@ -6,7 +6,7 @@ import pytest
 
 from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig
 from emberline.core.errors import DownloadError
-from emberline.server.worker import assembly
+from emberline.worker import assembly
 
 
 def test_server_starts_without_network_except_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.core.handoff import TokenGroup
 from emberline.net.server import HTTPServer
+from emberline.router.http.router_app import RouterApp
 from emberline.router.worker_client import WorkerClient
-from emberline.server.routing.router_app import RouterApp
 
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},

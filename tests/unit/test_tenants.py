@@ -12,8 +12,8 @@ from emberline.core.handoff import Handoff
 from emberline.router.native import NativeDialect
 from emberline.router.request_summary import RequestSummary
 from emberline.router.upstream_request import UpstreamRequest
-from emberline.server.worker.engine_app import EngineApp
-from emberline.server.worker.request_context import TENANT_HEADER
+from emberline.worker.engine_app import EngineApp
+from emberline.worker.request_context import TENANT_HEADER
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -24,12 +24,12 @@ from emberline.router.native import NativeDialect
 from emberline.router.upstream_request import UpstreamRequest
 from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.tracing import Handler, RequestTracing
-from emberline.server.worker.phase_spans import PhaseSpans
 from emberline.trace import otlp_exporter
 from emberline.trace.context import TraceContext
 from emberline.trace.otlp_exporter import OTLPSpanExporter
 from emberline.trace.span import Span, SpanKind
 from emberline.trace.tracer import Tracer
+from emberline.worker.phase_spans import PhaseSpans
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CollectorReply = tuple[int, Mapping[str, str], bytes]

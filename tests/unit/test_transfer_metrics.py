@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode_message
 from emberline.server.metrics import ModelMetrics, render_exposition
-from emberline.server.worker.transfer_metrics import transfer_families
+from emberline.worker.transfer_metrics import transfer_families
 
 EXPECTED = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,

@@ -19,8 +19,8 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import LoadedModelInfo, PairingChange
-from emberline.server.worker.serving import LEASE_DRAIN_TIMEOUT_S, _name, wait_for_leases, with_reachable_url
-from emberline.server.worker.worker_reporter import PAIRING_TIMEOUT_S, WorkerReporter
+from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _name, wait_for_leases, with_reachable_url
+from emberline.worker.worker_reporter import PAIRING_TIMEOUT_S, WorkerReporter
 
 P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
 

@@ -21,6 +21,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, CompletionCre
 from openai.types.responses import Response, ResponseCreateParams, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
 
+from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import (
     StreamTranslator,
@@ -30,7 +31,6 @@ from emberline.gateway.dialects.translate import (
     translate_reply,
     translate_request,
 )
-from emberline.gateway.errors import UpstreamFailed
 
 OTHERS = {client: [each for each in DIALECTS if each != client] for client in DIALECTS}
 EVENTS: dict[ChatDialect, TypeAdapter[Any]] = {

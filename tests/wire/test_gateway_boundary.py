@@ -17,11 +17,11 @@ from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
+from emberline.gateway.http.main import build_gateway
 from emberline.net.server import HTTPServer
+from emberline.router.http.router_app import RouterApp
 from emberline.router.worker_client import WorkerClient
-from emberline.server.gateway.main import build_gateway
 from emberline.server.listener import bind_listener
-from emberline.server.routing.router_app import RouterApp
 
 CARD = {"name": "stranger", "incarnation": "1", "url": "http://127.0.0.1:9", "models": [{"name": "m"}]}
 JSON = {"content-type": "application/json"}

@@ -12,7 +12,7 @@ from gateway_records import NOON, made
 from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock, SystemClock
-from emberline.gateway.errors import StoreBusy, StoreFailed
+from emberline.gateway.core.errors import StoreBusy, StoreFailed
 from emberline.gateway.keys.key_store import KeyStore, StoredKey, hash_secret, new_secret, visible_prefix
 from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.store import postgres as postgres_store

@@ -15,8 +15,8 @@ import pytest
 from gateways import Gateways
 from routers import until
 
+from emberline.gateway.core.log_record import LogRecord
 from emberline.gateway.fakes.provider import FAULTS
-from emberline.gateway.logs.record import LogRecord
 
 WORDS = 8
 SILENCE_TIMEOUT_S = 2  # without a byte from a provider

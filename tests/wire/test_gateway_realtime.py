@@ -20,8 +20,8 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import Server, ServerConnection, serve
 from websockets.typing import Subprotocol
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.core.log_record import LogRecord
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.realtime.usage import parse_realtime_usage
 
 KEY = "a-key-of-the-tests"

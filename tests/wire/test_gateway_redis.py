@@ -24,7 +24,7 @@ from emberline.core.clock import SystemClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.factory import open_cache
 from emberline.gateway.cache.redis import RedisCache
-from emberline.gateway.errors import LimitExceeded, StoreFailed
+from emberline.gateway.core.errors import LimitExceeded, StoreFailed
 from emberline.gateway.limits.factory import open_limiter
 from emberline.gateway.limits.redis import DegradedMode, RedisLimiter
 from emberline.gateway.limits.rule import LimitRule

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Conflict, StoreFailed
-from emberline.gateway.logs.record import LogPayload, LogRecord, day_of, new_record_id
+from emberline.gateway.core.errors import Conflict, StoreFailed
+from emberline.gateway.core.log_record import LogPayload, LogRecord, day_of, new_record_id
+from emberline.gateway.core.settings import GatewaySettings, LogSettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.logs.retention import Retention
-from emberline.gateway.settings import GatewaySettings, LogSettings
 from emberline.gateway.store import daily_users, postgres, sqlite, tables
 from emberline.gateway.store.base import AuditEntry, Document, Feedback, GatewayStore, StoreChange
 from emberline.gateway.store.factory import open_store

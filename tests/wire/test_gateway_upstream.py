@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net import connection_pool

@@ -25,13 +25,13 @@ from emberline.bench.report import BenchReport
 from emberline.core.clock import ManualClock
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.log_record import LogPayload, LogRecord, day_of
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.keys.master_keys import MasterKeyFile
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.logs.log_writer import MAX_BATCH_RECORDS
-from emberline.gateway.logs.record import LogPayload, LogRecord, day_of
 from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.rollup import UNIT_MS

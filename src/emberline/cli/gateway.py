@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         from emberline.cli.rotation import rotate_keys
 
         return rotate_keys(config, args.forget_old)
-    from emberline.server.gateway.main import serve_gateway
+    from emberline.gateway.http.main import serve_gateway
 
     return service.run_service(serve_gateway(config, file_settings))
 

@@ -70,7 +70,7 @@ def _foreign_key(name: str | None) -> str | None:
 
 def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
-    from emberline.server.routing.main import run_router
+    from emberline.router.http.main import run_router
 
     settings = service.config_options(args, RouterConfig)
     settings |= {

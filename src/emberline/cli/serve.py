@@ -225,7 +225,7 @@ def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
-    from emberline.server.worker.serving import serve
+    from emberline.worker.main import serve
 
     started_at = time.monotonic() - (time.time() - _process_start_time())
     server = service.config_options(args, ServerConfig) | {

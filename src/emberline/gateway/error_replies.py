@@ -10,9 +10,9 @@ from email.utils import parsedate_to_datetime
 from emberline.api import sse
 from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError, MethodNotAllowed
+from emberline.gateway.core.errors import BlockedByGuardrail, ProviderErrorReply, RefusalReason
+from emberline.gateway.core.request import Dialect, GatewayReply
 from emberline.gateway.dialects.errors import parse_error, render_error
-from emberline.gateway.errors import BlockedByGuardrail, ProviderErrorReply, RefusalReason
-from emberline.gateway.request import Dialect, GatewayReply
 
 BUSY_STATUSES = (408, 409, 425, 429)
 _CONTEXT = ("context_length", "context length", "context window", "maximum context", "prompt is too long",

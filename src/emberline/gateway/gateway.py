@@ -14,20 +14,27 @@ import msgspec
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
-from emberline.gateway.body_summary import summarize_body
+from emberline.gateway.core.body_summary import summarize_body
+from emberline.gateway.core.identity import ANONYMOUS, Identity
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.paths import COUNT_TOKENS_ENDPOINT, DEFAULT_NAME, RequestTarget, parse_path
+from emberline.gateway.core.request import (
+    VIRTUAL_PROVIDERS,
+    Dialect,
+    GatewayReply,
+    GatewayRequest,
+    Handler,
+    RequestStep,
+)
+from emberline.gateway.core.request_body import BodyFields, read_body_fields
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.error_replies import error_reply
-from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.keys.key_store import is_gateway_key
 from emberline.gateway.logs.request_ids import RequestIDGenerator
-from emberline.gateway.options import RequestOptions
-from emberline.gateway.paths import COUNT_TOKENS_ENDPOINT, DEFAULT_NAME, RequestTarget, parse_path
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import VIRTUAL_PROVIDERS, Dialect, GatewayReply, GatewayRequest, Handler, RequestStep
-from emberline.gateway.request_body import BodyFields, read_body_fields
 from emberline.gateway.routes.model_names import resolve_model
 from emberline.gateway.routes.universal import read_steps
-from emberline.gateway.settings import GatewaySettings
 from emberline.trace.context import TRACE_HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")

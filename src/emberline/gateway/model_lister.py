@@ -12,14 +12,14 @@ from dataclasses import replace
 import msgspec
 
 from emberline.api.openai.models import ServedModel
+from emberline.gateway.core.errors import UpstreamFailed
+from emberline.gateway.core.identity import Identity, allows_model
+from emberline.gateway.core.request import DYNAMIC, POOL
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.gateway.errors import UpstreamFailed
-from emberline.gateway.keys.identity import Identity, allows_model
 from emberline.gateway.keys.provider_keys import DEFAULT_ALIAS, ProviderKeySource
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import DYNAMIC, POOL
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS

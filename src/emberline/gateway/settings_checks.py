@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.costs.cost import Price
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.limits.claims import limit_rules, warn_about_caller_splits
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.upstream.ssrf import validate_provider_url
 
 MAX_LOG_DAYS = 3650  # days that a log is kept

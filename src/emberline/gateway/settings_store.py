@@ -18,11 +18,11 @@ import msgspec
 from emberline.core.config import read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.schemas import AccountBudget, CustomProvider, RouteVersion, StoredRoute
-from emberline.gateway.costs.cost import Price
-from emberline.gateway.errors import GatewayNotFound
-from emberline.gateway.paths import DEFAULT_NAME
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.errors import GatewayNotFound
+from emberline.gateway.core.paths import DEFAULT_NAME
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.routes.graph import RouteGraph
-from emberline.gateway.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.settings_checks import check_settings
 from emberline.gateway.store.base import Document, DocumentKind, GatewayStore
 from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emberline.gateway.request import Handler, Layer
+from emberline.gateway.core.request import Handler, Layer
 
 
 def stack_layers(layers: Sequence[Layer], innermost: Handler) -> Handler:

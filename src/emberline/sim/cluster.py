@@ -17,13 +17,13 @@ from emberline.core.config import RouterConfig, SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.policy import RoutingDecision, RoutingReason
 from emberline.router.prefix_block_map import BlockPosition
 from emberline.router.reply_usage import ReplyUsage
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker import RequestLoad
-from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.worker_attempt import WorkerAttempt
 from emberline.sim.agents import MODEL_NAME, Session
 from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import PrefixOracle

@@ -34,9 +34,9 @@ from emberline.gateway.admin.log_query import join_filter_parameters, unknown_pa
 from emberline.gateway.admin.logs import LogEndpoints
 from emberline.gateway.admin.openapi import openapi_document
 from emberline.gateway.admin.routes import RouteEndpoints
+from emberline.gateway.core.errors import Forbidden
+from emberline.gateway.core.identity import Identity
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.gateway.errors import Forbidden
-from emberline.gateway.keys.identity import Identity
 
 log = logging.getLogger("emberline.gateway.admin")
 

@@ -11,10 +11,10 @@ import msgspec
 from emberline.core.clock import Clock
 from emberline.core.errors import NotFound
 from emberline.gateway.admin.admin_request import AdminRequest
-from emberline.gateway.errors import Conflict
+from emberline.gateway.core.errors import Conflict
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.limits.base import Limiter
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.store.base import AuditEntry, Document, DocumentKind, GatewayStore, StoreChange
 
 DEFAULT_PAGE_SIZE = 100

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.core.identity import Identity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from emberline.gateway.admin.admin_request import AdminRequest, decode_json
 from emberline.gateway.admin.document_endpoints import Listing
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.schemas import AccountBudget
+from emberline.gateway.core.log_record import LogRecord
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.limits.base import BucketUsage
 from emberline.gateway.limits.rule import Claim, LimitRule, LimitUnit
-from emberline.gateway.logs.record import LogRecord
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.store.filters import LogFilters
 
 RECENT_RECORDS = 300  # searched for values of `split`

@@ -22,7 +22,7 @@ from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.gateways import CustomProviderEndpoints, GatewayEndpoints
 from emberline.gateway.admin.logs import ORDER_PARAMETERS, LogEndpoints, record_view
 from emberline.gateway.admin.schemas import CustomProvider, FeedbackSpec, StrictStruct
-from emberline.gateway.settings import Backoff, GatewaySettings, LogSettings, RetrySettings
+from emberline.gateway.core.settings import Backoff, GatewaySettings, LogSettings, RetrySettings
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 ROOT = "/accounts/{account}/ai-gateway"

@@ -25,11 +25,11 @@ from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.gateways import GatewayEndpoints
 from emberline.gateway.admin.keys import ProviderKeyEndpoints, provider_key_view
 from emberline.gateway.admin.schemas import ProviderKeySpec, ProviderKeyView, StrictStruct
-from emberline.gateway.errors import ProviderNotFound
+from emberline.gateway.core.errors import ProviderNotFound
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.keys.provider_keys import DEFAULT_ALIAS
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 from emberline.gateway.routes.universal import COMPAT
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.settings_checks import CUSTOM_PREFIX
 
 Json = dict[str, Any]

@@ -34,7 +34,7 @@ from emberline.gateway.admin.schemas import (
     StoredRoute,
     StrictStruct,
 )
-from emberline.gateway.errors import Conflict
+from emberline.gateway.core.errors import Conflict
 from emberline.gateway.routes.graph import Element
 from emberline.gateway.store.base import Document
 

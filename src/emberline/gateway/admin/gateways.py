@@ -14,12 +14,12 @@ from emberline.gateway.admin.admin_request import AdminRequest, decode_json
 from emberline.gateway.admin.document_endpoints import DocumentEndpoints, Listing, StoredView
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.schemas import AccountBudget, CustomProvider
-from emberline.gateway.costs.cost import Price
-from emberline.gateway.errors import Conflict
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.errors import Conflict
+from emberline.gateway.core.paths import DEFAULT_NAME
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.limits.claims import limit_rules, warn_about_caller_splits
-from emberline.gateway.paths import DEFAULT_NAME
 from emberline.gateway.providers.compatible import DEFAULT_DIALECTS, CompatibleProvider
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.settings_checks import check_headers, check_price, check_settings
 from emberline.gateway.upstream.ssrf import validate_provider_url
 

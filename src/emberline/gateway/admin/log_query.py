@@ -16,7 +16,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.admin_request import AdminRequest, decode_json
-from emberline.gateway.keys.identity import ANONYMOUS
+from emberline.gateway.core.identity import ANONYMOUS
 from emberline.gateway.store.filters import ContainsFilter, ExcludeFilter, LogFilters, NumberRange
 
 _TEXTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error",

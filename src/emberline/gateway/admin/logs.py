@@ -15,7 +15,7 @@ from emberline.gateway.admin.admin_request import AdminRequest
 from emberline.gateway.admin.document_endpoints import Listing
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.schemas import FeedbackSpec
-from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.core.log_record import LogRecord
 from emberline.gateway.store.base import PAGE_TIMEOUT_S, Feedback, RecordPage
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.rollup import (

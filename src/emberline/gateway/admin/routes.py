@@ -15,11 +15,11 @@ from emberline.gateway.admin.admin_request import AdminRequest, check_name, deco
 from emberline.gateway.admin.document_endpoints import Listing
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.schemas import Deployment, DeployRequest, RouteSpec, RouteVersion, StoredRoute
-from emberline.gateway.errors import Conflict
+from emberline.gateway.core.errors import Conflict
+from emberline.gateway.core.request import POOL
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
-from emberline.gateway.request import POOL
 from emberline.gateway.routes.graph import ModelElement, RouteGraph
-from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.settings_checks import CUSTOM_PREFIX
 from emberline.gateway.store.base import Document
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from emberline.gateway.keys.identity import ALLOW_ALL
+from emberline.gateway.core.identity import ALLOW_ALL
 from emberline.gateway.keys.key_store import KeyScope, StoredKey
 from emberline.gateway.limits.rule import LimitRule
 from emberline.gateway.routes.graph import Element

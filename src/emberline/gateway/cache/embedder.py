@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.gateway.errors import UpstreamFailed
+from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS

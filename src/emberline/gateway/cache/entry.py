@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.request import GatewayReply, ReplyStream
+from emberline.gateway.core.request import GatewayReply, ReplyStream
+from emberline.gateway.core.usage import Usage
 
 KEPT_HEADERS = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # other headers belong to one reply only
 

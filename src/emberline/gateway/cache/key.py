@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.core.request import GatewayRequest
+from emberline.gateway.core.request_body import canonical_body
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
-from emberline.gateway.request import GatewayRequest
-from emberline.gateway.request_body import canonical_body
 
 KEY_VERSION = 4  # changes with the contents of the key
 VARY_HEADERS = ("anthropic-version", "anthropic-beta", "openai-beta")  # request headers that change the reply

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.cache.key import cache_key
-from emberline.gateway.request import GatewayRequest
-from emberline.gateway.request_body import canonical_body
+from emberline.gateway.core.request import GatewayRequest
+from emberline.gateway.core.request_body import canonical_body
 
 TURN_FIELDS = {"openai-chat": "messages", "anthropic": "messages", "openai-responses": "input", "gemini": "contents"}
 TEXT_PART_TYPES = ("text", "input_text")  # of parts that contain only text

@@ -18,7 +18,7 @@ from emberline.gateway.cache.embedder import TextEmbedder
 from emberline.gateway.cache.entry import CacheEntry
 from emberline.gateway.cache.question import UserQuestion
 from emberline.gateway.cache.question_index import QuestionIndex, SimilarQuestion, Vector, cosine_similarity, normalize
-from emberline.gateway.request import GatewayRequest
+from emberline.gateway.core.request import GatewayRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 AGREEMENT_SIMILARITY = 0.85  # cosine from which two replies count as equal

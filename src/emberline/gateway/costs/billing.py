@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from emberline.gateway.costs.cost import Price, compute_cost
-from emberline.gateway.costs.estimate import estimate_input_tokens
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.request import GatewayReply, GatewayRequest
-from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.core.cost import Price, compute_cost
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
+from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.token_estimate import estimate_input_tokens
+from emberline.gateway.core.usage import Usage
 
 
 class PriceSource(Protocol):

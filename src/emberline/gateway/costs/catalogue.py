@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.costs.cost import LongPrice, Price
+from emberline.gateway.core.cost import LongPrice, Price
 
 BUILTIN_FILE = Path(__file__).with_name("catalogue.toml")
 PRICE_FIELDS = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.request import GatewayReply
+from emberline.gateway.core.request import GatewayReply
+from emberline.gateway.core.usage import Usage
 
 
 @dataclass(slots=True)

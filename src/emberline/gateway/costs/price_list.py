@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.gateway.costs.cost import Price
-from emberline.gateway.settings import GatewaySettings
 
 
 class PriceList:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 
 ChatDialect = Literal["openai-chat", "openai-responses", "anthropic", "gemini"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects.deltas import (
     Delta,
     Finish,
@@ -12,7 +13,6 @@ from emberline.gateway.dialects.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.gateway.errors import UpstreamBroken
 
 
 class DeltaOrderChecker:

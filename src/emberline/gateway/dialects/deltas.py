@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import ChatDialect, Citation, FinishReason, Json
 
 

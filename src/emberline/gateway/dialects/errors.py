@@ -9,8 +9,8 @@ import msgspec
 
 from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError
+from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.dialects.canonical import ChatDialect, Json
-from emberline.gateway.errors import UpstreamFailed
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 _GEMINI_STATUS = {

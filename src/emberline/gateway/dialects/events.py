@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects import deltas
-from emberline.gateway.errors import UpstreamBroken
 
 
 class ToolCallSlots:

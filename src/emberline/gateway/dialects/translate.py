@@ -17,6 +17,7 @@ import msgspec
 
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.adapt import adapt
 from emberline.gateway.dialects.anthropic import reader as anthropic_reader
@@ -42,7 +43,6 @@ from emberline.gateway.dialects.responses import reply as responses_reply
 from emberline.gateway.dialects.responses import request as responses_request
 from emberline.gateway.dialects.responses import writer as responses_writer
 from emberline.gateway.dialects.target_model import TargetModel
-from emberline.gateway.errors import UpstreamBroken
 
 __all__ = [
     "FieldChange",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import Json
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from emberline.api import sse
-from emberline.gateway.request import Dialect
+from emberline.gateway.core.request import Dialect
 from emberline.gateway.streams.continuation import CONTINUE_INSTRUCTION
 
 CREATED = 1_700_000_000

@@ -14,8 +14,9 @@ import msgspec
 
 from emberline.core.errors import BodyTooLarge
 from emberline.gateway.cache.key import SECRET_QUERY_PARAMETERS
-from emberline.gateway.guardrails.finding import Check, GuardrailFinding
-from emberline.gateway.guardrails.policy import PatternRule
+from emberline.gateway.core.guardrail_finding import Check, GuardrailFinding
+from emberline.gateway.core.guardrail_policy import PatternRule
+from emberline.gateway.core.request_body import canonical_body
 from emberline.gateway.guardrails.scanner import PatternMatch, Scanner, redact_text, redaction_ranges
 from emberline.gateway.guardrails.texts import (
     JsonText,
@@ -24,7 +25,6 @@ from emberline.gateway.guardrails.texts import (
     iter_request_texts,
     iter_texts,
 )
-from emberline.gateway.request_body import canonical_body
 
 OFFLOAD_MIN_BYTES = 1 << 15  # larger bodies are inspected in another process
 MAX_DECOMPRESSED_BYTES = 64 << 20

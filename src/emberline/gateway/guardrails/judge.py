@@ -14,11 +14,11 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.guardrail_policy import CATEGORIES, Judge, JudgeAction
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.request import GatewayRequest, Handler, RequestStep
 from emberline.gateway.costs.extra_cost import ExtraCost
-from emberline.gateway.errors import UpstreamBroken
-from emberline.gateway.guardrails.policy import CATEGORIES, Judge, JudgeAction
-from emberline.gateway.options import RequestOptions
-from emberline.gateway.request import GatewayRequest, Handler, RequestStep
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 log = logging.getLogger("emberline.gateway")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TypeAlias
 
-from emberline.gateway.guardrails.policy import PatternKind
+from emberline.gateway.core.guardrail_policy import PatternKind
 
 TextRange: TypeAlias = tuple[int, int]
 Finder: TypeAlias = Callable[[str, int], Iterator[TextRange]]  # takes the text and a start position

@@ -9,10 +9,10 @@ import string
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from emberline.gateway.guardrails.finding import Action, Check, GuardrailFinding
+from emberline.gateway.core.guardrail_finding import Action, Check, GuardrailFinding
+from emberline.gateway.core.guardrail_policy import PatternKind, PatternRule
 from emberline.gateway.guardrails.normalized import NormalizedText
 from emberline.gateway.guardrails.patterns import FINDERS, MAX_MATCH_CHARS
-from emberline.gateway.guardrails.policy import PatternKind, PatternRule
 
 _SEVERITY: dict[Action, int] = {"flag": 0, "redact": 1, "block": 2}
 

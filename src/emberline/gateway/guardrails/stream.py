@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from emberline.core.errors import WorkTooLarge
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
-from emberline.gateway.errors import BlockedByGuardrail
-from emberline.gateway.guardrails.finding import GuardrailFinding
+from emberline.gateway.core.errors import BlockedByGuardrail
+from emberline.gateway.core.guardrail_finding import GuardrailFinding
+from emberline.gateway.core.request import ReplyStream
 from emberline.gateway.guardrails.scanner import PatternMatch, Scanner
 from emberline.gateway.guardrails.text_window import TextSeries, TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import (
@@ -27,7 +28,6 @@ from emberline.gateway.guardrails.texts import (
     list_event_texts,
     rewrite_event,
 )
-from emberline.gateway.request import ReplyStream
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 
 MAX_HELD_BYTES = 8 << 20  # held back for a judge

@@ -18,7 +18,7 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.keys.identity import ALLOW_ALL, Identity
+from emberline.gateway.core.identity import ALLOW_ALL, Identity
 from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch
 

@@ -19,7 +19,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from emberline.gateway.errors import Conflict, StoreFailed
+from emberline.gateway.core.errors import Conflict, StoreFailed
 from emberline.gateway.keys.master_keys import MasterKey, MasterKeyFile, MasterKeys
 from emberline.gateway.store.base import AuditEntry, Document, GatewayStore, StoreChange
 from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from emberline.gateway.errors import ProviderKeyMissing
-from emberline.gateway.providers.base import CREDENTIAL_HEADERS, Provider
+from emberline.gateway.core.errors import ProviderKeyMissing
+from emberline.gateway.core.request import GatewayRequest
+from emberline.gateway.providers.base import Provider, caller_key
 from emberline.gateway.providers.registry import DEFAULT_PROVIDER_SETTINGS
-from emberline.gateway.request import GatewayRequest
 
 DEFAULT_ALIAS = "default"
 
 
 class ProviderKeySource(Protocol):
     async def get_key(self, account: str, provider: str, alias: str) -> str | None: ...
-
-
-def caller_key(request: GatewayRequest) -> str | None:
-    """Return the provider key that the caller sent with the request, or None."""
-    for name in CREDENTIAL_HEADERS:
-        if value := request.headers.get(name, ""):
-            return value.removeprefix("Bearer ")
-    if request.provider == "google-ai-studio":  # its clients may send the key in the URL
-        return next((each[4:] for each in request.query.split("&") if each.startswith("key=")), None)
-    return None
 
 
 class ProviderKeySelector:

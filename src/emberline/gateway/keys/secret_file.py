@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.core.errors import StoreFailed
 
 
 class SecretFile:

@@ -14,7 +14,7 @@ from emberline.gateway.cache.base import MAX_ENTRY_BYTES, CacheStore
 from emberline.gateway.cache.entry import CacheEntry, RecordedStream
 from emberline.gateway.cache.key import cache_key
 from emberline.gateway.cache.single_flight import FlightOutcome, SingleFlight
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
 
 if TYPE_CHECKING:
     from emberline.gateway.cache.semantic import (  # imports numpy, which most gateways do not need

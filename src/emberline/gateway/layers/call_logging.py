@@ -8,10 +8,10 @@ import asyncio
 from typing import Protocol
 
 from emberline.core.clock import Clock
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import LogPayload, LogRecord
+from emberline.gateway.core.log_record import LogPayload, LogRecord
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ReplyStream
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.providers.provider_call import safe_header
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, Layer, ReplyStream
 
 CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connection
 MAX_PAYLOAD_BYTES = 1 << 20  # of a reply; the rest is not logged

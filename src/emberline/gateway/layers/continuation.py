@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from emberline.core.errors import EmberlineError, WorkTooLarge
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
-from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.errors import ProviderErrorReply, UpstreamTimeout
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.dialects.canonical import CanonicalRequest, ChatDialect
-from emberline.gateway.errors import ProviderErrorReply, UpstreamTimeout
 from emberline.gateway.layers.fallbacks import call_for_step, fallback_steps
 from emberline.gateway.providers.provider_call import CHAT_DIALECTS, choose_dialect
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.streams.continuation import (
     build_continuation,
     claude_accepts_prefill,

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, ModelNotFound
+from emberline.gateway.core.errors import Forbidden, LimitExceeded, ProviderNotFound, UpstreamBroken, UpstreamFailed
+from emberline.gateway.core.request import DYNAMIC, POOL, GatewayReply, GatewayRequest, Handler, RequestStep
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.extra_cost import ExtraCost
-from emberline.gateway.errors import Forbidden, LimitExceeded, ProviderNotFound, UpstreamBroken, UpstreamFailed
 from emberline.gateway.layers.fallbacks import can_fall_back
 from emberline.gateway.layers.load_balancing import CostEstimator
 from emberline.gateway.layers.permissions import is_permitted
@@ -21,11 +23,9 @@ from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import limit_facts
 from emberline.gateway.limits.rule import LimitRule, LimitUnit
 from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
-from emberline.gateway.request import DYNAMIC, POOL, GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.routes.facts import CallFacts, evaluate_body_conditions
 from emberline.gateway.routes.graph import ModelElement, RateLimitElement, RouteGraph
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
-from emberline.gateway.settings import GatewaySettings
 
 
 class DynamicRouteLayer:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 
 from emberline.core.errors import EmberlineError
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
 from emberline.gateway.error_replies import error_reply
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler
 
 log = logging.getLogger("emberline.gateway")
 

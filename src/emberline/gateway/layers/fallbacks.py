@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from emberline.gateway.errors import ProviderErrorReply, UpstreamFailed
+from emberline.gateway.core.errors import ProviderErrorReply, UpstreamFailed
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.layers.permissions import is_permitted
 from emberline.gateway.providers.base import CHANGED_HEADER
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, RequestStep
 
 
 def try_fallbacks(inner: Handler) -> Handler:

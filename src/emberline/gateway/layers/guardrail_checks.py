@@ -13,11 +13,13 @@ import msgspec
 from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest, WorkTooLarge
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
-from emberline.gateway.body_summary import summarize_body
+from emberline.gateway.core.body_summary import summarize_body
+from emberline.gateway.core.errors import BlockedByGuardrail
+from emberline.gateway.core.guardrail_finding import Check, GuardrailFinding
+from emberline.gateway.core.guardrail_policy import Guardrails, Judge, PatternRule
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.error_replies import error_event, error_reply
-from emberline.gateway.errors import BlockedByGuardrail
-from emberline.gateway.guardrails.finding import Check, GuardrailFinding
 from emberline.gateway.guardrails.inspection import (
     OFFLOAD_MIN_BYTES,
     InspectionResult,
@@ -27,10 +29,8 @@ from emberline.gateway.guardrails.inspection import (
     inspect_request,
 )
 from emberline.gateway.guardrails.judge import JudgeClient, judge_actions
-from emberline.gateway.guardrails.policy import Guardrails, Judge, PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, severest_action
 from emberline.gateway.guardrails.stream import GuardedStream
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, RequestStep
 
 FINDINGS_HEADER = "cf-aig-dlp"
 MAX_HEADER_FINDINGS = 20

@@ -10,12 +10,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from emberline.core.clock import Clock
+from emberline.gateway.core.cost import compute_cost
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ProviderAttempt
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import PriceSource, request_input_tokens
-from emberline.gateway.costs.cost import compute_cost
 from emberline.gateway.costs.extra_cost import ExtraCost
-from emberline.gateway.costs.usage import Usage
 from emberline.gateway.layers.fallbacks import call_for_step
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, Layer, ProviderAttempt
 
 HEDGE_LOST = "outrun"  # the outcome of the slower attempt
 

@@ -12,15 +12,15 @@ from typing import Protocol
 
 from emberline.core.clock import Clock
 from emberline.core.errors import ModelNotFound
-from emberline.gateway.errors import Forbidden
+from emberline.gateway.core.errors import Forbidden
+from emberline.gateway.core.pool import PoolMember
+from emberline.gateway.core.request import POOL, GatewayReply, GatewayRequest, Handler, Layer, RequestStep
 from emberline.gateway.layers.caching import cache_ttl_s
 from emberline.gateway.layers.hedging import HEDGE_LOST
 from emberline.gateway.layers.permissions import is_permitted
 from emberline.gateway.providers.breakers import is_caller_timeout
 from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
-from emberline.gateway.request import POOL, GatewayReply, GatewayRequest, Handler, Layer, RequestStep
 from emberline.gateway.routes.load_balancer import LoadBalancer
-from emberline.gateway.routes.pool import PoolMember
 
 REQUEST_ERROR_CODES = ("content_filter", "context_length_exceeded")  # the request caused them, whatever their status
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable
 
 from emberline.core.errors import Unauthorized
-from emberline.gateway.errors import Forbidden
-from emberline.gateway.keys.identity import ALLOW_ALL, allows_model
-from emberline.gateway.request import VIRTUAL_PROVIDERS, GatewayReply, GatewayRequest, Handler
+from emberline.gateway.core.errors import Forbidden
+from emberline.gateway.core.identity import ALLOW_ALL, allows_model
+from emberline.gateway.core.request import VIRTUAL_PROVIDERS, GatewayReply, GatewayRequest, Handler
 
 
 def check_permissions(inner: Handler) -> Handler:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emberline.core.clock import Clock
+from emberline.gateway.core.errors import LimitExceeded
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer
 from emberline.gateway.costs.billing import PriceSource
-from emberline.gateway.errors import LimitExceeded
 from emberline.gateway.limits.base import Limiter
 from emberline.gateway.limits.claims import ClaimBuilder, ModelLookup
 from emberline.gateway.limits.headers import format_duration, rate_limit_headers
 from emberline.gateway.limits.rule import Claim, LimitUnit
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, Layer
 
 RESERVATION_GRACE_S = 5.0  # how long a reservation outlasts the deadline of its call
 

@@ -13,9 +13,10 @@ from functools import partial
 from emberline.core.clock import Clock
 from emberline.core.errors import DeadlineExceeded
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamFailed
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, ProviderAttempt
 from emberline.gateway.costs.billing import PriceSource, set_cost
 from emberline.gateway.error_replies import read_provider_error
-from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken, UpstreamFailed
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider
 from emberline.gateway.providers.breakers import ProviderBreakers
@@ -26,7 +27,6 @@ from emberline.gateway.providers.provider_call import (
     safe_header,
 )
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
 from emberline.gateway.streams.aws_eventstream_meter import EventStreamMeter
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter, check_reply
 from emberline.gateway.streams.provider_stream import ProviderStream

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.core.clock import Clock
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import ClaimBuilder
 from emberline.gateway.limits.rule import Claim
 from emberline.gateway.realtime.handler import RealtimeReply
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, Layer
 
 
 def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall: Clock) -> Layer:

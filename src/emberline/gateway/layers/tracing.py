@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
+from emberline.gateway.core.log_record import LogRecord
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer
 from emberline.gateway.layers.call_logging import CLIENT_GONE_STATUS, CapturedStream, make_record, sent_request_body
-from emberline.gateway.logs.record import LogRecord
-from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, Layer
 from emberline.trace.context import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext
 from emberline.trace.span import Attributes, Span, SpanKind
 from emberline.trace.tracer import Tracer

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.rule import Claim, LimitUnit
 
 

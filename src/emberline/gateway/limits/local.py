@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.base import BucketUsage, Grant, Reservation, limit_error
 from emberline.gateway.limits.bucket import Bucket
 from emberline.gateway.limits.rule import Claim, LimitUnit

@@ -18,7 +18,7 @@ from functools import partial
 from importlib import resources
 from typing import Any, Literal
 
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.limits.base import BucketUsage, Grant, LimiterStats, Reservation, limit_error
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Claim, LimitUnit

@@ -12,8 +12,8 @@ import logging
 from collections import deque
 from types import TracebackType
 
-from emberline.gateway.errors import StoreBusy
-from emberline.gateway.logs.record import LogPayload, LogRecord
+from emberline.gateway.core.errors import StoreBusy
+from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.store.base import GatewayStore
 
 log = logging.getLogger("emberline.gateway.log")

@@ -14,8 +14,8 @@ from datetime import date, timedelta
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.gateway.logs.record import day_of
-from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.core.log_record import day_of
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.record_scan import day_start_ms

@@ -16,12 +16,12 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.offload import LARGE_INPUT_BYTES
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, report_change
 from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
 from emberline.gateway.providers.converse import render_converse_request
 from emberline.gateway.providers.hosted_claude import hosted_claude_body
 from emberline.gateway.providers.sigv4 import ALGORITHM, AwsCredentials, sign_headers
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder

@@ -7,8 +7,8 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 API_VERSION = "2024-10-21"  # latest version that is generally available

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.dialects.target_model import TargetModel
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.net.client_response import HTTPClientResponse
@@ -46,6 +46,16 @@ NOT_FORWARDED_HEADERS = frozenset(
 GATEWAY_HEADER_PREFIXES = ("cf-aig-", "x-emberline-", "x-forwarded-")
 CHANGED_HEADER = "x-emberline-changed"
 CREDENTIAL_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "xi-api-key")
+
+
+def caller_key(request: GatewayRequest) -> str | None:
+    """Return the provider key that the caller sent with the request, or None."""
+    for name in CREDENTIAL_HEADERS:
+        if value := request.headers.get(name, ""):
+            return value.removeprefix("Bearer ")
+    if request.provider == "google-ai-studio":  # its clients may send the key in the URL
+        return next((each[4:] for each in request.query.split("&") if each.startswith("key=")), None)
+    return None
 
 
 class Provider:

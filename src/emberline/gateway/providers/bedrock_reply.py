@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from emberline.api import sse
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.streams.aws_eventstream import CONTENT_TYPE, EventStreamMessage, EventStreamParser
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_object
 

@@ -12,16 +12,15 @@ from typing import TypeVar
 
 from emberline.core.breaker import CircuitBreaker
 from emberline.core.clock import Clock
-from emberline.gateway.errors import (
+from emberline.gateway.core.errors import (
     CircuitBreakerOpen,
     ProviderErrorReply,
     UpstreamFailed,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from emberline.gateway.keys.provider_keys import caller_key
-from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import GatewayRequest
+from emberline.gateway.core.request import GatewayRequest
+from emberline.gateway.providers.base import Provider, caller_key
 
 T = TypeVar("T")
 

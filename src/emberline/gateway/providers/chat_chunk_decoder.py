@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.api import sse
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.logs.request_ids import created_seconds
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder

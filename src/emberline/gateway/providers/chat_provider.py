@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, report_change
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, report_change
 from emberline.gateway.providers.cohere_reply import CohereChatDecoder, CohereEmbeddingDecoder
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 

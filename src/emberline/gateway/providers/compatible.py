@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import Dialect
 
 ENDPOINTS: dict[str, tuple[Dialect, str]] = {
     "openai-chat": ("openai-chat", "v1/chat/completions"),

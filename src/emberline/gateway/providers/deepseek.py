@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.providers.base import report_change
 from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
-from emberline.gateway.request import GatewayRequest
 
 _DEVELOPER_ROLE_JSON = msgspec.json.encode("developer")
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from emberline.api.openapi import is_model_api
 from emberline.core.errors import NotFound
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 from urllib.parse import quote, unquote
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 UNARY_METHOD, STREAM_METHOD = "generateContent", "streamGenerateContent"

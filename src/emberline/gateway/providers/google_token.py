@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
 from emberline.gateway.dialects.errors import parse_error
-from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
 from emberline.gateway.providers.base import is_trusted_url
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest

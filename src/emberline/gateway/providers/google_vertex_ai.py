@@ -14,10 +14,10 @@ from urllib.parse import quote
 import msgspec
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.google_ai_studio import GeminiProvider
 from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
 from emberline.gateway.providers.hosted_claude import hosted_claude_body
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.client_response import HTTPClientResponse

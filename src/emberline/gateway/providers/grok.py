@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
+from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.chat_provider import ChatProvider
-from emberline.gateway.request import Dialect
 
 _REASONING_MODEL = re.compile(r"grok-(3-mini|[4-9]|code)")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.request import GatewayRequest
+from emberline.gateway.core.request import GatewayRequest
 
 _RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

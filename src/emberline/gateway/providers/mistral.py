@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import report_change
 from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import Dialect
 
 
 class Ollama(Provider):

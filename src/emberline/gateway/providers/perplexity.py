@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from emberline.api import sse
+from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.providers.chat_provider import ChatProvider
-from emberline.gateway.request import GatewayRequest
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder

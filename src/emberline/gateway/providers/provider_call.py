@@ -13,13 +13,13 @@ import msgspec
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.offload import offload
-from emberline.gateway.dialects.assistant_prefill import prefill_fields
+from emberline.gateway.core.assistant_prefill import prefill_fields
+from emberline.gateway.core.request import Dialect, GatewayRequest
+from emberline.gateway.core.request_body import read_body_fields, replace_fields
 from emberline.gateway.dialects.canonical import ChatDialect, Json
 from emberline.gateway.dialects.reply_context import ReplyContext, read_reply_context
 from emberline.gateway.dialects.translate import CODECS, StreamTranslator, translate_reply, translate_request
 from emberline.gateway.providers.base import CHANGED_HEADER, Provider
-from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.request_body import read_body_fields, replace_fields
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import ProviderNotFound
+from emberline.gateway.core.errors import ProviderNotFound
+from emberline.gateway.core.request import Dialect
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.providers.anthropic import Anthropic
 from emberline.gateway.providers.aws_bedrock import Bedrock
 from emberline.gateway.providers.azure_openai import AzureOpenAI
@@ -32,8 +34,6 @@ from emberline.gateway.providers.parallel import Parallel
 from emberline.gateway.providers.perplexity import Perplexity
 from emberline.gateway.providers.replicate import Replicate
 from emberline.gateway.providers.workers_ai import WorkersAI
-from emberline.gateway.request import Dialect
-from emberline.gateway.settings import GatewaySettings, ProviderSettings
 
 # Servers with an OpenAI-compatible API, such as vLLM, are configured in the settings with their URL.
 PROVIDERS: tuple[type[Provider], ...] = (

@@ -11,10 +11,10 @@ from urllib.parse import quote
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, is_trusted_url, report_change
 from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.gateway.upstream.reply_decoder import BufferedReply

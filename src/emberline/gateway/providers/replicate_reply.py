@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from emberline.api import sse
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.chat_chunk_decoder import ChatChunkDecoder, render_error_event
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 

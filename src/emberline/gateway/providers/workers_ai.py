@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.paths import DEFAULT_NAME
+from emberline.gateway.core.paths import DEFAULT_NAME
+from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.request import Dialect, GatewayRequest
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 

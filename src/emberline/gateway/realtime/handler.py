@@ -11,16 +11,16 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import NotFound
+from emberline.gateway.core.errors import Forbidden, ProviderErrorReply, UpstreamFailed
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, ProviderAttempt
+from emberline.gateway.core.settings import TimeoutSettings
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import PriceSource, set_cost
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, ProviderErrorReply, UpstreamFailed
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.realtime.websocket import ProviderWebSocket, open_websocket
-from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
-from emberline.gateway.settings import TimeoutSettings
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS

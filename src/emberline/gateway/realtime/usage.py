@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 _USAGE_MARKER = re.compile("response.done|usageMetadata")  # OpenAI and compatible providers; Gemini

@@ -11,8 +11,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.typing import Subprotocol
 
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from emberline.gateway.error_replies import read_provider_error
-from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
-from emberline.gateway.request import GatewayRequest
 from emberline.gateway.routes.condition import compile_condition
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from emberline.gateway.routes.pool import ModelPool, PoolMember
+from emberline.gateway.core.pool import ModelPool, PoolMember
 
 NEWEST_SAMPLE_WEIGHT = 0.2  # in the moving average of latencies
 EXPLORATION_SHARE = 0.05  # fraction of calls that try another member first, so that one that was slow is measured again

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request import POOL, VIRTUAL_PROVIDERS
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
-from emberline.gateway.request import POOL, VIRTUAL_PROVIDERS
-from emberline.gateway.settings import GatewaySettings
 
 
 def resolve_model(model: str, settings: GatewaySettings, *, require_provider: bool = False) -> tuple[str, str]:

@@ -10,16 +10,16 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
-from emberline.gateway.body_summary import BodySummary, summarize_body
+from emberline.gateway.core.body_summary import BodySummary, summarize_body
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.paths import ARN_PROVIDER, COUNT_TOKENS_ENDPOINT, DIALECT_ENDPOINTS, check_path
+from emberline.gateway.core.request import VIRTUAL_PROVIDERS, RequestStep
+from emberline.gateway.core.request_body import BodyFields, read_body_fields
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.keys.key_store import is_gateway_key
-from emberline.gateway.options import RequestOptions
-from emberline.gateway.paths import ARN_PROVIDER, COUNT_TOKENS_ENDPOINT, DIALECT_ENDPOINTS, check_path
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.request import VIRTUAL_PROVIDERS, RequestStep
-from emberline.gateway.request_body import BodyFields, read_body_fields
 from emberline.gateway.routes.model_names import resolve_model
-from emberline.gateway.settings import GatewaySettings
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 MAX_STEPS = 10

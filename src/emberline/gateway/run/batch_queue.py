@@ -18,10 +18,10 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, NotFound, Overloaded
-from emberline.gateway.errors import LimitExceeded, StoreFailed
+from emberline.gateway.core.errors import LimitExceeded, StoreFailed
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.gateway import InboundRequest
-from emberline.gateway.keys.identity import Identity
-from emberline.gateway.request import GatewayReply
 from emberline.gateway.run.batch_store import BatchStore, PackedRequests, RunBatch, decode_batch, pack_rows
 from emberline.gateway.run.run_replies import FAILED_CODE, failure_envelope, is_busy, read_envelope
 from emberline.gateway.run.run_request import encode_request, translate_request

@@ -16,19 +16,19 @@ from emberline.api import sse
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.offload import offload
+from emberline.gateway.core.errors import Forbidden
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.options import RequestOptions, option_headers
+from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget
+from emberline.gateway.core.request import GatewayReply
+from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.error_replies import error_reply
-from emberline.gateway.errors import Forbidden
 from emberline.gateway.gateway import Gateway, InboundRequest
-from emberline.gateway.keys.identity import Identity
-from emberline.gateway.options import RequestOptions, option_headers
-from emberline.gateway.paths import DEFAULT_NAME, RequestTarget
-from emberline.gateway.request import GatewayReply
 from emberline.gateway.routes.model_names import resolve_model
 from emberline.gateway.run.batch_queue import BatchQueue, check_requests
 from emberline.gateway.run.batch_store import PackedRequests
 from emberline.gateway.run.run_replies import Json, failure_envelope, is_busy, success_envelope, to_run_reply
 from emberline.gateway.run.run_request import EncodedRequest, encode_request
-from emberline.gateway.settings import GatewaySettings
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 MAX_BATCH_BYTES = 10 << 20

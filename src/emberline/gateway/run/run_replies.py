@@ -9,8 +9,8 @@ import msgspec
 
 from emberline.api import sse
 from emberline.core.offload import offload
+from emberline.gateway.core.request import GatewayReply, ReplyStream
 from emberline.gateway.dialects.errors import parse_error, parse_error_object
-from emberline.gateway.request import GatewayReply, ReplyStream
 from emberline.gateway.run.run_request import EncodedRequest, RunEndpoint
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.net.json_errors import JSON_DECODE_ERRORS

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from emberline.gateway.logs.record import LogPayload, LogRecord, MetadataValue
+from emberline.gateway.core.log_record import LogPayload, LogRecord, MetadataValue
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.rollup import RollupCell, RollupQuery
 

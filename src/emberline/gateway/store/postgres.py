@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.gateway.errors import Conflict, StoreBusy, StoreFailed
-from emberline.gateway.logs.record import LogPayload, LogRecord, day_of
+from emberline.gateway.core.errors import Conflict, StoreBusy, StoreFailed
+from emberline.gateway.core.log_record import LogPayload, LogRecord, day_of
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import (
     PAGE_TIMEOUT_S,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, date, datetime
 
 from emberline.core.clock import Clock
-from emberline.gateway.logs.record import LogRecord, created_ms
+from emberline.gateway.core.log_record import LogRecord, created_ms
 from emberline.gateway.store.base import RecordPage
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.rollup import UNIT_MS

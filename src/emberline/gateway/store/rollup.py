@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import add
 from typing import Literal
 
-from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.core.log_record import LogRecord
 
 RollupUnit = Literal["minute", "hour", "day"]
 Dimension = Literal["all", "provider", "model", "status", "error", "key", "user"]

@@ -23,8 +23,8 @@ import msgspec
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.privatefile import make_private
-from emberline.gateway.errors import Conflict
-from emberline.gateway.logs.record import LogPayload, LogRecord, created_ms, day_of
+from emberline.gateway.core.errors import Conflict
+from emberline.gateway.core.log_record import LogPayload, LogRecord, created_ms, day_of
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import (
     PAGE_TIMEOUT_S,

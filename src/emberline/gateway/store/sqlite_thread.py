@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from emberline.gateway.errors import StoreBusy, StoreFailed
+from emberline.gateway.core.errors import StoreBusy, StoreFailed
 
 P = ParamSpec("P")
 T = TypeVar("T")

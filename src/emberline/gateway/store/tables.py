@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import StoreFailed
-from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.core.errors import StoreFailed
+from emberline.gateway.core.log_record import LogRecord
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.store.rollup import COUNTERS, SUMS
 
 _USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}

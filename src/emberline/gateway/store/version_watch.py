@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from emberline.core.clock import Clock
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.store.base import GatewayStore
 
 VERSION_TIMEOUT_S = 1.0  # one request every `fresh_s` waits so long for a store that hangs

@@ -10,7 +10,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 
 CONTENT_TYPE = "application/vnd.amazon.eventstream"
 MAX_MESSAGE_BYTES = 24 << 20

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.streams.aws_eventstream import CONTENT_TYPE, EventStreamMessage, EventStreamParser
 from emberline.gateway.streams.event_observers import find_usage
 from emberline.gateway.streams.meter import RawReplyMeter

@@ -10,7 +10,7 @@ import msgspec
 
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.dialects.canonical import CanonicalRequest, ChatDialect, Json, OpaqueContent
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.gateway.dialects.translate import CODECS

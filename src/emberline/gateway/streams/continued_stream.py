@@ -12,6 +12,8 @@ from typing import TypeAlias
 import msgspec
 
 from emberline.api import sse
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import ChatDialect
@@ -19,8 +21,6 @@ from emberline.gateway.dialects.delta_order import DeltaOrderChecker
 from emberline.gateway.dialects.events import EventDataSplitter
 from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS
-from emberline.gateway.errors import UpstreamBroken, UpstreamFailed
-from emberline.gateway.request import GatewayReply, GatewayRequest
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
 
 # Returns the reply that continues after this text and this broken reply, with its repetition filter; None if none can.

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import UpstreamBroken
-from emberline.gateway.request import Dialect
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.request import Dialect
+from emberline.gateway.core.usage import Usage
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 

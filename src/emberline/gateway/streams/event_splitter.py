@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.core.errors import UpstreamBroken
 
 LARGE_CHUNK_BYTES = 1 << 18  # from this size each separator is searched for on its own
 MAX_EVENT_BYTES = 32 << 20  # one event can carry a whole image

@@ -12,10 +12,10 @@ import msgspec
 
 from emberline.core.errors import WorkTooLarge
 from emberline.core.offload import HUGE_INPUT_BYTES, offload
-from emberline.gateway.costs.estimate import estimate_input_tokens
-from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import UpstreamBroken
-from emberline.gateway.request import Dialect
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.request import Dialect
+from emberline.gateway.core.token_estimate import estimate_input_tokens
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.streams.event_observers import EVENT_OBSERVERS, REPLY_DECODERS, StreamState, find_usage
 from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.net.json_errors import JSON_DECODE_ERRORS

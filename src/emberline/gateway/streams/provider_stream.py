@@ -11,10 +11,10 @@ from collections.abc import Callable
 from emberline.core.clock import Clock
 from emberline.core.errors import WorkTooLarge
 from emberline.core.offload import HUGE_INPUT_BYTES, offload
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed, UpstreamTimeout
+from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.dialects.translate import StreamTranslator
 from emberline.gateway.error_replies import error_event
-from emberline.gateway.errors import UpstreamBroken, UpstreamFailed, UpstreamTimeout
-from emberline.gateway.request import GatewayRequest
 from emberline.gateway.streams.meter import StreamMeter
 from emberline.net.client_response import HTTPClientResponse
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.assistant_prefill import AssistantPrefill
 
 MAX_LOOKBACK_CHARACTERS = 400  # before the end; a restart at the very beginning is recognised too
 MIN_REPEATED_CHARACTERS = 3  # shorter matches are taken for new text

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from emberline.core.offload import offload
-from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
+from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout
 from emberline.net.client_connection import NO_TIMEOUT_S
 from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.anthropic.citations import parse_citation
 from emberline.gateway.dialects.canonical import Json
@@ -17,7 +18,6 @@ from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC
 from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
-from emberline.gateway.errors import UpstreamBroken
 
 
 class _Delta(msgspec.Struct):

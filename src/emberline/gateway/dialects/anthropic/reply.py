@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.anthropic import citations
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
 from emberline.gateway.dialects.canonical import (
@@ -21,7 +22,6 @@ from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC, TO_ANTHROPIC
 from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.usage import render_anthropic_usage
-from emberline.gateway.errors import UpstreamBroken
 
 _IGNORED_FIELDS = ("type", "role", "usage")
 

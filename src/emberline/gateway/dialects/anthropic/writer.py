@@ -6,7 +6,8 @@ message_start, { content_block_start, content_block_delta ..., content_block_sto
 from __future__ import annotations
 
 from emberline.api import sse
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas, signatures
 from emberline.gateway.dialects.anthropic.citations import render_citation
 from emberline.gateway.dialects.anthropic.content import safe_tool_id
@@ -15,7 +16,6 @@ from emberline.gateway.dialects.canonical import Citation, Json
 from emberline.gateway.dialects.errors import render_error
 from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.usage import render_anthropic_usage
-from emberline.gateway.errors import UpstreamBroken
 
 _TEXT_DELTA = b'"text_delta","text":'
 _THINKING_DELTA = b'"thinking_delta","thinking":'

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.chat import citations
@@ -16,7 +17,6 @@ from emberline.gateway.dialects.citations import parse_citations
 from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.finish_reasons import FROM_CHAT
-from emberline.gateway.errors import UpstreamBroken
 
 
 class _Function(msgspec.Struct):

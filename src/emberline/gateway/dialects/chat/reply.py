@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,

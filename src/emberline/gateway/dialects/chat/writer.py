@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.api import sse
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.chat import citations

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json, TextContent
 from emberline.gateway.dialects.errors import stream_error

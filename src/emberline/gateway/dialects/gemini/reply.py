@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
@@ -26,7 +27,6 @@ from emberline.gateway.dialects.gemini.citations import Grounding, render_ground
 from emberline.gateway.dialects.gemini.content import ContentsParser, render_parts
 from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.usage import render_gemini_usage
-from emberline.gateway.errors import UpstreamBroken
 
 _IGNORED_FIELDS = (
     "index",

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from emberline.api import sse
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Citation, Json, Part, ReasoningContent, TextContent, ToolCallContent
 from emberline.gateway.dialects.errors import render_error
@@ -19,7 +20,6 @@ from emberline.gateway.dialects.gemini.content import encode_gemini_signature, r
 from emberline.gateway.dialects.gemini.reply import render_logprobs
 from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.usage import render_gemini_usage
-from emberline.gateway.errors import UpstreamBroken
 
 _TEXT_EVENT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
 

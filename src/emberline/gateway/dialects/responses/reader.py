@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.errors import stream_error
@@ -15,7 +16,6 @@ from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.responses.citations import parse_citation
 from emberline.gateway.dialects.responses.reply import parse_finish_reason
 from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
-from emberline.gateway.errors import UpstreamBroken
 
 
 class _Item(msgspec.Struct):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
@@ -24,7 +25,6 @@ from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
 from emberline.gateway.dialects.usage import render_responses_usage
-from emberline.gateway.errors import UpstreamBroken
 
 # Required fields of every reply that repeat the request, for requests without them.
 _DEFAULT_ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}

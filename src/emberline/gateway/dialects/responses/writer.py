@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from emberline.api import sse
-from emberline.gateway.costs.usage import Usage
+from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import deltas, signatures
 from emberline.gateway.dialects.canonical import Citation, Json
 from emberline.gateway.dialects.errors import render_error
@@ -19,7 +20,6 @@ from emberline.gateway.dialects.responses.output_items import (
     StreamedRefusal,
 )
 from emberline.gateway.dialects.responses.reply import item_id, render_response
-from emberline.gateway.errors import UpstreamBroken
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # HTTP status -> code; all others: server_error
 

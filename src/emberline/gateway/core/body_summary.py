@@ -1,0 +1,48 @@
+"""BodySummary: what the layers need to know about a large request body.
+
+It is computed once, in another process, so that no layer decodes a large body on the event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.request_body import BodyFields, canonical_body, read_body_fields
+from emberline.gateway.core.token_estimate import estimate_input_tokens
+
+MAX_NESTED_FIELDS = 64  # of stream_options and generationConfig; a larger object is dropped
+
+
+class BodySummary(msgspec.Struct, frozen=True):
+    body_fields: BodyFields | None  # None: the body is invalid
+    error: str  # the reason, if the body is invalid
+    input_tokens: int  # estimate
+    canonical_digest: bytes
+
+
+def summarize_body(body: bytes) -> BodySummary:
+    """Return the summary of a body, valid or not."""
+    fields, error = None, ""
+    try:
+        fields = _without_large_values(read_body_fields(body))
+    except InvalidRequest as e:
+        error = e.message
+    digest = hashlib.sha256(canonical_body(body)).digest()
+    return BodySummary(fields, error, estimate_input_tokens(body), b"sha256:" + digest)
+
+
+def _without_large_values(fields: BodyFields) -> BodyFields:
+    """Return the fields without values of invalid types, which may be large to copy between processes."""
+    return BodyFields(*(_small_value(getattr(fields, name), nested=True) for name in BodyFields.__struct_fields__))
+
+
+def _small_value(value: Any, *, nested: bool = False) -> Any:
+    if isinstance(value, dict) and nested and len(value) <= MAX_NESTED_FIELDS:
+        return {key: _small_value(inner) for key, inner in value.items() if len(key) < 256}
+    return value if value is None or isinstance(value, (bool, int, float)) or (
+        isinstance(value, str) and len(value) < 4096
+    ) else None  # fmt: skip

@@ -1,0 +1,147 @@
+"""GatewaySettings: the settings of one gateway.
+
+They are plain data, so that they can be read from gateway.toml and from the store, sent as JSON and described in the
+management API's OpenAPI document. They are frozen: a change makes new settings with a higher version.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.cost import Price
+from emberline.gateway.core.guardrail_policy import Guardrails
+from emberline.gateway.core.pool import ModelPool
+
+Backoff = Literal["constant", "linear", "exponential"]
+CacheScope = Literal["gateway", "key", "user"]
+
+
+class RetrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    attempts: int = 2  # at one provider, including the first
+    delay: float = 0.2  # seconds before the second attempt
+    backoff: Backoff = "exponential"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.attempts <= 5:
+            raise InvalidRequest(
+                f"retries.attempts is {self.attempts}; it must be from 1 to 5", param="retries.attempts"
+            )
+        if not 0 <= self.delay <= 5:
+            raise InvalidRequest(
+                f"retries.delay is {self.delay}; it must be from 0 to 5 seconds", param="retries.delay"
+            )
+
+
+class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Timeouts of a request, in seconds."""
+
+    connect: float = 5.0
+    first_byte: float = 60.0  # to a stream's first content; other replies have `total`, unless the client sets less
+    between_events: float = 60.0  # without a whole event of a stream, or without the whole of another reply
+    total: float = 600.0  # of a whole request
+    session: float = 3600.0  # of a realtime session, in place of `total`
+    idle: float = 600.0  # of a realtime session without any message
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 < (seconds := getattr(self, name)) <= 86_400:
+                raise InvalidRequest(
+                    f"timeouts.{name} is {seconds}; it must be above 0 and at most 86400 seconds (a day)",
+                    param=f"timeouts.{name}",
+                )
+
+
+class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    collect: bool = True
+    payloads: bool = True
+    days: int = 30  # that records are kept
+
+
+class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of one provider: a known slug, or a custom one (`custom-...`) at any compatible URL."""
+
+    base_url: str | None = None  # None: the provider's default
+    key: str | None = None  # the provider's key; `key_env` or a stored key keep it out of the file
+    key_env: str | None = None  # environment variable with the key
+    key_file: str | None = None  # for example a service account's JSON, or `gcloud auth application-default`'s file
+    speaks: tuple[str, ...] | None = None  # dialects; None: the provider's default
+    headers: dict[str, str] = {}  # sent with every request
+    prefill: AssistantPrefill | None = None  # how its chat continues an assistant message; None: the provider's default
+    enabled: bool = True
+    public: bool = False  # its address must be public, unless the operator allows private addresses
+
+
+class FallbackRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Models to try in order when `model` (a name, a prefix with `*` at its end, or `*`) fails."""
+
+    model: str
+    to: tuple[str, ...]  # "provider/model"
+
+    def __post_init__(self) -> None:
+        if invalid := [target for target in self.to if not all(target.partition("/"))]:
+            raise InvalidRequest(
+                f"fallbacks.to has {invalid[0]!r}; a fallback must be PROVIDER/MODEL", param="fallbacks.to"
+            )
+
+
+class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    failures: int = 5  # consecutive failures that open the circuit breaker
+    pause: float = 1.0  # seconds it stays open, doubled each time up to 30
+
+
+class SemanticCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cached replies for prompts with a similar meaning.
+
+    Mode `shadow` serves none of them and counts how often they would have differed from the real reply.
+    """
+
+    mode: Literal["off", "shadow", "on"] = "off"
+    threshold: float = 0.95  # cosine similarity of the two prompts
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.threshold <= 1:
+            raise InvalidRequest(
+                f"semantic.threshold is {self.threshold}; it must be from 0.5 to 1", param="semantic.threshold"
+            )
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    account: str = "default"
+    gateway: str = "default"
+    version: int = 0
+    authentication: bool = False  # a gateway token or virtual key is required
+    default_provider: str = "emberline"  # on plain paths, for a model without a provider in its name
+    models: dict[str, str] = {}  # aliases: "fast" -> "groq/llama-3.3-70b"
+    providers: dict[str, ProviderSettings] = {}
+    allowed_providers: tuple[str, ...] = ("*",)
+    allowed_models: tuple[str, ...] = ("*",)
+    retries: RetrySettings = RetrySettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    fallbacks: tuple[FallbackRule, ...] = ()
+    continuation: bool = False  # the next step continues a stream that breaks off
+    cache_ttl: int = 0  # seconds; 0: off
+    cache_invalidate_on_update: bool = False  # a change of these settings invalidates the cache
+    cache_scope: CacheScope = "gateway"  # cached replies are shared by the whole gateway, per key, or per user
+    semantic: SemanticCacheSettings = SemanticCacheSettings()
+    limits: tuple[dict[str, Any], ...] = ()  # rules over requests and tokens, as gateway/limits reads them
+    budgets: tuple[dict[str, Any], ...] = ()  # rules over cost
+    guardrails: Guardrails = Guardrails()
+    pools: dict[str, ModelPool] = {}  # model name -> providers among which its load is balanced
+    routes: dict[str, Any] = {}  # name -> deployed graph
+    prices: dict[str, Price] = {}  # "provider/model" -> price that overrides the catalogue's
+    logs: LogSettings = LogSettings()
+    zdr: bool = False  # zero data retention: prompts and replies are not stored
+    metadata: dict[str, str] = {}  # added to every request
+
+    @staticmethod
+    def parse(data: object) -> GatewaySettings:
+        """Return the settings in decoded TOML or JSON. Raise InvalidRequest if they are invalid."""
+        try:
+            return msgspec.convert(data, GatewaySettings)
+        except msgspec.ValidationError as e:
+            raise InvalidRequest(f"gateway settings are invalid: {e}") from e

@@ -1,0 +1,213 @@
+"""serve_gateway: runs a gateway process from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emberline import __version__
+from emberline.core.clock import Clock, SystemClock, WallClock
+from emberline.core.config import MASTER_KEY_VARIABLE, read_secret
+from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
+from emberline.gateway.admin.admin import AdminAPI
+from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
+from emberline.gateway.core.identity import Identity
+from emberline.gateway.costs.catalogue import CatalogueFiles
+from emberline.gateway.costs.price_list import PriceList
+from emberline.gateway.gateway import Gateway
+from emberline.gateway.http.gateway_app import GatewayApp
+from emberline.gateway.http.gateway_metrics import GatewayMetrics
+from emberline.gateway.keys.key_store import KeyStore
+from emberline.gateway.keys.master_keys import open_master_keys
+from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
+from emberline.gateway.keys.provider_keys import ProviderKeySelector
+from emberline.gateway.keys.secret_file import SecretFile
+from emberline.gateway.layers.caching import CacheLayer
+from emberline.gateway.layers.call_logging import log_calls
+from emberline.gateway.layers.continuation import ContinuationLayer
+from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
+from emberline.gateway.layers.errors_to_replies import errors_to_replies
+from emberline.gateway.layers.fallbacks import try_fallbacks
+from emberline.gateway.layers.guardrail_checks import GuardrailLayer
+from emberline.gateway.layers.hedging import hedge_slow_calls
+from emberline.gateway.layers.load_balancing import balance_pools
+from emberline.gateway.layers.permissions import check_permissions
+from emberline.gateway.layers.rate_limiting import limit_calls
+from emberline.gateway.layers.retries import RetryHandler
+from emberline.gateway.layers.session_limiting import limit_sessions
+from emberline.gateway.layers.tracing import trace_calls
+from emberline.gateway.limits.base import Limiter
+from emberline.gateway.limits.claims import ClaimBuilder
+from emberline.gateway.limits.factory import open_limiter
+from emberline.gateway.logs.log_writer import LogWriter
+from emberline.gateway.logs.retention import Retention
+from emberline.gateway.model_lister import ModelLister
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.realtime.handler import RealtimeHandler
+from emberline.gateway.run.batch_queue import BatchQueue
+from emberline.gateway.run.run_handler import RunHandler
+from emberline.gateway.settings_store import ConfiguredGateways, SettingsStore, read_configured_gateways
+from emberline.gateway.stack import stack_layers
+from emberline.gateway.store.base import GatewayStore
+from emberline.gateway.store.factory import open_store
+from emberline.gateway.store.version_watch import StoreVersionWatch
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listener import bind_listener, is_exposed, serve_until_stopped
+from emberline.server.pages import load_pages
+from emberline.server.tracing import open_tracing
+
+log = logging.getLogger("emberline.gateway")
+
+CATALOGUE_POLL_INTERVAL_S = 5.0
+
+
+async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -> None:
+    """Run a gateway until a signal stops it. `config_file`: the decoded configuration file."""
+    listener = bind_listener(config.host, config.port)
+    port = listener.getsockname()[1]
+    exposed = is_exposed(listener) and not config.open
+    policy = CrossSitePolicy.build(
+        config.cors_origins, config.allowed_hosts, loopback=not is_exposed(listener), authenticated=False
+    )
+    async with AsyncExitStack() as stack:
+        app = await build_gateway(config, config_file, stack, require_keys=exposed)
+        key_file = "" if config.api_keys else f" admin_key_file={config.admin_file}"
+
+        def log_start() -> None:
+            log.info("Gateway started: url=http://%s:%d%s", config.host, port, key_file)
+
+        await serve_until_stopped(
+            CrossSiteGuard(app, policy, app.has_valid_key), listener, log_start, max_message_bytes=config.max_body
+        )
+
+
+async def build_gateway(
+    config: GatewayConfig, config_file: Mapping[str, Any], stack: AsyncExitStack, *, require_keys: bool = False
+) -> GatewayApp:
+    """Create the gateway's objects and return its application; closing `stack` closes them.
+
+    `require_keys`: every gateway requires a key, whatever its settings say.
+    """
+    configured: ConfiguredGateways = read_configured_gateways(config_file, config.engine)
+    if require_keys:
+        configured = _require_authentication(config, configured)
+    clock, wall = SystemClock(), WallClock()
+    store = await open_store(config.store_url)
+    stack.push_async_callback(store.close)
+    watch = StoreVersionWatch(store, clock)
+    upstream = await stack.enter_async_context(UpstreamClient())
+    registry = ProviderRegistry(config.private_providers)
+    vault = ProviderKeyVault(store, watch, open_master_keys(config.master_file, read_secret(MASTER_KEY_VARIABLE)))
+    catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
+    prices = PriceList(catalogue)
+    attempts = RetryHandler(registry, ProviderKeySelector(vault), upstream, prices, clock, wall)
+    log_writer = await stack.enter_async_context(LogWriter(store, flush_delay_s=config.flush / 5))
+    limiter = await _open_limiter(config, store, clock, stack)
+    cache_store = await open_cache(config.cache, clock, wall, stack)
+    cached = CacheLayer(cache_store, clock, semantic_cache_factory(upstream, config.engine, config.embedder, clock))
+    claims = ClaimBuilder(catalogue, prices)
+    spans = await stack.enter_async_context(open_tracing(config.trace, "emberline-gateway"))
+    metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans)
+    outer = (
+        metrics.layer,
+        *([trace_calls(spans.tracer, payloads=config.otlp_payloads)] if spans is not None else []),
+        log_calls(log_writer, clock),
+        errors_to_replies,
+        check_permissions,
+    )
+    layers = (
+        *outer,
+        DynamicRouteLayer(limiter, claims, clock, wall).wrap,
+        balance_pools(claims, clock),
+        limit_calls(limiter, catalogue, prices, clock, wall),
+        GuardrailLayer(try_fallbacks(attempts), clock).wrap,
+        cached.wrap,
+        hedge_slow_calls(prices, clock),
+        ContinuationLayer(attempts, registry).wrap,
+        try_fallbacks,
+    )
+    settings_store = SettingsStore(configured, store, watch, config.engine, require_keys=require_keys)
+    keys = KeyStore(store, watch, wall, _configured_keys(config))
+    breakers = attempts.breakers
+    realtime = RealtimeHandler(
+        registry, ProviderKeySelector(vault), upstream, prices, clock, breakers, max_message_bytes=config.max_body
+    )
+    session_handler = stack_layers((*outer, limit_sessions(limiter, claims, clock, wall)), realtime)
+    gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
+    context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
+    admin = AdminAPI(context, __version__, catalogue)
+    models = ModelLister(registry, vault, upstream, catalogue)
+    _start_task(stack, Retention(store, configured, wall).run())
+    _start_task(stack, _reload_catalogue(catalogue))
+    queue = await stack.enter_async_context(
+        BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).running()
+    )
+    run_handler = RunHandler(gateway, queue, clock)
+    return GatewayApp(
+        config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), require_keys
+    )
+
+
+async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock, stack: AsyncExitStack) -> Limiter:
+    return await open_limiter(
+        config.redis,
+        clock,
+        stack,
+        degraded=config.redis_gone,  # type: ignore[arg-type]
+        store=store,
+        journal_directory=config.journal_dir,
+        store_interval_s=config.flush,
+    )
+
+
+def _require_authentication(config: GatewayConfig, configured: ConfiguredGateways) -> ConfiguredGateways:
+    """Return the gateways with authentication required.
+
+    Raise InvalidRequest if there is no API key and some gateway does not require authentication by itself.
+    """
+    if not config.api_keys and not all(settings.authentication for settings in configured.values()):
+        raise InvalidRequest(
+            f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use the"
+            " gateway",
+            param="host",
+            hint="give --api-key KEY, write `authentication = true` into every [gateways.NAME] of the configuration,"
+            " or give --open to allow everyone",
+        )
+    return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
+
+
+def _start_task(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in the background until `stack` is closed."""
+    task = asyncio.create_task(work)
+    stack.callback(task.cancel)
+
+
+async def _reload_catalogue(catalogue: CatalogueFiles) -> None:
+    """Read the price catalogue again when its files change."""
+    while True:
+        await asyncio.sleep(CATALOGUE_POLL_INTERVAL_S)
+        try:
+            if catalogue.refresh():
+                log.info("Price catalogue reloaded")
+        except EmberlineError as e:
+            log.warning("Reloading the price catalogue failed, the last one stays in use: error=%s", e)
+
+
+def _configured_keys(config: GatewayConfig) -> dict[str, Identity]:
+    """Return the configured API keys; without any, the admin key in `admin_file`, created if missing."""
+    tokens = config.api_keys or (
+        SecretFile(config.admin_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),
+    )
+    return {
+        token: Identity(f"configured-{i}", f"configured {i}", "token", is_admin=True) for i, token in enumerate(tokens)
+    }

@@ -1,0 +1,208 @@
+"""Dispatcher: chooses workers for requests, and records the attempts and what is learned from them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from emberline.cluster.membership import WorkerHealth
+from emberline.core.clock import Clock
+from emberline.core.config import RouterConfig
+from emberline.core.numerics import describe_difference
+from emberline.router.http.router_metrics import FORGOTTEN_WORKER
+from emberline.router.http.worker_attempt import WorkerAttempt
+from emberline.router.http.worker_registry import WorkerRegistry
+from emberline.router.policy import RoutingDecision, RoutingReason, RoutingRules, choose_worker
+from emberline.router.prefill_policy import choose_prefill_worker
+from emberline.router.prefix_block_map import BlockPosition
+from emberline.router.prefixmap import PrefixMap
+from emberline.router.request_summary import RequestSummary
+from emberline.router.token_estimator import TokenEstimator
+from emberline.router.worker import RequestLoad, Worker
+
+MIN_HANDOVER_TOKENS = 64  # fewer are recomputed by the next worker rather than fetched
+
+
+class Dispatcher(WorkerRegistry):
+    """The router's state: its workers, and what it has learned from requests (estimates, cached prefixes)."""
+
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        super().__init__(config, clock)
+        self._rules = RoutingRules(
+            config.affinity_slack, config.decode_weight, config.split_tokens, config.split_patience
+        )
+        self.prefixes = PrefixMap(config.prefixes)
+        self._attempt_ids = itertools.count()
+        self._detached_tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_open(self) -> int:
+        return sum(map(len, self._open_attempts.values()))
+
+    def choose_worker(
+        self, summary: RequestSummary, excluded: set[str], *, ignore_limits: bool = False, is_suspect: bool = False
+    ) -> RoutingDecision:
+        """Return the worker for a request, as `policy.choose_worker` does."""
+        workers, now = list(self.workers.values()), self._clock.now()
+        shared = not self.prefixes.continues_conversation(summary.prefixes)
+        return choose_worker(
+            summary,
+            workers,
+            *self._cached_bytes_and_estimator(summary),
+            self._rules,
+            now,
+            excluded,
+            ignore_limits,
+            is_suspect,
+            shared,
+        )
+
+    def describe_numerics_difference(self, model: str, origin: Worker) -> str:
+        """Return how the other ready workers of this model differ from `origin`.
+
+        Return "" if one of them agrees or none is ready."""
+        now, others = self._clock.now(), (w for w in self.workers.values() if w.id != origin.id)
+        ready = [w for w in others if w.accepts(model, now) and w.dialect == "native"]
+        differences = [describe_difference(origin.numerics.get(model), other.numerics.get(model)) for other in ready]
+        return differences[0] if differences and all(differences) else ""
+
+    def reuse_if_available(self, decision: RoutingDecision) -> RoutingDecision | None:
+        """Return the decision if its worker is still available, else None."""
+        worker = decision.worker
+        is_available = self.workers.get(worker.name) is worker and self.health(worker) in (
+            WorkerHealth.READY,
+            WorkerHealth.DRAINING,
+        )
+        return decision if is_available and worker.breaker.allows(self._clock.now()) else None
+
+    def choose_handover_source(
+        self, summary: RequestSummary, output_tokens: int, answer_decision: RoutingDecision, origin: Worker
+    ) -> RoutingDecision | None:
+        """Return the worker that a stream leaves, as the source of its KV blocks.
+
+        Return None if fetching them is not worthwhile. `output_tokens`: tokens generated so far."""
+        is_worthwhile = (
+            summary.is_single_sequence and answer_decision.load.prefill_tokens + output_tokens >= MIN_HANDOVER_TOKENS
+        )
+        is_available = self.workers.get(origin.name) is origin and answer_decision.worker.can_fetch_from(
+            origin, summary.model
+        )
+        if not is_worthwhile or not is_available:
+            return None
+        return RoutingDecision(
+            origin,
+            RequestLoad(0.0, 0.0),
+            RoutingReason.SPLIT,
+            self.estimators[summary.model].estimate_prompt_tokens(summary.prompt_bytes),
+        )
+
+    def choose_prefill_worker(
+        self, summary: RequestSummary, answer_decision: RoutingDecision, *, is_required: bool
+    ) -> RoutingDecision | None:
+        """Return the worker that computes the prompt for the answering worker, if worthwhile."""
+        return choose_prefill_worker(
+            summary,
+            answer_decision,
+            list(self.workers.values()),
+            *self._cached_bytes_and_estimator(summary),
+            self._rules,
+            self._clock.now(),
+            is_required,
+        )
+
+    def engine_peer(self, worker: Worker, model: str) -> dict[str, Any]:
+        """Return the address of this worker's engine for other workers; {} if it has none."""
+        member = self.membership.get(worker.name)
+        models = member.registration.models if member is not None else ()
+        return next((each.peer for each in models if each.name == model and each.peer is not None), {})
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        """Keep a reference to a task that no code awaits, so that it is not garbage-collected."""
+        self._detached_tasks.add(task)
+        task.add_done_callback(self._detached_tasks.discard)
+
+    def with_default_model(self, summary: RequestSummary) -> RequestSummary:
+        """Fill in the model of a request that names none, where only one is possible."""
+        served = [
+            model
+            for member in self.membership
+            for model in member.registration.models
+            if member.registration.name in self.workers
+        ]
+        models = {model.name for model in served if model.max_running} or {model.name for model in served}
+        return replace(summary, model=next(iter(models))) if not summary.model and len(models) == 1 else summary
+
+    def _cached_bytes_and_estimator(self, summary: RequestSummary) -> tuple[Mapping[str, int], TokenEstimator]:
+        is_served = any(summary.model in worker.models for worker in self.workers.values())
+        cached_bytes = self.prefixes.cached_bytes_by_worker(summary.prefixes)
+        if self.kv_index is not None:
+            cached_bytes = self.kv_index.cached_bytes_by_worker(summary.prefixes, cached_bytes)
+        return cached_bytes, self.estimators[summary.model] if is_served else TokenEstimator()
+
+    @contextmanager
+    def open_attempt(self, summary: RequestSummary, decision: RoutingDecision) -> Iterator[WorkerAttempt]:
+        """Account for an attempt at a worker from its start to its end, whatever its outcome."""
+        worker, now = decision.worker, self._clock.now()
+        attempt = WorkerAttempt(next(self._attempt_ids), summary, decision, now, now)
+        worker.add_request(attempt.id, decision.load, now)
+        self._open_attempts.setdefault(worker.id, {})[attempt.id] = attempt
+        self.prefixes.record_prompt(summary.prefixes, worker.id)
+        self.metrics.record_decision(decision)
+        try:
+            yield attempt
+        finally:
+            self._close_attempt(attempt)
+
+    def record_reply_bytes(self, attempt: WorkerAttempt, event_count: int) -> None:
+        """Record that bytes of the reply have arrived, with so many events."""
+        if attempt.first_byte_at is None:
+            attempt.decision.worker.mark_prefilled(attempt.id)
+        self.record_activity(attempt)
+        attempt.decision.worker.record_generated(attempt.id, event_count)
+
+    def record_prompt_end(self, attempt: WorkerAttempt, position: BlockPosition) -> None:
+        """Record the prompt's last block, as the worker reported it."""
+        attempt.prompt_end = position
+        if self.kv_index is not None:
+            self.kv_index.record_prompt_end(attempt.summary.prefixes, position)
+
+    def record_activity(self, attempt: WorkerAttempt) -> None:
+        """Record that the worker sent something for this attempt."""
+        attempt.last_activity_at = self._clock.now()
+        if attempt.first_byte_at is None:
+            attempt.first_byte_at = attempt.last_activity_at
+            attempt.decision.worker.breaker.record_success()
+
+    def _close_attempt(self, attempt: WorkerAttempt) -> None:
+        worker, now, outcome = attempt.decision.worker, self._clock.now(), attempt.outcome
+        duration_s = now - attempt.started_at
+        worker.remove_request(attempt.id, duration_s if outcome == "answered" else None)
+        open_attempts = self._open_attempts[worker.id]
+        del open_attempts[attempt.id]
+        if not open_attempts:
+            del self._open_attempts[worker.id]
+        if self.kv_index is not None and attempt.prompt_end is not None:
+            # Its block events have arrived by now.
+            self.kv_index.record_cached_prompt(worker.id, attempt.summary.prefixes, attempt.prompt_end)
+        match outcome:
+            case "answered":
+                worker.breaker.record_success()
+                self.estimators[attempt.summary.model].update(
+                    attempt.summary, attempt.usage.prompt_tokens, attempt.usage.output_tokens
+                )
+            case "failed":
+                worker.breaker.record_failure(now)
+            case _:
+                worker.breaker.record_cancellation()
+        metrics_name = worker.name if worker.name in self.workers else FORGOTTEN_WORKER
+        self.metrics.record_attempt(
+            metrics_name,
+            outcome,
+            duration_s,
+            None if attempt.first_byte_at is None else attempt.first_byte_at - attempt.started_at,
+        )
+        attempt.end_trace()

@@ -1,0 +1,59 @@
+"""run_router: a router process from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import replace
+
+from emberline.core.clock import SystemClock
+from emberline.core.config import RouterConfig
+from emberline.router.http.foreign_worker_poller import ForeignWorkerPoller
+from emberline.router.http.kv_event_subscriber import KVEventSubscriber
+from emberline.router.http.router_app import RouterApp
+from emberline.router.worker_client import WorkerClient
+from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listener import bind_listener, check_exposure, is_exposed, serve_until_stopped
+from emberline.server.pages import load_pages
+from emberline.server.tracing import open_tracing
+
+log = logging.getLogger("emberline.router")
+
+
+async def run_router(config: RouterConfig) -> None:
+    """Serve until a signal stops the process; raise InvalidRequest if the address cannot be used."""
+    is_inherited = config.listen_fd is not None
+    listener = socket.socket(fileno=config.listen_fd) if is_inherited else bind_listener(config.host, config.port)
+    port = listener.getsockname()[1]
+    check_exposure(
+        listener, is_authenticated=bool(config.api_keys), allows_anyone=config.open, hint="add --api-key KEY"
+    )
+    policy = CrossSitePolicy.build(
+        config.cors_origins,
+        config.allowed_hosts,
+        loopback=not is_exposed(listener),
+        authenticated=bool(config.api_keys),
+    )
+    config = replace(config, port=port)
+    async with WorkerClient() as client, open_tracing(config.trace, "emberline-router") as spans:
+        app = RouterApp(config, client, SystemClock(), load_pages("router.html"), spans)
+        poller = ForeignWorkerPoller(app.dispatcher, client, config.foreign, config.beat_seconds, config.foreign_key)
+        coroutines = [app.run_ticks(), poller.run()]
+        if (index := app.dispatcher.kv_index) is not None:
+            coroutines.append(KVEventSubscriber(app.dispatcher, index, client, config.cluster_key).run())
+        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+
+        def log_ready() -> None:
+            log.info("router ready: url=http://%s:%d", config.host, port)
+            if config.cluster_key is None:
+                log.warning(
+                    "no cluster key is set, workers can register and be drained from this machine only"
+                    " (hint: set EMBERLINE_CLUSTER_KEY for workers on other machines)"
+                )
+
+        try:
+            await serve_until_stopped(CrossSiteGuard(app, policy), listener, log_ready)
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -1,0 +1,340 @@
+"""Relay: passes a client's request to a worker, and the reply back.
+
+If a worker fails before the first byte, another worker is tried. If it fails later and the stream is tracked, another
+worker continues the stream after the client's output. A stream that cannot be continued ends with an error event of its
+API protocol. Every request is answered exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from dataclasses import replace
+
+from emberline.api import sse
+from emberline.api.errors import anthropic_error, openai_error
+from emberline.core.clock import WallClock
+from emberline.core.config import RouterConfig
+from emberline.core.errors import (
+    DeadlineExceeded,
+    EmberlineError,
+    EngineUnavailable,
+    Overloaded,
+    ShuttingDown,
+    WorkerLost,
+    WorkersCrashed,
+)
+from emberline.router.dialect import CHAIN_HEADER, PRIVATE_HEADER_PREFIX, TENANT_HEADER, InvalidWorkerReply
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.remote_prefill import RemotePrefill
+from emberline.router.http.reply_relay import HOP_BY_HOP_HEADERS, ReplyRelay, reply_headers
+from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
+from emberline.router.http.worker_attempt import WorkerAttempt
+from emberline.router.native import RESUME_PATH
+from emberline.router.policy import RETRY_HINT, RoutingDecision, RoutingReason
+from emberline.router.request_summary import RequestSummary
+from emberline.router.suspect_requests import SuspectRequests
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
+from emberline.server.access import tenant_id
+from emberline.server.exchange import Exchange
+
+log = logging.getLogger("emberline.router")
+
+FIRST_RETRY_PAUSE_S = 0.1
+MAX_WAITING_REQUESTS = 1024  # requests that wait for a worker at the same time
+HANDOVER_TIMEOUT_S = 2.0  # for a draining worker to offer blocks that it has computed
+ERROR_SEND_TIMEOUT_S = 5.0  # for sending the error event to a client that may have stopped reading
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+
+
+class Relay(ReplyRelay):
+    def __init__(self, dispatcher: Dispatcher, client: WorkerClient, config: RouterConfig) -> None:
+        super().__init__(dispatcher, config)
+        self._client = client
+        self._suspects = SuspectRequests()
+        self._waiting_requests = 0
+
+    async def run(self, x: Exchange, summary: RequestSummary, body: bytes) -> None:
+        """Answer the exchange; raise an EmberlineError for the caller to reply with, or to close the
+        connection for."""
+        routed = self._new_request(x, self._dispatcher.with_default_model(summary), body)
+        try:
+            async with asyncio.timeout(None) as routed.output_timeout:
+                self._extend_deadline(routed, force=True)
+                await self._try_workers(routed)
+        except TimeoutError:  # no failure of the worker: the client may read slowly
+            await self._end_broken_reply(routed, self._deadline_error(routed))
+        except asyncio.CancelledError:
+            if routed.has_reply_started and not x.client_disconnected:  # the router shuts down
+                error = ShuttingDown()
+                x.logged_status = error.status
+                with contextlib.suppress(EmberlineError):
+                    await self._end_broken_reply(routed, error)
+            raise
+        finally:
+            await routed.close()
+            routed.end_trace()
+
+    def _new_request(self, x: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
+        decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
+        headers = {
+            name: value
+            for name, value in decoded
+            if name not in HOP_BY_HOP_HEADERS and not name.startswith(PRIVATE_HEADER_PREFIX)
+        }
+        if self._config.kv_events:
+            headers[CHAIN_HEADER] = "1"
+        if tenant := tenant_id(x):
+            headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
+        client_request = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
+        config, deadline = self._config, self._now() + self._config.request_timeout
+        identity = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
+        is_known_suspect = self._suspects.contains(summary.digest, self._now())
+        limits, is_generation = (config.attempts, config.migrations), x.path in GENERATION_PATHS
+        return RoutedRequest(
+            x,
+            summary,
+            client_request,
+            *identity,
+            deadline,
+            *limits,
+            is_generation,
+            is_known_suspect,
+            config.foreign_key,
+        )
+
+    def _deadline_error(self, routed: RoutedRequest) -> DeadlineExceeded:
+        config = self._config
+        if self._now() < routed.deadline:
+            return DeadlineExceeded(
+                f"no token arrived within {config.token_timeout:.0f} s", hint="raise --token-timeout"
+            )
+        return DeadlineExceeded(
+            f"the request was not complete within {config.request_timeout:.0f} s", hint="raise --request-timeout"
+        )
+
+    async def _try_workers(self, routed: RoutedRequest) -> None:
+        while (decision := self._next_decision(routed) or await self._wait_for_worker(routed)) is not None:
+            routed.exchange.log_fields["worker"] = decision.worker.name
+            failure = await self._attempt_worker(routed, decision)
+            if failure is None:
+                return
+            log.info(
+                "attempt failed: path=%s worker=%s reason=%s",
+                routed.exchange.path,
+                decision.worker.name,
+                failure.reason,
+            )
+            routed.record_failed_attempt(failure, decision, self._now())
+        await self._give_up(routed)
+
+    def _next_decision(self, routed: RoutedRequest) -> RoutingDecision | None:
+        """Return the next worker to try; None if none is available or the limit of attempts is reached.
+
+        Raises the client's error if no worker can take the first attempt."""
+        try:
+            if routed.can_try_worker:
+                excluded = routed.tried_worker_ids
+                if routed.output_worker is not None:
+                    excluded = excluded | self._dispatcher.workers_unable_to_continue(
+                        routed.summary.model, routed.output_worker
+                    )
+                decision = self._dispatcher.choose_worker(
+                    routed.summary, excluded, ignore_limits=routed.has_reply_started, is_suspect=routed.is_suspect
+                )
+                routed.attempts_since_output += 1
+                if routed.last_failure is None:
+                    return decision
+                if not routed.has_reply_started:
+                    self._metrics.retries[routed.last_failure.reason] += 1
+                return replace(decision, reason=RoutingReason.RETRY)
+        except EmberlineError as e:
+            if routed.last_failure is None and not isinstance(e, EngineUnavailable):
+                self._metrics.refused += isinstance(e, Overloaded)
+                raise
+            routed.no_worker_error, routed.interrupted_at = e, routed.interrupted_at or self._now()
+        drained, routed.drained_decision = routed.drained_decision, None
+        return self._dispatcher.reuse_if_available(drained) if drained is not None else None
+
+    async def _wait_for_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
+        """Wait for a worker, at most `migration_wait` seconds, and return it.
+
+        Return None if the request may not wait or no worker becomes available. Workers that were tried before may be
+        tried again."""
+        self._waiting_requests += 1
+        try:
+            while self._waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
+                self._config.migration_wait, self._now()
+            ):
+                await asyncio.sleep(FIRST_RETRY_PAUSE_S + (self._now() - routed.interrupted_at) / 4)
+                routed.allow_retries_after_wait()
+                if (decision := self._next_decision(routed)) is not None:
+                    return decision
+            return None
+        finally:
+            self._waiting_requests -= 1
+
+    async def _attempt_worker(self, routed: RoutedRequest, decision: RoutingDecision) -> AttemptFailure | None:
+        routed.total_attempts += 1
+        routed.worker_times_out_itself = decision.worker.dialect == "native"
+        self._extend_deadline(routed, force=True)
+        with self._dispatcher.open_attempt(routed.summary, decision) as attempt:
+            routed.start_attempt_trace(attempt, "resume" if routed.has_reply_started else "plain")
+            attempt.is_movable = routed.can_migrate_on_drain
+            try:
+                had_started = routed.has_reply_started
+                failure = await self._start_prefill(routed, attempt)
+                if failure is not None or routed.has_reply_started != had_started:
+                    return failure
+                url, request = (
+                    self._dispatcher.worker_url(decision.worker),
+                    await routed.build_worker_request(decision.worker, self._now()),
+                )
+                if request is None:
+                    attempt.outcome = "refused"
+                    return AttemptFailure("unable")
+                async with attempt.open_reply(self._client, url, request) as reply:
+                    return await self._relay_reply(routed, reply, attempt, is_resume=request.target == RESUME_PATH)
+            except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable) as e:
+                log.debug("attempt failed: worker=%s error=%s", decision.worker.name, e)
+                if attempt.abort_reason in ("drained", "prefill"):  # the worker itself is healthy
+                    attempt.outcome = "moved" if attempt.abort_reason == "drained" else "refused"
+                    return AttemptFailure(attempt.abort_reason)
+                attempt.outcome = "failed"
+                if isinstance(e, UpstreamUnreachable | EngineUnavailable):
+                    return AttemptFailure("unreached")
+                return AttemptFailure(
+                    attempt.abort_reason or ("garbled" if isinstance(e, InvalidWorkerReply) else "broken"),
+                    is_crash=True,
+                )
+
+    async def _start_prefill(self, routed: RoutedRequest, attempt: WorkerAttempt) -> AttemptFailure | None:
+        """Have another worker compute the prompt if that is worthwhile, and wait for its ticket.
+
+        If that worker rejects the request itself, its reply is passed to the client."""
+        worker = attempt.decision.worker
+        dialect = routed.dialect_for(worker)
+        is_required = worker.role == "decode" and not dialect.decode_worker_can_prefill
+        if (
+            not routed.is_generation
+            or not (routed.can_split_prefill or is_required)
+            or (routed.has_reply_started and worker.dialect != "native")
+        ):
+            return None
+        routed.can_split_prefill = False
+        timeout_s = self._config.ticket_timeout
+        decision = None
+        if routed.drained_decision is not None:
+            decision = self._dispatcher.choose_handover_source(
+                routed.summary, routed.output_token_count, attempt.decision, routed.drained_decision.worker
+            )
+        if decision is not None:
+            timeout_s = HANDOVER_TIMEOUT_S
+        else:
+            decision = self._dispatcher.choose_prefill_worker(routed.summary, attempt.decision, is_required=is_required)
+        if decision is None:
+            return AttemptFailure("no prefill") if is_required else None
+        await routed.close()
+        missing_tokens = attempt.decision.load.prefill_tokens
+        worker.remove_prefill_load(attempt.id)
+        deadline = min(routed.deadline, self._now() + self._config.token_timeout)
+        peer = self._dispatcher.engine_peer(decision.worker, routed.summary.model)
+        prepared = await routed.run_dialect(dialect.build_prefill_request, peer, deadline - self._now())
+        prefill = routed.prefill = RemotePrefill(
+            self._dispatcher, self._client, routed.summary, decision, dialect, prepared, deadline
+        )
+        routed.start_attempt_trace(prefill.attempt, "prefill")
+        if is_required:
+            prefill.set_dependent_attempt(attempt)
+        refusal = await prefill.wait_for_ticket(decision.wait_s + timeout_s)
+        if refusal is not None and not routed.has_reply_started:
+            attempt.outcome = "refused"
+            await routed.exchange.reply(refusal.status, refusal.body, *reply_headers(refusal.headers))
+        elif prefill.ticket is None:
+            worker.add_prefill_load(attempt.id, missing_tokens)
+        return None
+
+    async def _give_up(self, routed: RoutedRequest) -> None:
+        failure, x = routed.last_failure, routed.exchange
+        if failure is None:
+            assert routed.no_worker_error is not None
+            raise routed.no_worker_error
+        log.info("request abandoned: path=%s attempts=%d reason=%s", x.path, routed.total_attempts, failure.reason)
+        if routed.is_suspect and routed.summary.digest:
+            self._suspects.add(routed.summary.digest, self._now())
+        if routed.has_reply_started:
+            if routed.migration_reason and not routed.tracker.has_ended:
+                self._metrics.migrations[routed.migration_reason, "given up"] += 1
+            await self._end_broken_reply(
+                routed, _workers_broke_error(routed) if routed.exceeds_crash_limit else self._worker_lost_error(routed)
+            )
+        elif routed.exceeds_crash_limit:
+            raise _workers_broke_error(routed)
+        elif failure.status:
+            await x.reply(failure.status, failure.body, *reply_headers(failure.headers or {}))
+        else:
+            raise _no_worker_error(routed, failure)
+
+    def _worker_lost_error(self, routed: RoutedRequest) -> WorkerLost:
+        difference = (
+            self._dispatcher.describe_numerics_difference(routed.summary.model, routed.output_worker)
+            if routed.output_worker is not None
+            else ""
+        )
+        if not difference:
+            return WorkerLost(routed.loss_message)
+        message = f"{routed.loss_message}; the ready workers compute {routed.summary.model!r} differently: {difference}"
+        return WorkerLost(message, hint="retry the request; start all workers of a model with the same settings")
+
+    async def _end_broken_reply(self, routed: RoutedRequest, error: EmberlineError) -> None:
+        """End a reply with an error event if the output ends between two events of a stream.
+
+        Otherwise raise the error, so that the caller replies with it or closes the connection and the client sees that
+        the reply is incomplete."""
+        x, tracker = routed.exchange, routed.tracker
+        if not routed.has_reply_started or not tracker.has_output or tracker.is_mid_event:
+            raise error
+        if not tracker.has_ended:
+            self._metrics.broken += 1
+            x.log_fields["error"] = error.code
+        log.warning("stream ended with an error: path=%s error=%s", x.path, error)
+        try:
+            async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
+                await x.send(b"" if tracker.has_ended else _error_event(x.path, error, tracker.event_count), last=True)
+        except TimeoutError:
+            raise error from None
+
+
+def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUnavailable:
+    if routed.is_suspect:
+        message = (
+            f"{routed.crash_count} workers failed while serving this request, and no other worker is free to risk it"
+        )
+        return EngineUnavailable(message, hint=RETRY_HINT)
+    attempts = "1 attempt" if routed.total_attempts == 1 else f"{routed.total_attempts} attempts"
+    message = f"no worker answered in {attempts}; the last attempt failed with {failure.reason!r}"
+    return EngineUnavailable(message, hint="retry in a few seconds")
+
+
+def _workers_broke_error(routed: RoutedRequest) -> WorkersCrashed:
+    workers = "another worker" if routed.is_known_suspect else f"{routed.crash_count} workers"
+    hint = "the request may be the cause: see the workers' logs, and do not send it again unchanged"
+    return WorkersCrashed(f"{workers} failed while serving this request", hint=hint)
+
+
+def _error_event(path: str, error: EmberlineError, event_count: int) -> bytes:
+    """Return the error event of the path's API protocol, and the protocol's final event."""
+    if path == "/v1/messages":
+        return sse.named_event("error", anthropic_error(error).body)
+    if path == "/v1/responses":
+        event = {
+            "type": "error",
+            "code": error.code,
+            "message": str(error),
+            "param": None,
+            "sequence_number": event_count,
+        }
+        return sse.named_event("error", event)
+    return sse.data_event(openai_error(error).body) + sse.DONE_EVENT

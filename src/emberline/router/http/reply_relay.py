@@ -1,0 +1,154 @@
+"""ReplyRelay: passes one worker's reply to the client, as a whole, in chunks or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+
+from emberline.core.config import RouterConfig
+from emberline.router.dialect import CHAIN_HEADER, PRIVATE_HEADER_PREFIX, InvalidWorkerReply
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
+from emberline.router.http.worker_attempt import WorkerAttempt
+from emberline.router.reply_usage import ReplyUsage
+from emberline.router.stream_tracker import parse_block_position
+from emberline.router.worker_client import HTTPClientResponse, UpstreamBroken
+
+# Up to this size a reply is read completely before it is passed on, so that it can be retried.
+MAX_BUFFERED_REPLY_BYTES = 1 << 20
+DEADLINE_EXTENSION_INTERVAL_S = 1.0  # rescheduling a timer for every token would cost too much CPU time
+HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization",
+                                "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host",
+                                "content-length", "accept-encoding", "expect", CHAIN_HEADER})  # fmt: skip
+
+
+class ReplyRelay:
+    """The part of the relay that passes replies on."""
+
+    def __init__(self, dispatcher: Dispatcher, config: RouterConfig) -> None:
+        self._dispatcher = dispatcher
+        self._config = config
+        self._metrics = dispatcher.metrics
+
+    def _extend_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
+        """Give the next part of the reply `token_timeout` from now, within the request's deadline."""
+        now = self._now()
+        if routed.output_timeout is None or (
+            now < routed.timeout_extended_at + DEADLINE_EXTENSION_INTERVAL_S and not force
+        ):
+            return
+        routed.timeout_extended_at, config = now, self._config
+        deadline = min(routed.deadline, now + config.token_timeout if routed.has_visible_progress else math.inf)
+        routed.output_timeout.reschedule(None if math.isinf(deadline) else deadline)
+
+    async def _relay_reply(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, is_resume: bool
+    ) -> AttemptFailure | None:
+        # No resume endpoint there, or another cluster key.
+        cannot_resume = is_resume and reply.status in (401, 403, 404)
+        if cannot_resume or reply.status in (429, 500, 502, 503) or (routed.has_reply_started and reply.status != 200):
+            # The request itself may cause a 500, which therefore must not open the worker's circuit breaker.
+            attempt.outcome = "failed" if reply.status in (502, 503) else "refused"
+            body = await reply.read_all()
+            if cannot_resume and routed.prefill is not None:
+                routed.prefill.failure = "unable"
+            reason = "unable" if cannot_resume and not routed.has_reply_started else f"status {reply.status}"
+            return AttemptFailure(reason, reply.status == 500, reply.status, dict(reply.headers), body)
+        content_length = reply.headers.get("content-length", "")
+        if content_length.isdigit() and int(content_length) <= MAX_BUFFERED_REPLY_BYTES:
+            await self._relay_buffered(routed, reply, attempt)
+        elif reply.headers.get("content-type", "").startswith("text/event-stream"):
+            await self._relay_stream(routed, reply, attempt)
+        else:
+            await self._relay_chunks(routed, reply, attempt)
+        attempt.outcome = "answered"
+        if routed.prefill is not None:
+            routed.prefill.release()
+        return None
+
+    async def _relay_buffered(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+        body = await reply.read_all()
+        if routed.has_reply_started:
+            raise InvalidWorkerReply("the worker continued a stream with a reply that is not a stream")
+        self._dispatcher.record_reply_bytes(attempt, 0)
+        attempt.usage = ReplyUsage.parse(body[-2048:])
+        if CHAIN_HEADER in reply.headers:
+            self._dispatcher.record_prompt_end(attempt, parse_block_position(reply.headers[CHAIN_HEADER]))
+        await routed.exchange.reply(reply.status, body, *reply_headers(reply.headers, routed, attempt))
+
+    async def _relay_chunks(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+        if routed.has_reply_started:
+            raise InvalidWorkerReply("the worker continued a stream with a reply that is not an event stream")
+        while data := await reply.read():
+            self._extend_deadline(routed)
+            if not routed.has_reply_started:
+                await self._start_reply(routed, reply, attempt, keep_length=True)
+            self._dispatcher.record_reply_bytes(attempt, 0)
+            await routed.exchange.send(data)
+        if not routed.has_reply_started:
+            await self._start_reply(routed, reply, attempt, keep_length=True)
+        await routed.exchange.send(last=True)
+
+    async def _relay_stream(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+        x, tracker = routed.exchange, routed.tracker
+        while data := await reply.read():
+            count_before = tracker.event_count
+            if not (output := tracker.push(data)):
+                continue
+            self._extend_deadline(routed)
+            if attempt.first_byte_at is None:
+                await self._handle_first_output(routed, reply, attempt)
+            self._dispatcher.record_reply_bytes(attempt, tracker.event_count - count_before)
+            await x.send(output)
+        if tracker.is_movable:
+            raise UpstreamBroken("the stream ended before its final event")
+        attempt.usage = ReplyUsage.parse(tracker.first_chunk[:2048], tracker.last_chunk[-2048:])
+        if not routed.has_reply_started:  # the stream contained no complete event
+            await self._start_reply(routed, reply, attempt)
+        await x.send(tracker.take_rest(), last=True)
+
+    async def _handle_first_output(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
+    ) -> None:
+        """Start the reply if necessary, and record that this worker now serves the request."""
+        if not routed.has_reply_started:
+            await self._start_reply(routed, reply, attempt)
+        if routed.migration_reason:
+            self._metrics.migrations[routed.migration_reason, "went on"] += 1
+        if routed.prefill is not None:
+            routed.prefill.release()
+        if routed.tracker.prompt_end is not None:
+            self._dispatcher.record_prompt_end(attempt, routed.tracker.prompt_end)
+        routed.record_output_from(attempt.decision.worker)
+        attempt.is_movable = routed.can_migrate_on_drain and routed.tracker.is_movable
+
+    async def _start_reply(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, keep_length: bool = False
+    ) -> None:
+        """Send status and headers to the client.
+
+        `keep_length`: the body is passed on unchanged, with its content-length."""
+        content_type, headers = reply_headers(reply.headers, routed, attempt)
+        # A compressed body is relayed uncompressed, so its content-length does not apply.
+        if keep_length and "content-length" in reply.headers and "content-encoding" not in reply.headers:
+            headers["content-length"] = reply.headers["content-length"]
+        await routed.exchange.start_reply(reply.status, content_type, headers)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def reply_headers(
+    headers: Mapping[str, str], routed: RoutedRequest | None = None, attempt: WorkerAttempt | None = None
+) -> tuple[str, dict[str, str]]:
+    """Return the content-type and the other headers for the client.
+
+    They are the worker's, without hop-by-hop headers and content-encoding, with the names of the workers."""
+    kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
+    kept.pop("content-encoding", None)
+    if attempt is not None:
+        kept[f"{PRIVATE_HEADER_PREFIX}worker"] = attempt.decision.worker.name
+    if routed is not None and routed.prefill is not None and routed.prefill.ticket is not None:
+        kept[f"{PRIVATE_HEADER_PREFIX}prefill"] = routed.prefill.worker.name
+    return kept.pop("content-type", "application/octet-stream"), kept

@@ -1,0 +1,232 @@
+"""RouterApp: the router's HTTP endpoints: the models' API, the calls of workers, status and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TypeVar
+
+import msgspec
+
+from emberline.api.openai import models
+from emberline.cluster.membership import WorkerHealth
+from emberline.cluster.registration import Heartbeat, RegistrationReply, WorkerRegistration
+from emberline.core.clock import Clock
+from emberline.core.config import RouterConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.relay import Relay
+from emberline.router.http.router_metrics import WorkerView, build_status
+from emberline.router.http.worker_registry import TICK_INTERVAL_S
+from emberline.router.request_summary import RequestSummary
+from emberline.router.worker_client import WorkerClient
+from emberline.server.access import AccessPolicy, tenant_id
+from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.metrics import render_exposition
+from emberline.server.pages import StaticPage
+from emberline.server.route_table import HTTPRoute, RouteTable
+from emberline.server.tracing import OPERATION_BY_PATH, RequestTracing
+
+log = logging.getLogger("emberline.router")
+
+PROXIED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+                 "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
+SESSION_HEADER = "x-session-affinity"
+PAIRING_TIMEOUT_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+class LeaveRequest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    incarnation: str
+
+
+class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    on: bool = True
+    move: bool = False  # move its streams to other workers
+
+
+class RouterApp:
+    def __init__(
+        self,
+        config: RouterConfig,
+        client: WorkerClient,
+        clock: Clock,
+        pages: dict[str, StaticPage],
+        tracing: RequestTracing | None = None,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self.dispatcher = Dispatcher(config, clock)
+        self._relay = Relay(self.dispatcher, client, config)
+        self._tracing = tracing
+        self._started_at = int(time.time())
+        routes = {
+            **{path: HTTPRoute(self._proxy) for path in PROXIED_PATHS},
+            **(
+                {path: HTTPRoute(tracing.trace_handler(self._proxy)) for path in OPERATION_BY_PATH}
+                if tracing is not None
+                else {}
+            ),
+            "/v1/models": HTTPRoute(self._list_models, "GET"),
+            "/cluster/register": HTTPRoute(self._register, required_key="cluster"),
+            "/cluster/beat": HTTPRoute(self._heartbeat, required_key="cluster"),
+            "/cluster/leave": HTTPRoute(self._leave, required_key="cluster"),
+            "/cluster/drain": HTTPRoute(self._drain, required_key="cluster"),
+            "/cluster/status": HTTPRoute(self._status, "GET", "operator"),
+            "/health": HTTPRoute(self._ready, "GET", "nothing"),
+            "/health/live": HTTPRoute(self._live, "GET", "nothing"),
+            "/health/ready": HTTPRoute(self._ready, "GET", "nothing"),
+            "/metrics": HTTPRoute(self._scrape, "GET", "operator"),
+        }
+        hint = "GET /v1/models lists the models"
+        access = AccessPolicy(config.api_keys, config.cluster_key)
+        self._routes = RouteTable(routes, HTTPRoute(self._show_model, "GET"), pages, access, hint)
+        self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._proxy_stored_response, method="")
+
+    async def run_ticks(self) -> None:
+        """Update the workers' state every `TICK_INTERVAL_S` until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            try:
+                self.dispatcher.tick()
+            except Exception:
+                log.exception("update of the workers' state failed")  # the next tick tries again
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        x = Exchange(scope, receive, send)
+        try:
+            await self._routes.handle(x)
+        finally:
+            log.debug(
+                "request: method=%s path=%s status=%s %s", x.method, x.path, x.logged_status or x.status, x.log_fields
+            )
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    async def _proxy(self, x: Exchange) -> None:
+        body = await x.read_body(self._config.max_body)
+        affinity = x.header(SESSION_HEADER), tenant_id(x) if self._config.api_keys else ""
+        summary = (
+            RequestSummary.parse(body, *affinity)
+            if len(body) < LARGE_INPUT_BYTES
+            else await offload.run(len(body), RequestSummary.parse, body, *affinity)
+        )
+        await x.run_while_connected(self._relay.run(x, summary, body))
+
+    async def _proxy_stored_response(self, x: Exchange) -> None:
+        """Relay a call for a stored response to any worker: workers of one machine share the file."""
+        await x.read_body(0)
+        await x.run_while_connected(self._relay.run(x, RequestSummary("", 0, False, None), b""))
+
+    async def _list_models(self, x: Exchange) -> None:
+        await x.reply_json(models.list_models(self._served_models()))
+
+    async def _show_model(self, x: Exchange) -> None:
+        await x.reply_json(models.retrieve_model(self._served_models(), x.path.removeprefix("/v1/models/")))
+
+    def _served_models(self) -> list[models.ServedModel]:
+        """Return the models of all workers that are not lost.
+
+        A model's context length is the smallest of its workers'."""
+        contexts: dict[str, int] = {}
+        generating: set[str] = set()
+        sampling: dict[str, dict[str, float]] = {}
+        for _, member, health in self._worker_views():
+            if health is not WorkerHealth.LOST:
+                for model in member.registration.models:
+                    contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
+                    sampling.setdefault(model.name, model.sampling)
+                    if model.max_running:  # 0 for an embedder
+                        generating.add(model.name)
+        return [
+            models.ServedModel(
+                name,
+                self._started_at,
+                context,
+                kind="chat" if name in generating else "embedding",
+                sampling_defaults=sampling[name],
+            )
+            for name, context in sorted(contexts.items())
+        ]
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    async def _register(self, x: Exchange) -> None:
+        registration = await self._decode_body(x, WorkerRegistration)
+        self.dispatcher.register(registration)
+        await x.reply_json(self._registration_reply(registration.name))
+
+    async def _heartbeat(self, x: Exchange) -> None:
+        heartbeat = await self._decode_body(x, Heartbeat)
+        self.dispatcher.record_heartbeat(heartbeat)
+        await x.reply_json(self._registration_reply(heartbeat.name))
+
+    def _registration_reply(self, name: str) -> RegistrationReply:
+        return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_for(name))
+
+    async def _leave(self, x: Exchange) -> None:
+        request = await self._decode_body(x, LeaveRequest)
+        self.dispatcher.mark_leaving(request.name, request.incarnation)
+        await x.reply_json({})
+
+    async def _drain(self, x: Exchange) -> None:
+        request = await self._decode_body(x, DrainRequest)
+        self.dispatcher.set_draining(request.name, request.on)
+        if request.on and request.move:
+            await self._wait_until_paired(request.name)
+            self.dispatcher.set_draining(request.name, is_draining=True, move_streams=True)
+        await x.reply_json({})
+
+    async def _wait_until_paired(self, name: str) -> None:
+        """Wait, for a limited time, until other workers can fetch this worker's blocks."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.beat_seconds * 2 + PAIRING_TIMEOUT_S):
+                while not self.dispatcher.is_ready_to_move(name):
+                    await asyncio.sleep(TICK_INTERVAL_S)
+
+    async def _decode_body(self, x: Exchange, kind: type[Struct]) -> Struct:
+        try:
+            return msgspec.json.decode(await x.read_body(1 << 20), type=kind)
+        except JSON_DECODE_ERRORS as e:
+            raise InvalidRequest(f"the body of {x.path} is not valid: {e}") from e
+
+    # -- status --------------------------------------------------------------------------------------------------------
+
+    def _worker_views(self) -> list[WorkerView]:
+        views = []
+        for worker in sorted(self.dispatcher.workers.values(), key=lambda worker: worker.name):
+            member = self.dispatcher.membership.get(worker.name)
+            assert member is not None
+            views.append((worker, member, self.dispatcher.health(worker)))
+        return views
+
+    async def _status(self, x: Exchange) -> None:
+        body = build_status(self._worker_views(), self.dispatcher.metrics, self._clock.now(), self.dispatcher.kv_index)
+        await x.reply_json(
+            {**body, "open_requests": self.dispatcher.num_open, "uptime_seconds": time.time() - self._started_at}
+        )
+
+    async def _live(self, x: Exchange) -> None:
+        await x.reply_json({"status": "live"})
+
+    async def _ready(self, x: Exchange) -> None:
+        workers = {worker.name: health.value for worker, _, health in self._worker_views()}
+        ready = "ready" in workers.values()
+        body = {"status": "ready" if ready else "waiting for workers", "workers": workers}
+        await x.reply_json(body, 200 if ready else 503)
+
+    async def _scrape(self, x: Exchange) -> None:
+        families = self.dispatcher.metrics.families(
+            self._worker_views(), len(self.dispatcher.prefixes), self.dispatcher.kv_index
+        )
+        trace_families = self._tracing.families() if self._tracing is not None else ()
+        text = render_exposition([*families, self._routes.reply_counter.family(), *trace_families])
+        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,337 @@
+"""WorkerRegistry: the router's registered workers, their health, and the attempts open at each."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from emberline.cluster.address import refers_to_listener
+from emberline.cluster.membership import ClusterMember, HealthTimeouts, Membership, WorkerHealth
+from emberline.cluster.registration import Heartbeat, WorkerRegistration
+from emberline.core.breaker import CircuitBreaker
+from emberline.core.clock import Clock
+from emberline.core.config import RouterConfig
+from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, Superseded
+from emberline.core.numerics import Numerics, describe_difference
+from emberline.router.http.router_metrics import RouterMetrics
+from emberline.router.http.worker_attempt import WorkerAttempt
+from emberline.router.kvindex import KVIndex
+from emberline.router.token_estimator import TokenEstimator
+from emberline.router.worker import Worker
+
+log = logging.getLogger("emberline.router")
+
+TICK_INTERVAL_S = 0.25
+PAUSE_THRESHOLD_S = 2 * TICK_INTERVAL_S  # a longer gap between ticks means that the router itself was paused
+
+
+class WorkerRegistry:
+    """The part of the dispatcher's state that workers change."""
+
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self.membership = Membership(HealthTimeouts(config.lost_after, config.stuck_after))
+        self.workers: dict[str, Worker] = {}  # by name
+        self.estimators: defaultdict[str, TokenEstimator] = defaultdict(TokenEstimator)  # by model
+        self.kv_index = KVIndex(config.kv_blocks, config.prefixes) if config.kv_events else None
+        self.metrics = RouterMetrics()
+        self._open_attempts: dict[str, dict[int, WorkerAttempt]] = {}  # by worker id, then by attempt id
+        # Replaced workers with open attempts: by id, the seconds of silence allowed.
+        self._retired_worker_timeouts: dict[str, float] = {}
+        self._last_run_at = clock.now()
+
+    def register(self, registration: WorkerRegistration) -> None:
+        """Add or update a worker.
+
+        Raises InvalidRequest if its URL is this router's, and Superseded if its name is in use."""
+        now = self._now_excusing_pauses()
+        if refers_to_listener(registration.url, self._config.host, self._config.port):
+            raise InvalidRequest(
+                f"worker {registration.name!r} registered the URL {registration.url}, which is this router's",
+                hint="start the worker with another --port",
+            )
+        previous = self.membership.get(registration.name)
+        if previous is not None and self._is_name_taken(previous, registration, now):
+            raise Superseded(
+                f"another worker named {registration.name!r} is alive at {previous.registration.url}",
+                hint="start this worker with another --worker-name",
+            )
+        if not self.membership.register(registration, now):
+            raise Superseded(
+                f"the worker name {registration.name!r} belongs to a newer process",
+                hint="start this worker with another --worker-name",
+            )
+        if previous is not None and previous.registration.incarnation == registration.incarnation:
+            # Its engine may have been restarted.
+            self.workers[registration.name].engine_ids = _engine_ids_by_model(registration)
+            self.workers[registration.name].numerics = _numerics_by_model(registration)
+            return
+        if previous is not None:
+            log.info("worker replaced by another process: worker=%s", registration.name)
+            self._retire(
+                self.workers[registration.name], lost=self.membership.health(previous, now) is WorkerHealth.LOST
+            )
+        max_running = max(1, sum(model.max_running for model in registration.models))
+        breaker = CircuitBreaker(self._config.breaker_failures, self._config.breaker_pause)
+        self.workers[registration.name] = Worker(
+            id=f"{registration.name}/{registration.incarnation}",
+            name=registration.name,
+            models=frozenset(model.name for model in registration.models),
+            max_running=max_running,
+            max_requests=max_running + int(max_running * self._config.queue),
+            breaker=breaker,
+            dialect=registration.dialect,
+            role=registration.role,
+            engine_ids=_engine_ids_by_model(registration),
+            kv_capacity_tokens=_kv_capacity_tokens(registration),
+            numerics=_numerics_by_model(registration),
+        )
+        # A process may register again after it was replaced.
+        self._retired_worker_timeouts.pop(self.workers[registration.name].id, None)
+        log.info(
+            "worker registered: worker=%s url=%s models=%s",
+            registration.name,
+            registration.url,
+            ",".join(model.name for model in registration.models),
+        )
+        self._warn_of_different_numerics(self.workers[registration.name])
+
+    def _is_name_taken(self, old: ClusterMember, registration: WorkerRegistration, now: float) -> bool:
+        """Whether the name belongs to another live process.
+
+        That is one at another address (only one process can listen at the same), that sends heartbeats, is not shutting
+        down, and has not failed since its last heartbeat."""
+        if (
+            old.registration.incarnation == registration.incarnation
+            or old.registration.url == registration.url
+            or old.is_leaving
+        ):
+            return False
+        return (
+            self.membership.health(old, now) is not WorkerHealth.LOST
+            and not self.workers[registration.name].failed_since_heartbeat
+        )
+
+    def _warn_of_different_numerics(self, worker: Worker) -> None:
+        """Log, once per registration and model, that no stream can move between two workers."""
+        for model in worker.models:
+            for other in self.workers.values():
+                if other is worker or model not in other.models or "native" not in (worker.dialect, other.dialect):
+                    continue
+                if difference := describe_difference(worker.numerics.get(model), other.numerics.get(model)):
+                    log.warning(
+                        "workers compute a model differently, no streams or KV blocks move between them:"
+                        " model=%s worker=%s other=%s difference=%s",
+                        model,
+                        worker.name,
+                        other.name,
+                        difference,
+                    )
+                    break
+
+    def record_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Update a worker from its heartbeat.
+
+        Raises Superseded or NotFound if the heartbeat's process is not the registered one."""
+        if self.membership.is_replaced(heartbeat.incarnation):
+            raise Superseded(
+                f"the worker name {heartbeat.name!r} belongs to a newer process",
+                hint="start this worker with another --worker-name",
+            )
+        if not self.membership.record_heartbeat(heartbeat, self._now_excusing_pauses()):
+            raise NotFound(
+                f"no worker {heartbeat.name[:200]!r} with incarnation {heartbeat.incarnation[:200]!r} is registered",
+                hint="register again",
+            )
+        worker = self.workers[heartbeat.name]
+        worker.failed_since_heartbeat, worker.paired_engine_ids = False, frozenset(heartbeat.paired)
+        worker.record_report(heartbeat.prompt_tokens, heartbeat.busy_seconds, heartbeat.kv_usage)
+        self._update_readiness(worker)
+
+    def peers_for(self, name: str) -> dict[str, list[dict[str, Any]]]:
+        """Return, by model, the engines from which this worker may fetch blocks.
+
+        These are the engines of workers that prefill for others or drain."""
+        member = self.membership.get(name)
+        assert member is not None
+        peers: dict[str, list[dict[str, Any]]] = {}
+        if member.registration.role != "prefill":
+            models = {model.name for model in member.registration.models}
+            for other in self._workers_offering_blocks(member.registration):
+                for model in other.registration.models:
+                    if model.name not in models or model.peer is None:
+                        continue
+                    if other.is_leaving and model.peer.get("incarnation") not in member.heartbeat.paired:
+                        continue  # only already paired workers still fetch from a worker that shuts down
+                    peers.setdefault(model.name, []).append(model.peer)
+        return peers
+
+    def _workers_offering_blocks(self, receiver: WorkerRegistration) -> Iterator[ClusterMember]:
+        now = self._clock.now()
+        for member in self.membership:
+            registration, is_lost = member.registration, self.membership.health(member, now) is WorkerHealth.LOST
+            # A draining worker's streams move to other workers together with their blocks.
+            offers_blocks = registration.role == "prefill" or member.is_draining
+            if (
+                offers_blocks
+                and registration.dialect == receiver.dialect
+                and registration.name != receiver.name
+                and not is_lost
+            ):
+                yield member
+
+    def mark_leaving(self, name: str, incarnation: str) -> None:
+        if self.membership.mark_leaving(name, incarnation):
+            log.info("worker shutting down: worker=%s", name)
+            self.workers[name].is_leaving = True
+            self._update_readiness(self.workers[name])
+
+    def set_draining(self, name: str, is_draining: bool, move_streams: bool = False) -> None:
+        """Start or end the draining of a worker; raise NotFound for an unknown one.
+
+        With `move_streams`, its streams move to other workers at once where possible."""
+        if not self.membership.set_draining(name, is_draining):
+            known = ", ".join(self.workers) or "none"
+            raise NotFound(f"no worker is named {name[:200]!r}", hint=f"registered workers: {known}")
+        log.info("worker draining: worker=%s" if is_draining else "worker accepts requests again: worker=%s", name)
+        self._update_readiness(self.workers[name])
+        if is_draining and move_streams:
+            for attempt in list(self._open_attempts.get(self.workers[name].id, {}).values()):
+                if attempt.is_movable and self._can_be_taken_over(attempt):
+                    attempt.abort("drained")
+
+    def is_ready_to_move(self, name: str) -> bool:
+        """Whether every worker that could continue this one's streams can fetch its blocks, or never will."""
+        if (worker := self.workers.get(name)) is None:
+            return True
+        models = {
+            attempt.summary.model for attempt in self._open_attempts.get(worker.id, {}).values() if attempt.is_movable
+        }
+        return all(
+            other.can_fetch_from(worker, model)
+            for model in models & worker.engine_ids.keys()
+            for other in self.workers.values()
+            if other.is_ready
+            and other.role != "prefill"
+            and other.engine_ids.get(model)
+            and self._can_exchange_streams(worker, other, model)
+        )
+
+    def _can_exchange_streams(self, one: Worker, other: Worker, model: str) -> bool:
+        return one.dialect == other.dialect == "native" and one.numerics.get(model) == other.numerics.get(model)
+
+    def workers_unable_to_continue(self, model: str, origin: Worker) -> set[str]:
+        """Return the ids of workers that cannot continue a stream of `origin`.
+
+        These are foreign servers and workers with other numerics."""
+        numerics = origin.numerics.get(model)
+        return {w.id for w in self.workers.values() if w.dialect != "native" or w.numerics.get(model) != numerics}
+
+    def _can_be_taken_over(self, attempt: WorkerAttempt) -> bool:
+        """Whether another worker could continue this stream, or start it if there is no output yet."""
+        model, now = attempt.summary.model, self._clock.now()
+        excluded = (
+            self.workers_unable_to_continue(model, attempt.decision.worker) if attempt.first_byte_at is not None else ()
+        )
+        return any(worker.accepts(model, now) and worker.id not in excluded for worker in self.workers.values())
+
+    def health(self, worker: Worker) -> WorkerHealth:
+        member = self.membership.get(worker.name)
+        assert member is not None
+        return self.membership.health(member, self._clock.now())
+
+    def worker_url(self, worker: Worker) -> str:
+        """Return the worker's URL; raise EngineUnavailable if another process has taken its place."""
+        member = self.membership.get(worker.name)
+        if member is None or f"{worker.name}/{member.registration.incarnation}" != worker.id:
+            raise EngineUnavailable(f"worker {worker.name} was replaced by another process", hint="retry the request")
+        return member.registration.url.rstrip("/")
+
+    def tick(self) -> None:
+        """Abort attempts at workers that are lost or stuck, and remove expired workers."""
+        now = self._now_excusing_pauses()
+        for worker in self.workers.values():
+            self._update_readiness(worker)
+        for name in self.membership.remove_expired(now):
+            log.info("worker removed: worker=%s", name)
+            self._retire(self.workers.pop(name), lost=True)
+            self._forget_worker_name(name)
+        for worker_id in [
+            worker_id for worker_id in self._retired_worker_timeouts if worker_id not in self._open_attempts
+        ]:
+            del self._retired_worker_timeouts[worker_id]
+        for worker_id, timeout_s in self._retired_worker_timeouts.items():
+            for attempt in self._open_attempts[worker_id].values():
+                if now - attempt.last_activity_at > timeout_s:
+                    attempt.abort(WorkerHealth.STUCK.value)
+
+    def _now_excusing_pauses(self) -> float:
+        """Return the current time, after excusing a pause of the router itself.
+
+        If the router did not run (stopped, starved, a suspended machine), heartbeats could not be received, so the
+        workers' deadlines move by the pause. `TICK_INTERVAL_S` of each pause still counts, so that workers are found
+        lost even during an endless series of pauses."""
+        now = self._clock.now()
+        paused_s, self._last_run_at = now - self._last_run_at, now
+        if paused_s > PAUSE_THRESHOLD_S:
+            log.log(logging.WARNING if paused_s > 1.0 else logging.DEBUG, "router was paused: seconds=%.1f", paused_s)
+            self.membership.excuse_silence(paused_s - TICK_INTERVAL_S, now)
+            for attempt in (attempt for attempts in self._open_attempts.values() for attempt in attempts.values()):
+                attempt.last_activity_at = min(attempt.last_activity_at + paused_s - TICK_INTERVAL_S, now)
+        return now
+
+    def _forget_worker_name(self, name: str) -> None:
+        """Remove what is kept by worker or model name: names may differ at every start."""
+        self.metrics.merge_forgotten_worker(name)
+        for model in self.estimators.keys() - {model for worker in self.workers.values() for model in worker.models}:
+            del self.estimators[model]
+
+    def _update_readiness(self, worker: Worker) -> None:
+        health = self.health(worker)
+        ready = health is WorkerHealth.READY
+        if ready != worker.is_ready:
+            level = logging.INFO if ready else logging.WARNING
+            log.log(level, "worker health changed: worker=%s health=%s", worker.name, health.value)
+        worker.is_ready = ready
+        if health in (WorkerHealth.LOST, WorkerHealth.STUCK):
+            self._abort_attempts(worker, health)
+
+    def _abort_attempts(self, worker: Worker, health: WorkerHealth) -> None:
+        """Abort the worker's attempts.
+
+        Streams that still deliver output survive missing heartbeats, which are late on a busy machine."""
+        active_since = self._clock.now() - self._config.lost_after
+        for attempt in self._open_attempts.get(worker.id, {}).values():
+            is_active = attempt.first_byte_at is not None and attempt.last_activity_at >= active_since
+            if health is WorkerHealth.STUCK or not is_active:
+                attempt.abort(health.value)
+
+    def _retire(self, worker: Worker, *, lost: bool) -> None:
+        """Send no new requests to this worker.
+
+        Its open attempts may still finish, as in a rolling restart."""
+        worker.is_ready = False
+        if self.kv_index is not None:
+            self.kv_index.remove_worker(worker.id)
+        self._retired_worker_timeouts[worker.id] = self._config.lost_after if lost else self._config.stuck_after
+        if lost:
+            self._abort_attempts(worker, WorkerHealth.LOST)
+
+
+def _kv_capacity_tokens(registration: WorkerRegistration) -> int:
+    """Return the size of the KV cache, or 0 if several models have one.
+
+    Heartbeats report only the joint usage of several caches."""
+    caches = [model.kv_tokens for model in registration.models if model.max_running]
+    return caches[0] if len(caches) == 1 else 0
+
+
+def _numerics_by_model(registration: WorkerRegistration) -> dict[str, Numerics | None]:
+    return {model.name: model.numerics for model in registration.models}
+
+
+def _engine_ids_by_model(registration: WorkerRegistration) -> dict[str, str]:
+    return {model.name: str(model.peer.get("incarnation")) for model in registration.models if model.peer is not None}

@@ -1,0 +1,147 @@
+"""Assembles the application of a server process from the files of its models and a ready engine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberline import __version__
+from emberline.api import reasoning
+from emberline.api import tool_style as toolstyle
+from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
+from emberline.core.errors import DownloadError, UnsupportedModel
+from emberline.engine.async_engine import AsyncEngine
+from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.messages import LoadedModelInfo
+from emberline.hub.source import resolve_model
+from emberline.server.metrics import ModelMetrics
+from emberline.server.pages import load_pages
+from emberline.server.tracing import RequestTracing
+from emberline.tokens.detokenizer import Detokenizer
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker import protocols
+from emberline.worker.catalog import LoadedModel, ModelCatalog
+from emberline.worker.embedding_model import EmbeddingModel
+from emberline.worker.engine_app import EngineApp
+from emberline.worker.generator import Generator
+from emberline.worker.prompt_builder import PromptBuilder
+from emberline.worker.response_store import ResponseStore
+from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
+
+log = logging.getLogger("emberline.server")
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadedParts:
+    """Parts that need no engine and are loaded while the engine starts."""
+
+    models: dict[str, ModelTextFiles]
+    embedding_model: EmbeddingModel | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTextFiles:
+    """The tokenizer and chat template of one model."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def load_parts(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedParts:
+    protocols.warm_up()
+    models = {
+        name: ModelTextFiles(directory, Tokenizer.load(directory), _load_template(directory, config))
+        for name, directory in directories.items()
+    }
+    for text in models.values():
+        Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
+    return PreloadedParts(models, _load_embedding_model(config.embedder))
+
+
+def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
+    """Load the embedding model; None if it is turned off, or if the default one cannot be downloaded."""
+    if name is None:
+        return None
+    try:
+        directory = resolve_model(name)
+    except DownloadError as error:
+        if name != DEFAULT_EMBEDDER:
+            raise
+        log.warning("Embedding model unavailable, /v1/embeddings is off: model=%s reason=%s", name, error)
+        return None
+    return EmbeddingModel(name, directory, core_count())
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledServer:
+    app: EngineApp
+    catalog: ModelCatalog
+    embedding_model: EmbeddingModel | None
+    response_store: ResponseStore | None = None
+
+    def close(self) -> None:
+        if self.response_store is not None:
+            self.response_store.close()
+        for model in self.catalog:
+            model.guard.close()
+        if self.embedding_model is not None:
+            self.embedding_model.stop()
+
+
+def assemble(
+    config: ServerConfig, parts: PreloadedParts, engine: AsyncEngine, tracing: RequestTracing | None
+) -> AssembledServer:
+    catalog = ModelCatalog(
+        _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in parts.models.items()
+    )
+    store = _open_response_store(config)
+    app = EngineApp(config, engine, catalog, parts.embedding_model, load_pages(), tracing, store)
+    return AssembledServer(app, catalog, parts.embedding_model, store)
+
+
+def _open_response_store(config: ServerConfig) -> ResponseStore | None:
+    """Open the response store. auto: a temporary file; none at a worker, as its router may choose another next time."""
+    if config.response_store == "none" or (config.response_store == "auto" and config.worker is not None):
+        return None
+    path = None if config.response_store == "auto" else Path(config.response_store)
+    return ResponseStore(path, config.response_store_size)
+
+
+def _assemble_model(
+    config: ServerConfig, name: str, text: ModelTextFiles, engine: AsyncEngine, info: LoadedModelInfo
+) -> LoadedModel:
+    sources = "".join(text.template.sources.values()) if text.template else ""
+    tool_style = toolstyle.select_tool_style(sources, config.tool_style)
+    tokenizer_file = text.directory / "tokenizer.json"
+    guard = GrammarGuard(tokenizer_file, info.vocab_size, info.eos)
+    metrics = ModelMetrics(name)
+    generator = Generator(
+        engine,
+        PromptBuilder(text.tokenizer, text.template, tool_style, info.max_context),
+        guard,
+        metrics,
+        served_name=name,
+        tool_style=tool_style,
+        reasoning=reasoning.select_reasoning_style(sources),
+        timeout=config.request_timeout,
+        token_timeout=config.token_timeout,
+        eos_token_ids=frozenset(info.eos),
+    )
+    fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
+    defaults = load_sampling_defaults(text.directory, config.generation_config)
+    if defaults:
+        log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
+    return LoadedModel(name, generator, guard, metrics, fingerprint, defaults)
+
+
+def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:
+    try:
+        return ChatTemplate.load(directory, Path(config.chat_template) if config.chat_template else None)
+    except UnsupportedModel as e:
+        log.warning("Chat template unavailable, only /v1/completions works: model=%s reason=%s", directory.name, e)
+        return None

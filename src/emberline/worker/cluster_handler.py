@@ -1,0 +1,144 @@
+"""ClusterHandler: endpoints for routers: continue another worker's reply, or compute a prompt for another worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from emberline.api.errors import openai_error
+from emberline.api.sse import dumps
+from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, InvalidRequest
+from emberline.core.events import Output
+from emberline.core.handoff import Handoff
+from emberline.core.offload import offload
+from emberline.core.pickle_cost import check_pickle_cost
+from emberline.core.request import FinishReason
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.server.exchange import Exchange
+from emberline.worker.generation_handler import GenerationHandler
+from emberline.worker.protocols import PROTOCOLS
+from emberline.worker.request_context import CHAIN_HEADER, RequestContext, tenant_from_router
+
+log = logging.getLogger("emberline.server")
+
+MAX_FORWARD_OVERHEAD_BYTES = 8 << 20  # of a forwarded request beside the client's body
+
+
+class ForwardedRequest(msgspec.Struct):
+    """A client's request forwarded by a router, with the state of its reply."""
+
+    path: str
+    body: msgspec.Raw
+    seed: int | None = None
+    id: str | None = None  # of the reply, as the client sees it
+    created: int | None = None
+    handoff: dict[str, Any] = {}
+    timeout: float | None = None  # seconds left for the request
+
+    def to_context(self) -> RequestContext:
+        given: dict[str, Any] = {}
+        if self.id is not None:
+            given["id"] = self.id.removeprefix(PROTOCOLS[self.path].id_prefix)
+        if self.created is not None:
+            given["created"] = self.created
+        if self.timeout is not None:
+            given["timeout"] = self.timeout
+        return RequestContext(seed=self.seed, is_tracked=True, handoff=Handoff.parse(self.handoff), **given)
+
+
+class ClusterHandler:
+    def __init__(self, handler: GenerationHandler, max_body: int, has_api_keys: bool = False) -> None:
+        """`has_api_keys`: this server requires API keys of its clients."""
+        self._handler = handler
+        self._has_api_keys = has_api_keys
+        self._max_body = max_body
+
+    async def resume(self, exchange: Exchange) -> None:
+        """Continue a reply that another worker has started."""
+        forwarded, body = await self._read(exchange)
+        tenant = tenant_from_router(exchange, self._has_api_keys)
+        context = replace(
+            forwarded.to_context(),
+            reports_chain=exchange.header(CHAIN_HEADER) == "1",
+            span=exchange.span,
+            tenant=tenant,
+        )
+        await self._handler.handle(exchange, forwarded.path, body, context)
+
+    async def prefill(self, exchange: Exchange) -> None:
+        """Compute a prompt and stream JSON lines: the ticket for pulling its KV blocks, then the result or an error."""
+        forwarded, body = await self._read(exchange)
+        context = replace(
+            forwarded.to_context(), span=exchange.span, tenant=tenant_from_router(exchange, self._has_api_keys)
+        )
+        call, model = await self._handler.parse(forwarded.path, body, context)
+        await exchange.run_while_connected(_stream_lines(exchange, model.generator.prefill(call, context)))
+
+    async def _read(self, exchange: Exchange) -> tuple[ForwardedRequest, bytes]:
+        """Read the forwarded request and the client's body in it. Raises InvalidRequest or BodyTooLarge."""
+        data = await exchange.read_body(self._max_body + MAX_FORWARD_OVERHEAD_BYTES)
+        forwarded, body = await offload.run_by_size(len(data), parse_forwarded_request, data)
+        if forwarded.path not in PROTOCOLS:
+            raise InvalidRequest(f"path is {forwarded.path[:200]!r}, which is not a generation endpoint", param="path")
+        exchange.protocol_path = forwarded.path  # errors of the call have the format of the client's protocol
+        if len(body) > self._max_body:
+            raise BodyTooLarge(f"the body has {len(body)} bytes; the limit is {self._max_body}")
+        return forwarded, body
+
+
+def parse_forwarded_request(data: bytes) -> tuple[ForwardedRequest, bytes]:
+    """Parse a forwarded request; a large one in a child process. Raises InvalidRequest."""
+    try:
+        forwarded = msgspec.json.decode(data, type=ForwardedRequest)
+    except JSON_DECODE_ERRORS as e:
+        raise InvalidRequest(f"invalid forwarded request: {e}") from e
+    check_pickle_cost(forwarded.handoff, what="the handoff")
+    body, forwarded.body = bytes(forwarded.body), msgspec.Raw(b"")
+    return forwarded, body
+
+
+async def _stream_lines(exchange: Exchange, outputs: AsyncGenerator[Output, None]) -> None:
+    """Stream the outputs as lines; an error before the first line has its own status."""
+    async with aclosing(outputs):
+        try:
+            ended = False
+            async for output in outputs:
+                lines = []
+                if output.ticket is not None and exchange.status is None:
+                    lines.append(_line("ticket", output.ticket))
+                if output.finish is not None:
+                    lines.append(_line("done", _result_json(output)))
+                    ended = True
+                if lines:
+                    await _send(exchange, lines, last=ended)
+        except Exception as e:
+            if exchange.status is None:
+                raise
+            if not isinstance(e, EmberlineError):
+                log.exception("Prefill failed: path=%s", exchange.path)
+            reply = openai_error(e)
+            exchange.log_fields["error"] = reply.body["error"]["code"]
+            details = {"code": reply.body["error"]["code"], "message": reply.body["error"]["message"]}
+            await _send(exchange, [_line("error", details | {"status": reply.status})], last=True)
+
+
+def _result_json(output: Output) -> dict[str, Any]:
+    if output.finish is not FinishReason.HANDOFF:
+        raise EngineFailed("the engine did not compute the whole prompt", hint="send the request again")
+    seconds = output.timing.prefill if output.timing else None
+    return {"token": output.tokens[0], "cached": output.cached_tokens, "seconds": seconds or 0.0}
+
+
+async def _send(exchange: Exchange, lines: list[bytes], *, last: bool) -> None:
+    if exchange.status is None:
+        await exchange.start_reply(200, "application/x-ndjson", {"cache-control": "no-cache"})
+    await exchange.send(b"".join(lines), last=last)
+
+
+def _line(name: str, value: Any) -> bytes:
+    return dumps({name: value}) + b"\n"

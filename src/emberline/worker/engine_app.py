@@ -1,0 +1,278 @@
+"""EngineApp: the ASGI application of a server or worker: its routes and their handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from emberline import __version__
+from emberline.api import tokenize
+from emberline.api.anthropic import request as anthropic
+from emberline.api.openai import embeddings, models
+from emberline.api.openapi import build_document
+from emberline.core.config import ServerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Stats
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.engine.async_engine import AsyncEngine, EngineState
+from emberline.server.access import AccessPolicy
+from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.metrics import CacheInfo, MetricFamily, render_exposition
+from emberline.server.pages import StaticPage
+from emberline.server.route_table import Handler, HTTPRoute, RouteTable
+from emberline.server.tracing import RequestTracing
+from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.block_events import BlockEventStream
+from emberline.worker.catalog import LoadedModel, ModelCatalog
+from emberline.worker.cluster_handler import ClusterHandler
+from emberline.worker.embedding_model import EmbeddingModel
+from emberline.worker.generation_handler import GenerationHandler
+from emberline.worker.prompt_builder import LONG_TEXT_CHARS
+from emberline.worker.protocols import PROTOCOLS, parse_within_weight
+from emberline.worker.request_context import RequestContext
+from emberline.worker.response_store import ResponseStore
+from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
+from emberline.worker.stored_responses import StoredResponses
+from emberline.worker.transfer_metrics import transfer_families as transfer_families
+
+log = logging.getLogger("emberline.server")
+
+T = TypeVar("T")
+
+STALL_TIMEOUT_S = 30.0  # without a message from the engine; then /health/progress fails
+
+
+class EngineApp:
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: AsyncEngine,
+        catalog: ModelCatalog,
+        embedding_model: EmbeddingModel | None,
+        pages: dict[str, StaticPage],
+        tracing: RequestTracing | None = None,
+        response_store: ResponseStore | None = None,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._catalog = catalog
+        responses = StoredResponses(response_store, self._tenant)
+        self._handler = GenerationHandler(catalog, responses)
+        self._embeddings = embedding_model
+        self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
+        self._start_time = time.time()
+        self._document = build_document(__version__)
+        self._tracing = tracing
+        traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
+        routes = {
+            **{path: HTTPRoute(traced(self._generate)) for path in PROTOCOLS},
+            "/v1/messages/count_tokens": HTTPRoute(self._count_tokens),
+            "/v1/embeddings": HTTPRoute(traced(self._create_embeddings)),
+            "/v1/models": HTTPRoute(self._list_models, "GET"),
+            "/tokenize": HTTPRoute(self._tokenize),
+            "/detokenize": HTTPRoute(self._detokenize),
+            "/stats": HTTPRoute(self._report_stats, "GET", "operator"),
+            "/health": HTTPRoute(self._report_ready, "GET", "nothing"),
+            "/health/live": HTTPRoute(self._report_live, "GET", "nothing"),
+            "/health/ready": HTTPRoute(self._report_ready, "GET", "nothing"),
+            "/health/progress": HTTPRoute(self._report_progress, "GET", "nothing"),
+            "/metrics": HTTPRoute(self._report_metrics, "GET", "operator"),
+            "/openapi.json": HTTPRoute(self._report_openapi, "GET", "nothing"),
+        }
+        if config.worker is not None:
+            cluster = ClusterHandler(self._handler, config.max_body, has_api_keys=bool(config.api_keys))
+            routes["/cluster/resume"] = HTTPRoute(traced(cluster.resume), required_key="cluster")
+            routes["/cluster/prefill"] = HTTPRoute(traced(cluster.prefill), required_key="cluster")
+            routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
+        cluster_key = config.worker.cluster_key if config.worker is not None else None
+        hint = "/openapi.json lists the endpoints"
+        access = AccessPolicy(config.api_keys, cluster_key, config.closed)
+        self._site = RouteTable(routes, HTTPRoute(self._describe_model, "GET"), pages, access, hint)
+        self._site.prefix_routes[RESPONSES] = HTTPRoute(responses.handle, method="")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        exchange = Exchange(scope, receive, send)
+        start = time.perf_counter()
+        try:
+            await self._site.handle(exchange)
+        finally:
+            level = logging.INFO if exchange.log_fields else logging.DEBUG
+            note = " ".join(f"{name}={value!r}" for name, value in exchange.log_fields.items() if value)
+            seconds = time.perf_counter() - start
+            status = exchange.logged_status or exchange.status
+            facts = (exchange.method, exchange.path, status, seconds, note)
+            log.log(level, "Request: method=%s path=%s status=%s seconds=%.3f %s", *facts)
+
+    async def _generate(self, exchange: Exchange) -> None:
+        await self._handler.handle(
+            exchange,
+            exchange.path,
+            await self._body(exchange),
+            RequestContext.from_exchange(exchange, bool(self._config.api_keys)),
+        )
+
+    # -- the rest of the API ------------------------------------------------------------------------------------------
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        call = await self._parse(anthropic.parse_count_tokens, exchange)
+        model = self._catalog.select(call.common.model or None)
+        await exchange.reply_json(anthropic.render_token_count(await model.generator.count_prompt_tokens(call)))
+
+    async def _create_embeddings(self, exchange: Exchange) -> None:
+        call = await self._parse(embeddings.parse, exchange)
+        if self._embeddings is None:
+            raise InvalidRequest("this server has no embedding model", hint="start the server with --embedder minilm")
+        vectors, tokens = await self._embeddings.embed(call)
+        if exchange.span is not None:
+            exchange.span.attributes |= {
+                "gen_ai.request.model": self._embeddings.name,
+                "gen_ai.usage.input_tokens": tokens,
+            }
+        await exchange.reply_json(embeddings.render(call, vectors, tokens, self._embeddings.name))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        call = await self._parse(tokenize.parse, exchange)
+        prompts = self._catalog.select(call.model or None).generator.prompt_builder
+        text, special = (
+            (call.prompt, call.add_special_tokens)
+            if isinstance(call.prompt, str)
+            else (await prompts.render_off_loop(call.prompt), call.prompt.add_special_tokens)
+        )
+        ids = await prompts.encode(text, add_special=special, param="prompt")
+        strings = await asyncio.to_thread(prompts.token_texts, ids) if call.returns_strings else []
+        await exchange.reply_json(tokenize.render(call, ids, strings, prompts.max_context))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        call = await self._parse(tokenize.parse_detokenize, exchange)
+        tokenizer = self._catalog.select(call.model or None).generator.prompt_builder.tokenizer
+        is_short = len(call.ids) < LONG_TEXT_CHARS
+        if is_short:
+            text = _detokenize_ids(tokenizer, call.ids)
+        else:
+            text = await asyncio.to_thread(_detokenize_ids, tokenizer, call.ids)
+        await exchange.reply_json(tokenize.render_detokenized(call, text))
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        await exchange.reply_json(models.list_models(self.served_models()))
+
+    async def _describe_model(self, exchange: Exchange) -> None:
+        await exchange.reply_json(
+            models.retrieve_model(self.served_models(), exchange.path.removeprefix("/v1/models/"))
+        )
+
+    async def _report_openapi(self, exchange: Exchange) -> None:
+        await exchange.reply_json(self._document)
+
+    # -- health, statistics and metrics --------------------------------------------------------------------------------
+
+    async def _report_live(self, exchange: Exchange) -> None:
+        await exchange.reply_json({"status": "live"})
+
+    async def _report_ready(self, exchange: Exchange) -> None:
+        ready = self._engine.state is EngineState.READY
+        models = (
+            {m.name: "awake" if self._engine.is_awake(m.name) else "asleep" for m in self._catalog} if ready else {}
+        )
+        status = "ready" if ready else self._engine.state.value
+        body = {"status": status, "engine_restarts": self._engine.restarts, "models": models}
+        await exchange.reply_json(body, 200 if ready else 503)
+
+    async def _report_progress(self, exchange: Exchange) -> None:
+        """Report the time since the engine's last message: it shows a stalled engine while the server is live."""
+        engine = self._engine
+        is_progressing = engine.state is EngineState.READY and engine.silent_seconds < STALL_TIMEOUT_S
+        stalled = "stuck" if engine.state is EngineState.READY else engine.state.value
+        status = "moving" if is_progressing else stalled
+        await exchange.reply_json(
+            {
+                "status": status,
+                "step": sum(stats.step for stats in engine.stats.values()),
+                "seconds_since_last_sign": round(engine.silent_seconds, 3),
+                "open_requests": engine.num_open,
+                "engine_restarts": engine.restarts,
+            },
+            200 if is_progressing else 503,
+        )
+
+    async def _report_stats(self, exchange: Exchange) -> None:
+        """Reply with the totals of all models."""
+        engine, s = self._engine, Stats.total(self._engine.stats.values())
+        await exchange.reply_json(
+            {
+                "model": ", ".join(model.name for model in self._catalog),
+                "engine_state": engine.state.value,
+                "engine_restarts": engine.restarts,
+                "uptime_seconds": time.time() - self._start_time,
+                "kv_usage": s.kv_usage,
+                "open_requests": engine.num_open,
+                **{name: getattr(s, name) for name in s.__slots__ if name != "residency"},
+            }
+        )
+
+    async def _report_metrics(self, exchange: Exchange) -> None:
+        models = (f for model in self._catalog for f in self._metric_families(model))
+        traced = self._tracing.families() if self._tracing is not None else ()
+        text = render_exposition([*models, self._site.reply_counter.family(), *traced])
+        await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:
+        engine, info = self._engine, self._engine.model_info[model.name]
+        model.metrics.record_engine_start(info.seconds, info.weight_bytes, info.kv_bytes)
+        yield from model.metrics.families(
+            engine.stats[model.name],
+            restarts=engine.restarts,
+            ready=engine.state is EngineState.READY,
+            block_size=info.block_size,
+            cache=CacheInfo(info.device, info.kv_dtype, info.prefix_cache),
+        )
+        if (transfer := engine.stats[model.name].transfer) is not None:
+            yield from transfer_families(model.metrics.labels, transfer)
+        yield from model.metrics.sleep_families(engine.sleep_states[model.name].turns, engine.is_awake(model.name))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _parse(self, parse: Callable[[bytes], T], exchange: Exchange) -> T:
+        """Parse the body, a large one in a child process."""
+        body = await self._body(exchange)
+        return (
+            parse(body)
+            if len(body) < LARGE_INPUT_BYTES
+            else await offload.run(len(body), parse_within_weight, parse, body)
+        )
+
+    def _tenant(self, exchange: Exchange) -> str:
+        return RequestContext.from_exchange(exchange, bool(self._config.api_keys)).tenant
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        return await exchange.read_body(self._config.max_body)
+
+    @property
+    def engine(self) -> AsyncEngine:
+        return self._engine
+
+    def served_models(self) -> list[models.ServedModel]:
+        served = [
+            models.ServedModel(
+                model.name,
+                int(self._start_time),
+                model.generator.prompt_builder.max_context,
+                sampling_defaults=model.sampling_defaults,
+            )
+            for model in self._catalog
+        ]
+        if self._embeddings is not None:
+            length = self._embeddings.max_tokens
+            served.append(models.ServedModel(self._embeddings.name, int(self._start_time), length, kind="embedding"))
+        return served
+
+
+def _detokenize_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    if any(not 0 <= i < tokenizer.vocab_size for i in ids):
+        wrong = next(i for i in ids if not 0 <= i < tokenizer.vocab_size)
+        what = f"tokens has {wrong}; token ids are in [0, {tokenizer.vocab_size})"
+        raise InvalidRequest(what, param="tokens", hint="POST /tokenize returns the ids of a text")
+    return tokenizer.decode(ids, skip_special=False)

@@ -1,0 +1,226 @@
+"""The worker's or server's process, from start to stop. The engine process starts first; the rest loads meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from emberline.core.config import EngineConfig, ServerConfig, TimeSharingConfig, TransferConfig, WorkerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Stats
+from emberline.engine.async_engine import AsyncEngine, EngineState
+from emberline.engine.messages import LoadedModelInfo
+from emberline.hub.source import resolve_model
+from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listener import (
+    answer_while_loading,
+    bind_listener,
+    check_exposure,
+    is_exposed,
+    serve_until_stopped,
+)
+
+if TYPE_CHECKING:
+    from emberline.cluster.registrar import Registrar
+    from emberline.worker.engine_app import EngineApp
+
+log = logging.getLogger("emberline.server")
+
+LEASE_DRAIN_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+async def serve(
+    config: ServerConfig, engine_config: EngineConfig, fleet_config: TimeSharingConfig, start_time: float
+) -> None:
+    """Serve until a signal stops the process. `start_time`: start of the process on the monotonic clock."""
+    listener = bind_listener(config.host, config.port)
+    port = listener.getsockname()[1]
+    config = _check_access(config, listener)
+    if config.worker is not None:
+        config = replace(config, worker=with_reachable_url(config.worker, config.host, port))
+        assert config.worker is not None
+        check_worker_address(config.worker, config.host, port)
+    server = await answer_while_loading(listener)
+    directories = await _in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
+    if config.worker is not None:
+        engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
+    configs = {
+        name: replace(engine_config.with_kv_ports(i), model=str(directory))
+        for i, (name, directory) in enumerate(directories.items())
+    }
+    engine = AsyncEngine(configs, fleet_config, stall_timeout=config.stall_timeout)
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
+    assembled = registrar = None
+    try:
+        from emberline.server.tracing import open_tracing
+        from emberline.worker.assembly import assemble, load_parts
+
+        parts = await asyncio.to_thread(load_parts, config, directories)
+        await starting
+        service = "emberline-server" if config.worker is None else "emberline-worker"
+        async with open_tracing(config.trace, service, _name(config.worker, port)) as spans:
+            assembled = assemble(config, parts, engine, spans)
+            _log_models(engine.model_info)
+            if config.worker is not None:
+                registrar = _make_registrar(config.worker, config, port, assembled.app)
+
+            def ready() -> None:
+                _log_ready(config.host, port, engine.model_info, start_time)
+                if registrar is not None:
+                    registrar.start()
+
+            async def leaving() -> None:
+                engine.block_events.close()
+                if registrar is not None:
+                    await registrar.leave()
+
+            guarded = CrossSiteGuard(assembled.app, _cross_site(config, listener))
+            await serve_until_stopped(guarded, listener, ready, leaving, server=server)
+            await wait_for_leases(engine)
+    finally:
+        if registrar is not None:
+            await registrar.stop()
+        starting.cancel()
+        await engine.stop()
+        if assembled is not None:
+            assembled.close()
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run the work in a daemon thread and return its result.
+
+    A download may take minutes, and Ctrl-C must end the process meanwhile: it would wait for asyncio's own threads.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(work())
+        except BaseException as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Check access from other machines; without API keys such a worker accepts only its router's cluster key."""
+    cluster_key = config.worker.cluster_key if config.worker is not None else None
+    hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")
+    authenticated = bool(config.api_keys or cluster_key)
+    check_exposure(listener, is_authenticated=authenticated, allows_anyone=config.open, hint=hint)
+    return replace(config, closed=is_exposed(listener) and not config.open and not config.api_keys)
+
+
+def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
+    hostname = urlsplit(config.worker.url).hostname if config.worker is not None and config.worker.url else None
+    return CrossSitePolicy.build(
+        config.cors_origins,
+        (*config.allowed_hosts, *([hostname] if hostname else [])),
+        loopback=not is_exposed(listener),
+        authenticated=bool(config.api_keys),
+    )
+
+
+async def wait_for_leases(engine: AsyncEngine) -> None:
+    """Wait until other workers have pulled the KV blocks leased to them; after the timeout they recompute them."""
+    deadline = engine.now() + LEASE_DRAIN_TIMEOUT_S
+    while engine.state is EngineState.READY and engine.now() < deadline:
+        transfer = Stats.total(engine.stats.values()).transfer
+        if transfer is None or not transfer.leases:
+            return
+        await asyncio.sleep(0.05)
+
+
+def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
+    from emberline.cluster.registrar import Registrar
+    from emberline.worker.worker_reporter import WorkerReporter
+
+    name, url = _name(worker, port), _url(worker, config.host, port)
+    reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
+    return Registrar(
+        worker.router, worker.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
+    )
+
+
+def check_worker_address(worker: WorkerConfig, host: str, port: int) -> None:
+    """Raise InvalidRequest if a router would reject this worker's name or address, before the model is loaded."""
+    from emberline.cluster.registration import ModelRegistration, WorkerRegistration
+
+    try:
+        WorkerRegistration(_name(worker, port), "none yet", _url(worker, host, port), (ModelRegistration("any"),))
+    except ValueError as error:
+        hint = "check --worker-name and --worker-url"
+        raise InvalidRequest(f"invalid worker name or URL: {error}", param="worker", hint=hint) from error
+
+
+def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
+    """Return the config with a URL that the router can reach, if the worker listens on all interfaces.
+
+    Raises InvalidRequest if this machine's address towards the router cannot be found.
+    """
+    from emberline.cluster.address import is_unspecified, outgoing_address
+
+    if worker.url or not is_unspecified(host):
+        return worker
+    try:
+        found = outgoing_address(worker.router)
+    except (OSError, ValueError) as e:
+        what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
+        raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
+    return replace(worker, url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
+
+
+def _url(worker: WorkerConfig, host: str, port: int) -> str:
+    return worker.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _name(worker: WorkerConfig | None, port: int) -> str:
+    """Return the worker's name, by default its address: cloned machines may have the same hostname."""
+    if worker is None:
+        return f"{socket.gethostname()}:{port}"
+    return worker.name or (urlsplit(worker.url).netloc if worker.url else f"{socket.gethostname()}:{port}")
+
+
+def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
+    """Return the KV transfer's config, with the name and address of the HTTP server."""
+    hostname = urlsplit(worker.url).hostname if worker.url else None
+    return TransferConfig(_name(worker, port), host, advertise=hostname, required=worker.role != "both")
+
+
+def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
+    for name, info in ready.items():
+        log.info(
+            "Model loaded: model=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
+            name,
+            info.max_context,
+            info.kv_tokens,
+            info.weight_bytes / 1e6,
+            info.kv_bytes / 1e6,
+            info.kernels,
+        )
+
+
+def _log_ready(host: str, port: int, ready: Mapping[str, LoadedModelInfo], start_time: float) -> None:
+    """Log that the server is ready, with the time of each phase over all models; imports happen once."""
+    phases: dict[str, float] = {}
+    for info in ready.values():
+        for phase, seconds in info.seconds.items():
+            phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
+    phase_list = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
+    log.info(
+        "Server ready: url=http://%s:%d seconds=%.2f phases=%r", host, port, time.monotonic() - start_time, phase_list
+    )

@@ -1,0 +1,199 @@
+"""PromptBuilder: converts a call's messages or texts to the tokens of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from emberline.api import reasoning, tools
+from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool
+from emberline.api.reasoning import ReasoningStyle
+from emberline.api.template_settings import find_ignored_settings
+from emberline.api.tool_style import ToolStyle
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.core.params import SamplingParams
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
+
+LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
+END_MARK = "\ue0f1\ue0f2"  # private-use characters, which no template writes
+MANY_MESSAGES = 100  # more are rendered in a thread
+MANY_TOOLS = 20  # more are rendered in a thread
+
+
+class PromptBuilder:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_style: ToolStyle, max_context: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self._template = template
+        self._style = tool_style
+        sources = list(template.sources.values()) if template is not None else []
+        self._supports_tools = any(tools.template_supports_tools(source) for source in sources)
+        self._reasoning = reasoning.select_reasoning_style("".join(sources))
+        # Empty if no marker ends the reasoning.
+        self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
+
+    async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
+        """Render the call; a long one in a thread, so that the event loop keeps running. Raises as `render` does."""
+        if len(call.messages) > self.max_context:
+            raise ContextLengthExceeded(
+                f"messages has {len(call.messages)} items; the model's context holds {self.max_context} tokens",
+                param="messages",
+                hint="send fewer messages",
+            )
+        is_long = (
+            len(call.messages) > MANY_MESSAGES
+            or len(call.tools) > MANY_TOOLS
+            or any(len(message.get("content") or "") > LONG_TEXT_CHARS for message in call.messages)
+        )
+        return await asyncio.to_thread(self.render, call, created) if is_long else self.render(call, created)
+
+    def render(self, call: ChatCall, created: int | None = None) -> str:
+        """Render the messages with the model's chat template.
+
+        `created`: the Unix time that the template sees, so that a reply which continues elsewhere or after midnight
+        has the same prompt; None: now. Raises InvalidRequest if the model has no template or rejects the request.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "the model has no chat template",
+                hint="use /v1/completions, or start the server with --chat-template FILE",
+            )
+        self.find_ignored_fields(call)
+        messages = tools.fit_call_ids(call.messages, self._style)
+        if not self._supports_tools:
+            messages = tools.inject_tools(messages, _callable_tools(call), self._style)
+        tool_list = self._tools_for_template(call)
+        mark = _choose_mark(messages) if call.continues_last_message else ""
+        if mark:
+            messages = [*messages[:-1], _append_mark(messages[-1], mark)]
+        time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
+        text = self._template.render(
+            messages,
+            tool_list,
+            call.adds_generation_prompt and not call.continues_last_message,
+            **call.template_args,
+            **time_args,
+        )
+        return _cut_at_mark(text, mark) if mark else text
+
+    def find_ignored_fields(self, call: ChatCall) -> list[str]:
+        """Return the request fields without effect on this model. Raises InvalidRequest for any but hints."""
+        if self._template is None:
+            return []
+        known = self._template.extra_variables(self._tools_for_template(call) is not None)
+        found = find_ignored_settings(call.template_settings, known, self._reasoning is not None)
+        if call.thinking_budget is not None and not self.reasoning_end_tokens and "thinking" not in found:
+            found.append("thinking.budget_tokens")  # no marker could end this model's reasoning
+        return found
+
+    def _tools_for_template(self, call: ChatCall) -> list[dict[str, Any]] | None:
+        """Return the tools for a template that supports them, else None."""
+        shown = _callable_tools(call)
+        return tools.tools_for_template(shown) if shown and self._supports_tools else None
+
+    async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
+        if isinstance(text, list):
+            return text
+        if len(text) > self.max_context * MAX_CHARS_PER_TOKEN:
+            raise ContextLengthExceeded(
+                f"{param} has {len(text)} characters; this model's maximum context length is {self.max_context} tokens",
+                param=param,
+                hint=f"shorten {param}",
+            )
+        if len(text) < LONG_TEXT_CHARS:
+            return self.tokenizer.encode(text, add_special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [self.tokenizer.token_text(i) for i in ids]
+
+    def truncate(self, ids: list[int], call: GenerationCall) -> list[int]:
+        """Return the prompt's last or first tokens, as many as the request keeps."""
+        if call.truncate_prompt_tokens is None:
+            return ids
+        kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
+        return ids[:kept] if call.keeps_first_tokens or not kept else ids[-kept:]
+
+    def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
+        """Return the call's parameters with its bad words as tokens, each with and without a leading space.
+
+        Raises InvalidRequest for an allowed token id outside the vocabulary.
+        """
+        if any(token >= self.tokenizer.vocab_size for token in call.params.allowed_token_ids):
+            param = "allowed_token_ids"
+            wrong = max(call.params.allowed_token_ids)
+            what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
+            raise InvalidRequest(what, param=param, hint="POST /tokenize returns the ids of a text")
+        words: dict[tuple[int, ...], None] = {}
+        for word in call.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                if ids := self.tokenizer.encode(text, add_special=False):
+                    words[tuple(ids)] = None
+        return replace(call.params, bad_words=tuple(words)) if words else call.params
+
+    def check_length(self, ids: Sequence[int], param: str) -> None:
+        """Raise an error that names the protocol's field if the prompt is empty or too long for the context."""
+        if len(ids) >= self.max_context:
+            raise ContextLengthExceeded(
+                f"{param} has {len(ids)} tokens; this model's maximum context length is {self.max_context} tokens, and "
+                "the answer needs at least one",
+                param=param,
+                hint=f"shorten {param}",
+            )
+        if not ids:
+            raise InvalidRequest(f"{param} has no tokens", param=param, hint="send a text that is not empty")
+
+
+def _callable_tools(call: ChatCall) -> Sequence[Tool]:
+    return call.tools if call.tool_choice.mode != "none" else ()
+
+
+def _reasoning_end_tokens(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
+    ids = tokenizer.encode(style.end, add_special=False) if style is not None else []
+    spelled = b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", "replace")
+    # SentencePiece adds a space before the text.
+    return ids if style is not None and spelled.removeprefix(" ") == style.end else []
+
+
+def _choose_mark(messages: list[dict[str, Any]]) -> str:
+    """Return a mark that occurs in none of the messages."""
+    texts, mark = list(_texts(messages)), END_MARK
+    while any(mark in text for text in texts):
+        mark += mark
+    return mark
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (key, *_texts(inner))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _append_mark(last: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Append the mark to the message's content, as the template may trim the content or repeat its end."""
+    content = (last.get("content") or "").rstrip()
+    return {**last, "content": content + mark} if content else last
+
+
+def _cut_at_mark(text: str, mark: str) -> str:
+    """Return the rendered text up to the mark, without what the template adds after the last message's content."""
+    at = text.rfind(mark)
+    if at < 0:
+        raise InvalidRequest(
+            "the last message cannot be continued: the chat template writes none of its text",
+            param="messages",
+            hint="send text as the content of the last message",
+        )
+    return text[:at]

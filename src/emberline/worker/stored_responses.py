@@ -1,0 +1,153 @@
+"""StoredResponses: stores replies of the Responses API and handles the requests that read and delete them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest, MethodNotAllowed, NotFound
+from emberline.core.offload import offload
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.server.exchange import Exchange
+from emberline.worker.response_store import ResponseStore, StoredResponse
+
+RESPONSES_PATH = "/v1/responses"
+RESPONSE_PATH_PREFIX = f"{RESPONSES_PATH}/"
+INPUT_ITEMS_SUFFIX = "/input_items"
+CANCEL_SUFFIX = "/cancel"
+MAX_LISTED_ITEMS = 100
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class _RequestFields(msgspec.Struct):
+    previous_response_id: str | None = None
+    store: bool | None = None
+    input: Any = None
+
+
+class StorageFields(msgspec.Struct):
+    """The fields of a request that storing concerns, as a child process returns them."""
+
+    previous_response_id: str | None
+    store: bool | None
+    items: bytes  # the input as JSON: a list of items
+
+
+class StoredResponses:
+    def __init__(self, store: ResponseStore | None, tenant_of: Callable[[Exchange], str]) -> None:
+        """`store`: None if responses are not stored. `tenant_of` returns the tenant of a request with an API key."""
+        self._store = store
+        self._tenant_of = tenant_of
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._store is not None
+
+    async def expand_request(self, body: bytes, tenant: str) -> tuple[bytes, ResponseSaver | None]:
+        """Return the body with the conversation that it continues, and what saves the reply; None: it is not stored.
+
+        Raises NotFound if previous_response_id is unknown, InvalidRequest if responses are not stored.
+        """
+        fields = await offload.run_by_size(len(body), read_storage_fields, body)
+        if fields is None:
+            return body, None  # the protocol's parser rejects the body and names the field
+        given = fields.items
+        if fields.previous_response_id is not None:
+            before = await self._get(tenant, fields.previous_response_id, "previous_response_id")
+            body, given = await offload.run_by_size(len(body), prepend_conversation, body, before.items, given)
+        is_stored = fields.store is not False and self._store is not None
+        return body, ResponseSaver(self._store, tenant, given) if is_stored and self._store is not None else None
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Handle GET and DELETE of a response, GET of its input items, and POST to cancel it, which always fails."""
+        id_ = exchange.path.removeprefix(RESPONSE_PATH_PREFIX)
+        if exchange.method == "DELETE":
+            await self._get(self._tenant_of(exchange), id_)
+            assert self._store is not None
+            await asyncio.to_thread(self._store.delete, self._tenant_of(exchange), id_)
+            await exchange.reply_json({"id": id_, "object": "response", "deleted": True})
+        elif exchange.method == "POST" and id_.endswith(CANCEL_SUFFIX):
+            await self._get(self._tenant_of(exchange), id_.removesuffix(CANCEL_SUFFIX))
+            hint = "the response has ended; background responses, which can be cancelled, are not supported"
+            raise InvalidRequest("Cannot cancel a synchronous response.", hint=hint)  # the message of OpenAI and vLLM
+        elif exchange.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed(
+                f"{RESPONSES_PATH}/ID accepts GET and DELETE, not {exchange.method[:20]}", allowed="GET, DELETE"
+            )
+        elif id_.endswith(INPUT_ITEMS_SUFFIX):
+            found = await self._get(self._tenant_of(exchange), id_.removesuffix(INPUT_ITEMS_SUFFIX))
+            await exchange.reply_json(_list_items(found.input, exchange.query))
+        else:
+            if "stream=true" in exchange.query:
+                raise InvalidRequest("a stored response cannot be streamed", param="stream", hint="remove stream=true")
+            await exchange.reply_json((await self._get(self._tenant_of(exchange), id_)).body)
+
+    async def _get(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
+        if self._store is None:
+            hint = "start the server with --response-store FILE; workers of one router share a file on one machine"
+            raise InvalidRequest("this server does not store responses", param=param, hint=hint)
+        if (found := await asyncio.to_thread(self._store.get, tenant, id_)) is None:
+            hint = "it was not stored, was deleted, was evicted by newer ones, or belongs to another API key"
+            raise NotFound(f"Response with id {id_[:200]!r} not found.", param=param, hint=hint)
+        return found
+
+
+class ResponseSaver:
+    """Saves one reply."""
+
+    def __init__(self, store: ResponseStore, tenant: str, items: bytes) -> None:
+        """`items`: the whole conversation as JSON, a list of items."""
+        self._store = store
+        self._tenant = tenant
+        self._items = items
+
+    async def save(self, body: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._store.put, self._tenant, body, msgspec.Raw(self._items))
+
+
+def read_storage_fields(body: bytes) -> StorageFields | None:
+    """Return the request's fields about storing; None if the body is not a valid request."""
+    try:
+        fields = msgspec.json.decode(body, type=_RequestFields)
+    except JSON_DECODE_ERRORS:
+        return None
+    return StorageFields(fields.previous_response_id, fields.store, msgspec.json.encode(_as_items(fields.input)))
+
+
+def prepend_conversation(body: bytes, before: list[dict[str, Any]], given_items: bytes) -> tuple[bytes, bytes]:
+    """Return the body with the earlier conversation before its input, and the whole conversation."""
+    items = msgspec.json.encode([*before, *_ITEMS.decode(given_items)])
+    return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
+
+
+def _as_items(given: Any) -> list[dict[str, Any]]:
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        return []  # the protocol's parser rejects the body
+    return [{"type": "message", **item} if "role" in item else item for item in items]
+
+
+def _list_items(items: list[dict[str, Any]], query: str) -> dict[str, Any]:
+    given = {name: values[-1] for name, values in parse_qs(query).items()}
+    limit, order = given.get("limit", "20"), given.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED_ITEMS):
+        raise InvalidRequest(f"limit is {limit[:20]!r}; it must be in [1, {MAX_LISTED_ITEMS}]", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {order[:20]!r}; it must be asc or desc", param="order")
+    with_ids = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
+    ordered = with_ids if order == "asc" else with_ids[::-1]
+    if (after := given.get("after")) is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            hint = "use the id of an item from the list without after"
+            raise InvalidRequest(f"after is {after[:100]!r}, which is not an input item's id", param="after", hint=hint)
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, "has_more": len(ordered) > len(page), **ends}
