@@ -1,4 +1,4 @@
-"""Who works for a client is stopped when it leaves or takes too long, and not otherwise."""
+"""Work for a client is cancelled when the client disconnects or a deadline passes, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients were told is laid beside the restarts of workers: an error is explained by one, or by none."""
+"""The churn bench attributes each client error to a restart, or reports it as unexplained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is missing in a cluster, and what is held, from what its parts tell."""
+"""Unavailable workers and held resources, found from the status of router and workers."""
 
 from __future__ import annotations
 

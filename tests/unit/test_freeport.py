@@ -1,4 +1,4 @@
-"""Free ports: nobody has them, and no connection is given one meanwhile."""
+"""Free ports are unused on all hosts and outside the range of outgoing connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a router listens to, and for how long."""
+"""Which workers' block events the router subscribes to, and for how long."""
 
 from __future__ import annotations
 

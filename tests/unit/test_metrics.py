@@ -1,4 +1,4 @@
-"""What Prometheus is told: well-formed text, the names dashboards know, and numbers that add up."""
+"""The Prometheus text is well-formed, uses vLLM's names, and its numbers add up."""
 
 from __future__ import annotations
 

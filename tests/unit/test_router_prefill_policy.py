@@ -1,4 +1,4 @@
-"""Whether a prompt is computed elsewhere, and where: what is worth it, by who is paired, has room, and knows most."""
+"""Whether a prefill worker computes a prompt, and which: by pairing, load, cache and rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silence: of workers, who are left for it, and of the router itself, which is held against nobody."""
+"""Lost and stuck workers are abandoned; a pause of the router itself loses no worker."""
 
 from __future__ import annotations
 

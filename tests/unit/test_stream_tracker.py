@@ -1,4 +1,4 @@
-"""Tracks: of a stream with groups only whole ones pass, and what they said is known, wherever the bytes are cut."""
+"""The tracker passes on complete groups only and keeps their tokens, wherever the bytes are cut."""
 
 from __future__ import annotations
 

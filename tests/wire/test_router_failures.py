@@ -1,4 +1,4 @@
-"""A router whose workers fail as told: what can be tried elsewhere is, what cannot is said, and all ends once."""
+"""A router with failing fake workers: requests are retried where possible and end exactly once."""
 
 from __future__ import annotations
 

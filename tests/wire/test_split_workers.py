@@ -1,5 +1,6 @@
-"""Real workers in two roles behind a router: prompts are computed by one, answered by another, and nobody can tell; not
-when one of them is killed or frozen in between, either."""
+"""Real prefill and decode workers behind a router reply exactly like a single worker.
+
+That holds for requests during which a worker dies as well."""
 
 from __future__ import annotations
 
