@@ -13,7 +13,7 @@ from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.memory import MemoryPlan, plan_memory
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.kernels import ops, ref
+from emberline.kernels import backend, ops, ref
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.loader import load_decoder
 
@@ -22,7 +22,7 @@ TOTAL = 4 << 30  # memory of the simulated device
 
 def plain_arithmetic() -> None:
     """Use torch's own arithmetic, which like GPU kernels reads the tensors' addresses at each call."""
-    ops._backend = ops.Backend(None, "", "asked for")
+    backend._backend = ops.Backend(None, "", "asked for")
     uniform = ref.uniform_from_seed  # on copies: memory that numpy has used cannot be freed
     ref.uniform_from_seed = lambda seed, position: uniform(seed.clone(), position.clone())
 

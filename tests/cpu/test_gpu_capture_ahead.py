@@ -13,12 +13,12 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import BootedGPUEngine, rehearse
 from emberline.engine.gpu.runner import GPURunner
-from emberline.kernels import ops
+from emberline.kernels import backend
 
 
 @pytest.fixture
 def gpu_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BootedGPUEngine:
-    monkeypatch.setattr(ops, "_backend", None)
+    monkeypatch.setattr(backend, "_backend", None)
     plain_arithmetic()
     tiny.write(tmp_path, tiny.config("llama"), seed=1)
     return booted(tmp_path)

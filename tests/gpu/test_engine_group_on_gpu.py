@@ -57,7 +57,7 @@ def run_all(group, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyp
             group.add(left.pop(0))
         steps += 1
         report = group.step()
-        assert not report.refused
+        assert not report.rejected
         for outputs in report.outputs.values():
             for output in outputs:
                 assert output.error is None

@@ -24,7 +24,7 @@ class Store:
         self.asked = 0
         self.dropped = asyncio.Event()
 
-    async def documents(self, *about: Any, **more: Any) -> list[Any]:
+    async def list_documents(self, *about: Any, **more: Any) -> list[Any]:
         return []
 
     async def drop_before(self, day: date) -> list[date]:

@@ -118,7 +118,7 @@ asyncio.run(main())
 SUPERVISED = """
 import sys, time
 from emberline.core import parent_death
-from emberline.core.config import is_supervised
+from emberline.core.environment import is_supervised
 
 assert is_supervised() and not is_supervised()
 if PORTABLE:

@@ -149,7 +149,7 @@ def test_committed_documents_survive_restart(url: str, run: Run[Any]) -> None:
     run(first.close())
     again = run(open_store(url))
     assert run(again.get("gateway", "acme", "g")).body == b"kept"
-    assert run(again.record("acme", "main", kept.id)) == kept
+    assert run(again.get_record("acme", "main", kept.id)) == kept
     run(again.close())
 
 
@@ -541,7 +541,7 @@ def test_day_file_appears_with_its_tables(tmp_path: Path, run: Run[Any], monkeyp
 
     monkeypatch.setattr(sqlite, "_migrate", watching_migrate)
     run(opened.append([(made(), None)]))
-    assert seen == [] and run(opened.days()) == [day_of(NOON)]
+    assert seen == [] and run(opened.list_days()) == [day_of(NOON)]
     run(opened.close())
     assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no temporary file is left"
 

@@ -76,7 +76,7 @@ def test_openai_client_through_router(pair: Pair, client: openai.OpenAI) -> None
         client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**{**options, "max_tokens": "many"})
-    until(pair.quiet)
+    until(pair.wait_until_idle)
 
 
 def test_anthropic_client_through_router(pair: Pair) -> None:
@@ -145,7 +145,7 @@ def test_worker_death_moves_stream_and_worker_returns(pair: Pair, client: openai
     for _ in range(6):  # before their first byte: nobody notices
         assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2).choices
     pair.start(victim)
-    until(pair.quiet)
+    until(pair.wait_until_idle)
     raw = client.completions.with_raw_response
     replies = [raw.create(model="tiny", prompt=f"{i}" * 40, max_tokens=2) for i in range(12)]
     assert {reply.headers["x-emberline-worker"] for reply in replies} == set(NAMES)

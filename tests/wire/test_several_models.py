@@ -206,7 +206,7 @@ def server_with_failing_model(
 def test_model_that_cannot_load_fails_alone(server_with_failing_model: Server) -> None:
     client = openai.OpenAI(base_url=f"{server_with_failing_model.url}/v1", api_key="none", max_retries=0, timeout=60)
     expected = chat(client, "one")
-    with pytest.raises(openai.InternalServerError, match="'broken' could not be woken") as raised:
+    with pytest.raises(openai.InternalServerError, match="waking the model 'broken' failed") as raised:
         chat(client, "broken")
     assert raised.value.status_code == 503 and int(raised.value.response.headers["retry-after"]) >= 1
     assert chat(client, "one") == expected and chat(client, "two")

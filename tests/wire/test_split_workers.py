@@ -114,7 +114,7 @@ def test_split_replies_equal_single_worker(cluster: Cluster, client: openai.Open
     pulled = [transfer(cluster, name) for name in "de"]
     assert sum(each["hit_tokens"] for each in pulled) > 5 * 400 and not any(each["recomputed"] for each in pulled)
     assert sum(each["verified_blocks"] for each in pulled) == transfer(cluster, "p")["published_blocks"] > 0
-    until(cluster.quiet)
+    until(cluster.wait_until_idle)
 
 
 def test_invalid_requests_are_refused_as_usual(cluster: Cluster, client: openai.OpenAI) -> None:
@@ -122,7 +122,7 @@ def test_invalid_requests_are_refused_as_usual(cluster: Cluster, client: openai.
         client.completions.create(model="tiny", prompt=STORY * 40)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="tiny", prompt=long_prompt(1), temperature=-1)
-    until(cluster.quiet)
+    until(cluster.wait_until_idle)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
@@ -139,7 +139,7 @@ def test_decode_worker_death_moves_stream(cluster: Cluster, client: openai.OpenA
         assert read(client, number, strike)[0] == expected
     finally:
         wait_for_restart(cluster, victim, sign)
-    until(cluster.quiet)
+    until(cluster.wait_until_idle)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
@@ -152,7 +152,7 @@ def test_prefill_worker_death_is_invisible(cluster: Cluster, client: openai.Open
     finally:
         wait_for_restart(cluster, "p", sign)
     read(client, 1000 + sign)
-    until(cluster.quiet)
+    until(cluster.wait_until_idle)
 
 
 def wait_for_restart(cluster: Cluster, name: str, sign: signal.Signals) -> None:

@@ -25,7 +25,8 @@ from emberline.chaos.network import LOOPBACK_ADDRESS, ChaosNetwork
 from emberline.chaos.request_progress import RequestObserver
 from emberline.cluster.cluster_health import find_held_resources, find_unavailable, wait_until_empty
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
-from emberline.core.config import Role, environment_with_cluster_key
+from emberline.core.config import Role
+from emberline.core.environment import environment_with_cluster_key
 
 CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # workers accept direct calls only with the cluster key
 SERVED_MODEL_NAME = "chaos"

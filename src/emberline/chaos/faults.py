@@ -16,6 +16,7 @@ from typing import Literal
 
 from emberline.chaos.chaos_cluster import ChaosCluster
 from emberline.chaos.chaos_process import ChaosProcess
+from emberline.chaos.fault_proxy import FaultProxy
 from emberline.chaos.network import LOOPBACK_ADDRESS, LinkDisturbance
 from emberline.chaos.request_progress import RequestProgress, Stage
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
@@ -130,21 +131,21 @@ def disturb_connections(connection: str, role: FaultTarget, disturbance: str) ->
 
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
-        proxy = getattr(context.target(role), connection)
+        proxy: FaultProxy | None = getattr(context.target(role), connection)
         assert proxy is not None
         match disturbance:
             case "cut":
-                proxy.cut()
+                proxy.refuse_connections()
             case "hold":
-                proxy.hold()
+                proxy.pause()
             case "slow":
-                proxy.rate = 20e3
+                proxy.bytes_per_s = 20e3
             case "spoil":
-                proxy.spoil = 4
+                proxy.bytes_to_corrupt = 4
         try:
             yield
         finally:
-            proxy.mend()
+            proxy.restore()
 
     return inject
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from emberline import __version__
-from emberline.core.config import is_supervised
+from emberline.core.environment import is_supervised
 from emberline.core.errors import EmberlineError
 from emberline.core.parent_death import end_with_parent
 

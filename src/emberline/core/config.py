@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -19,7 +18,6 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 ITL_TAIL = 3.0  # one token of ten may take this many times the inter-token target
 MAX_QUEUE_SHARE = 1000  # largest queue of a worker, as a multiple of the requests it runs at once
-SUPERVISED_VARIABLE = "EMBERLINE_SUPERVISED"
 MASTER_KEY_VARIABLE = "EMBERLINE_MASTER_KEY"  # keys of the gateway's vault in base64, the current one first
 
 
@@ -41,29 +39,6 @@ def read_secret(name: str) -> str | None:
 def cluster_key_from_environment() -> str | None:
     """Return EMBERLINE_CLUSTER_KEY. An option would show the key to every user of the machine."""
     return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
-
-
-def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child process that must end when its supervisor closes its stdin."""
-    return {**environment, SUPERVISED_VARIABLE: "1"}
-
-
-def is_supervised() -> bool:
-    """Return whether a supervisor started this process.
-
-    The mark is removed from the environment, so that child processes do not inherit it."""
-    return os.environ.pop(SUPERVISED_VARIABLE, "") == "1"
-
-
-def visible_gpus() -> list[str] | None:
-    """Return the devices in CUDA_VISIBLE_DEVICES; None means all."""
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
-
-
-def environment_with_cluster_key(cluster_key: str) -> dict[str, str]:
-    """Return this process's environment with the cluster key added, for a child process of the cluster."""
-    return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}
 
 
 def otlp_endpoint() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
-from emberline.core.config import visible_gpus
+from emberline.core.environment import visible_gpus
 
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap,memory.free", "--format=csv,noheader,nounits"]
 COMPUTE_CAPABILITY = "9.0"  # the one that engine/gpu/device.py requires

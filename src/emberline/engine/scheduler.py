@@ -36,20 +36,13 @@ class Scheduler:
         eos: frozenset[int] = frozenset(),
         publisher: BlockPublisher | None = None,
     ) -> None:
-        self.config = config
-        self.kv = kv
-        self.clock = clock
-        self.eos = eos
-        self.publisher = publisher
+        self.config, self.kv, self.clock, self.eos, self.publisher = config, kv, clock, eos, publisher
         self.waiting = WaitingQueue(config.ageing_seconds)
         self.running: list[Request] = []  # in the order of WaitingQueue.rank
         self.requests: dict[str, Request] = {}  # all open ones
-        self.preemptions = 0
-        self.prompt_tokens = 0
-        self.generated_tokens = 0
+        self.preemptions = self.prompt_tokens = self.generated_tokens = self._step = 0
         self._prompt_pacer = None if config.itl_target is None else PromptPacer(config.itl_target, config.itl_tail)
         self._scored_budget = MAX_SCORED_TOKENS  # remaining in this step
-        self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait until their leader has computed the prompt
         self._loading: dict[str, Request] = {}  # wait for blocks from a lower tier or another engine
         self._new_to_runner: dict[str, Request] = {}  # running requests without an Admission in a plan yet
@@ -135,14 +128,9 @@ class Scheduler:
         if not (planned or self._ended_ids or saves or loads):
             return None
         self._step += 1
-        plan = StepPlan(
-            self._step,
-            self._take_admissions(planned) if self._new_to_runner else (),
-            [self._make_work_item(self.requests[i], n) for i, n in planned.items()],
-            self._ended_ids,
-            saves,
-            loads,
-        )
+        admissions = self._take_admissions(planned) if self._new_to_runner else ()
+        work = [self._make_work_item(self.requests[i], n) for i, n in planned.items()]
+        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads)
         self._ended_ids = []
         return plan
 
@@ -308,15 +296,8 @@ class Scheduler:
             if len(tokens) < count:
                 tokens = [*tokens, PENDING_TOKEN]
         # Positional arguments: keywords take twice as long, and one is made for every token.
-        work = WorkItem(
-            request.id,
-            start,
-            tokens,
-            self.kv.block_table(request),
-            samples,
-            request.needs_prompt_logprobs,
-            request.preemptions,
-        )
+        table, scored = self.kv.block_table(request), request.needs_prompt_logprobs
+        work = WorkItem(request.id, start, tokens, table, samples, scored, request.preemptions)
         request.num_planned = end
         request.num_pending += samples
         return work

@@ -11,17 +11,21 @@ the first op does so with defaults. A forked child has no pool threads, so worke
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from emberline.core.config import core_count, kernel_dir
 from emberline.kernels import ref
 from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
-from emberline.kernels.backend import Backend
-from emberline.kernels.cpu.build import NativeBuildError, build_library
-from emberline.kernels.cpu.library import NativeStep, load_library
+from emberline.kernels.backend import (
+    Backend,
+    current_backend,
+    mark_progress,
+    progress_count,
+    set_threads,
+    start_backend,
+)
+from emberline.kernels.cpu.library import NativeStep
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.row_ops import apply_penalties, count_tokens, edit_logits, fill_newest_tokens
@@ -59,52 +63,6 @@ __all__ = [
 ]  # fmt: skip
 
 STORE, ADD, GATED = 0, 1, 2
-
-
-_backend: Backend | None = None
-_marks = 0  # calls of `mark_progress`
-
-
-def start_backend(*, threads: int = 0, cache_dir: Path | None = None, native: bool = True) -> Backend:
-    """Build or find the native library, set the number of threads and return the backend.
-
-    0 threads means every core that this process may use.
-    """
-    global _backend
-    try:
-        library = load_library(build_library(cache_dir or kernel_dir())) if native else None
-        isa = library.ember_isa().decode() if library else ""
-        _backend = Backend(library, isa, "" if library else "native kernels disabled")
-    except (NativeBuildError, OSError) as error:
-        _backend = Backend(None, "", str(error))
-    set_threads(threads or core_count())
-    return _backend
-
-
-def current_backend() -> Backend:
-    """Return the backend of this process, started with defaults if `start_backend` was not called."""
-    return _backend or start_backend()
-
-
-def set_threads(threads: int) -> None:
-    """Set how many cores an op may use, the caller's included. Results do not depend on it."""
-    library = current_backend().library
-    if library is not None:
-        library.ember_set_threads(threads)
-    else:
-        torch.set_num_threads(threads)
-
-
-def mark_progress() -> None:
-    """Record that part of a forward pass was computed, for ops that no native kernel counts."""
-    global _marks
-    _marks += 1
-
-
-def progress_count() -> int:
-    """Return a count that grows while this process computes; a watchdog uses it to detect hangs."""
-    native = _backend.library.ember_progress() if _backend is not None and _backend.library is not None else 0
-    return int(native) + _marks
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:

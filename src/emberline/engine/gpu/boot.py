@@ -120,25 +120,15 @@ def boot_gpu(
     if settings.weights == "both":
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
-    if (weights.packed or settings.weights == "both") and weights.loaded_bytes > plan.weights + plan.spare_bytes // 2:
-        message = f"packed weights take {weights.loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
-        raise ModelError(message, hint="use --weights plain")
+    if weights.packed or settings.weights == "both":
+        _check_packed_size(weights.loaded_bytes, plan)
     # Computing the identity reads a little of every tensor: not while the disk is busy.
     weight_format = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
     # The format is part of the fingerprint, since other kernels compute other keys and values.
     model_id = identity() if weight_format == "plain" else f"{identity()}-{weight_format}"
     runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
-    scheduler = SchedulerConfig(
-        block_size=settings.block_size,
-        max_batch_tokens=max(settings.max_batch_tokens, settings.max_running),
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
-        max_context=context,
-        prefix_cache=settings.prefix_cache,
-        itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
-        itl_tail=settings.itl_tail,
-    )
+    scheduler = _scheduler_config(settings, context)
     begun = time.perf_counter()
     below = make_tiers(runner, tiers) if tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
@@ -149,6 +139,26 @@ def boot_gpu(
     seconds["capture"] = _capture_first(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
+
+
+def _scheduler_config(settings: GPUConfig, context: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        block_size=settings.block_size,
+        max_batch_tokens=max(settings.max_batch_tokens, settings.max_running),
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        max_context=context,
+        prefix_cache=settings.prefix_cache,
+        itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
+        itl_tail=settings.itl_tail,
+    )
+
+
+def _check_packed_size(loaded_bytes: int, plan: memory.MemoryPlan) -> None:
+    """Raise ModelError if packed weights take clearly more than was planned for them."""
+    if loaded_bytes > plan.weights + plan.spare_bytes // 2:
+        message = f"packed weights take {loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
+        raise ModelError(message, hint="use --weights plain")
 
 
 def boot_from_checkpoint(

@@ -21,6 +21,7 @@ from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
 from emberline.gateway.core.identity import Identity
+from emberline.gateway.core.request import Layer
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.gateway import Gateway
@@ -64,7 +65,7 @@ from emberline.gateway.upstream.client import UpstreamClient
 from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
 from emberline.server.listener import bind_listener, is_exposed, serve_until_stopped
 from emberline.server.pages import load_pages
-from emberline.server.tracing import open_tracing
+from emberline.server.tracing import RequestTracing, open_tracing
 
 log = logging.getLogger("emberline.gateway")
 
@@ -118,13 +119,7 @@ async def build_gateway(
     claims = ClaimBuilder(catalogue, prices)
     spans = await stack.enter_async_context(open_tracing(config.trace, "emberline-gateway"))
     metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans)
-    outer = (
-        metrics.layer,
-        *([trace_calls(spans.tracer, payloads=config.otlp_payloads)] if spans is not None else []),
-        log_calls(log_writer, clock),
-        errors_to_replies,
-        check_permissions,
-    )
+    outer = _outer_layers(config, metrics, spans, log_writer, clock)
     layers = (
         *outer,
         DynamicRouteLayer(limiter, claims, clock, wall).wrap,
@@ -156,6 +151,14 @@ async def build_gateway(
     return GatewayApp(
         config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), require_keys
     )
+
+
+def _outer_layers(
+    config: GatewayConfig, metrics: GatewayMetrics, spans: RequestTracing | None, log_writer: LogWriter, clock: Clock
+) -> tuple[Layer, ...]:
+    """Return the layers around every call and every realtime session."""
+    traced = [] if spans is None else [trace_calls(spans.tracer, payloads=config.otlp_payloads)]
+    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_permissions)
 
 
 async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock, stack: AsyncExitStack) -> Limiter:
