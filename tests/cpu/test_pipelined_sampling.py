@@ -27,7 +27,7 @@ from emberline.engine.grammar import GrammarCompiler, fill_masks
 from emberline.engine.penalties import PenaltyCounts
 from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.kernels import ops, ref
+from emberline.kernels import backend, ops, ref
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
@@ -245,7 +245,7 @@ def test_masks_computed_in_parallel_equal_single_ones(directory: Path) -> None:
 def test_progress_counter_grows_within_a_step(directory: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter grows at least once in each layer, so that a long step can be distinguished from a hang."""
     if not native:
-        monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
+        monkeypatch.setattr(backend, "_backend", ops.Backend(None, "", "asked for"))
     elif ops.start_backend().library is None:
         pytest.skip("there is no native library here")
     model = load_decoder(directory, "float32")

@@ -15,7 +15,7 @@ from racing import Racing, RacingLane
 from torch import Tensor
 
 from emberline.engine.gpu.device import DeviceEvent, HostStream
-from emberline.kernels import ops
+from emberline.kernels import backend, ops
 from emberline.kernels.cuda.uw12 import UW12Weight
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.uw12_ref import reference_pack, reference_unpack
@@ -125,7 +125,7 @@ def test_interrupted_step_does_not_leave_a_stale_weight(rows: list[Tensor]) -> N
 def test_model_uses_weights_in_the_declared_order(
     biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
+    monkeypatch.setattr(backend, "_backend", ops.Backend(None, "", "asked for"))
     model = load_decoder(tiny.write(tmp_path, {**tiny.CONFIGS["llama"], "mlp_bias": biased}))
     used: list[PackedWeight] = []
     for op in ("linear", "gate_up_silu"):
