@@ -123,7 +123,7 @@ async def _measure_query(ask: Ask, wanted: str, found: Any) -> int:
 
 
 async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> LogRecord:
-    """Return a record from the middle, with a payload."""
+    """Fill the store and return a record with a payload from the middle of the time range."""
     copies = plan.days - 1 if url.startswith("sqlite:") else 0
     rows = -(-plan.rows // (1 + copies))
     records = _records(plan, now)

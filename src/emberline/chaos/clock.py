@@ -18,7 +18,7 @@ time.time_ns = lambda: _time_ns() + int(1e9 * struct.unpack("<d", _ahead[:8])[0]
 
 
 class ShiftedClock:
-    """The clock of one process and its children."""
+    """Shifts the wall clock that one process and its children see."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)

@@ -21,7 +21,7 @@ def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, what: str = "
 
 
 def estimate_pickle_cost(value: Any, max_cost: int) -> int:
-    """Return the value's cost; counting stops above `max_cost`."""
+    """Return the estimated cost of pickling the value; counting stops above `max_cost`."""
     cost, left = 0, [value]
     while left and cost <= max_cost:
         each = left.pop()

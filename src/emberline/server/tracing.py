@@ -1,4 +1,4 @@
-"""Tracing of a server process: the exporter from start to stop, and a span for each exchange."""
+"""Starts and stops the trace exporter of a server process and records a span for each HTTP exchange."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _applying_rules(budgets: Iterable[AccountBudget], gateway: str) -> list[Limi
 
 
 def _splits(rule: LimitRule, full_name: str, records: Sequence[LogRecord]) -> list[dict[str, str]]:
-    """Return the values that a rule counts separately, newest first; one empty dict without `split`."""
+    """Return the combinations of `split` values that a rule counts separately, newest first; [{}] without `split`."""
     if not rule.split:
         return [{}]
     found: dict[tuple[str, ...], None] = {}

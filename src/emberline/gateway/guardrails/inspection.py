@@ -150,7 +150,7 @@ def inspect_request(
 
 
 def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> InspectionResult:
-    """Apply the rules to a reply; the text for judges is the text before redaction."""
+    """Apply the rules to a reply. The result also has the text before redaction, for judge models."""
     inspector = Inspector(rules, "RESPONSE")
     value = decode_json(body)
     if value is None:

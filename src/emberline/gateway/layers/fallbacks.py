@@ -62,7 +62,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bool) -> GatewayRequest:
-    """Return the call as this step sends it; the trail and the notes are shared."""
+    """Return a copy of the call for this step, which shares the list of attempts and the reply headers."""
     if number == 0 and step.body is None:
         return call if last else call.with_changes(is_last_step=False)
     headers = step.headers

@@ -39,7 +39,7 @@ def is_permitted(call: GatewayRequest, provider: str, model: str) -> bool:
 
 
 def _is_allowed(call: GatewayRequest, provider: str, model: str) -> bool:
-    """Return whether the gateway allows the model, and the request's own restrictions do."""
+    """Return whether both the gateway's settings and the request's own restrictions allow the model."""
     settings, options = call.settings, call.options
     return allows_model(settings.allowed_providers, settings.allowed_models, provider, model) and allows_model(
         options.allowed_providers or ALLOW_ALL, options.allowed_models or ALLOW_ALL, provider, model

@@ -33,7 +33,7 @@ class ModelLookup(Protocol):
 
 @dataclass(slots=True)
 class ClaimBuilder:
-    """Builds the claims of calls, with caches for parsed rules and bucket names."""
+    """Computes which limits apply to a call and how much of each it needs; caches parsed rules and bucket names."""
 
     models: ModelLookup
     prices: PriceSource

@@ -95,7 +95,7 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The amount that one call needs of one rule."""
+    """How much of one limit a call needs: requests, tokens or cost."""
 
     rule: LimitRule
     gateway: str  # ACCOUNT/GATEWAY; part of the Redis key, so that all buckets of a call are on one shard

@@ -20,7 +20,7 @@ _RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ChatProvider(Provider):
-    """A provider whose base_url ends with the version, which paths may repeat."""
+    """A provider whose base_url ends with the API version (/v1); a path that repeats the version is accepted."""
 
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions"}
     max_tokens_field = "max_tokens"

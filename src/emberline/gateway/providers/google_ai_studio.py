@@ -32,7 +32,7 @@ class GeminiProvider(Provider):
         return unquote(model) if action else ""
 
     def is_stream_path(self, endpoint: str, query: str = "") -> bool:
-        """Return whether the path asks for events; a JSON list is not streamed, because its usage comes last."""
+        """Return whether the path asks for server-sent events; a JSON array is handled as one whole reply."""
         return endpoint.endswith(f":{STREAM_METHOD}") and "alt=sse" in query.split("&")
 
     def model_action(self, model: str, stream: bool) -> str:

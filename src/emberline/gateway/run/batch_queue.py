@@ -137,7 +137,7 @@ class BatchQueue:
                     await asyncio.wait_for(self._batch_added.wait(), POLL_INTERVAL_S)
 
     async def _work_on_oldest(self) -> bool:
-        """Complete the oldest batch without a lease and delete old results. Return whether there was a batch."""
+        """Process the oldest batch that no process has leased, and delete old results. Return whether there was one."""
         after = ("", "")
         while page := await self._batches.list_batches(after=after):
             for document in page:

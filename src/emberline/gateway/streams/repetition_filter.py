@@ -22,7 +22,7 @@ class RepetitionFilter:
         self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """Return the new part of `text`; "" while all of it may be a repetition."""
+        """Return `text` without a beginning that repeats text already sent; "" while all of it may be repeated."""
         if not self._repetitions:
             return text
         self._held += text
@@ -33,7 +33,7 @@ class RepetitionFilter:
         return self.end()
 
     def end(self) -> str:
-        """Return the new part of the text that was held back, when no more text follows."""
+        """Return what is new in the text held back, when no more text follows."""
         held, repetitions = self._held, self._repetitions
         self._held, self._repetitions = "", ()
         repetition = next((candidate for candidate in repetitions if held.startswith(candidate)), None)

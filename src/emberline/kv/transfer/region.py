@@ -85,7 +85,7 @@ class HostRegion(Region):
     """A region in host memory."""
 
     def __init__(self, layout: KVLayout, parts: Sequence[BufferLike], generations: Generations | None = None) -> None:
-        """`parts`: memory of keys and values, each layers x blocks x plane bytes."""
+        """`parts`: the buffers of keys and of values, each of layers x blocks x (bytes of a block in one layer)."""
         assert len(parts) == layout.parts
         flat = [memoryview(part).cast("B") for part in parts]
         layer_bytes = len(flat[0]) // layout.layers

@@ -204,7 +204,7 @@ class WorkerRegistry:
                     attempt.abort("drained")
 
     def is_ready_to_move(self, name: str) -> bool:
-        """Whether every worker that could continue this one's streams can fetch its blocks, or never will."""
+        """Whether each worker that could continue this one's streams can fetch its blocks or is known to be unable."""
         if (worker := self.workers.get(name)) is None:
             return True
         models = {
