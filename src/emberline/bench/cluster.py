@@ -45,7 +45,7 @@ class LocalCluster:
         self._urls = {child.name: f"http://127.0.0.1:{free_port()}" for child in self.workers}
         for child in self.workers:
             child.arguments += ["--port", self._urls[child.name].rpartition(":")[2]]
-        self._supervisor = Supervisor(lambda who, what: None)
+        self._supervisor = Supervisor(lambda process, event: None)
 
     async def __aenter__(self) -> LocalCluster:
         try:
@@ -101,8 +101,8 @@ async def _fetch_json(url: str, path: str) -> dict[str, Any] | None:
         connection = LeanHTTPConnection(url)
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                told: dict[str, Any] = msgspec.json.decode(await connection.fetch(path))
-                return told
+                document: dict[str, Any] = msgspec.json.decode(await connection.fetch(path))
+                return document
         finally:
             connection.close()
     return None

@@ -32,8 +32,8 @@ class HealthProbe:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        told, _ = self._process.communicate(timeout=TIMEOUT_S)
-        self.longest = float(told)
+        output, _ = self._process.communicate(timeout=TIMEOUT_S)
+        self.longest = float(output)
 
 
 def longest(port: int, stop: threading.Event) -> float:

@@ -120,16 +120,16 @@ def bench(plan: GatewayBenchPlan, peers: Path | None) -> BenchReport:
         launches = {"ours": partial(_start_gateway, home, provider, core)}
         if peers is not None:
             launches["litellm"] = partial(_start_litellm, home, provider, core, peers)
-        told: dict[str, list[GatewayBenchRound]] = {name: [] for name in launches}
+        rounds_by_proxy: dict[str, list[GatewayBenchRound]] = {name: [] for name in launches}
         # Alternating, since the machine's speed varies by the minute; each time a new process, since processes differ.
         for _ in range(plan.rounds):
             for name, launch in launches.items():
                 with launch() as proxy:
-                    told[name].append(_round(plan, proxy, direct))
+                    rounds_by_proxy[name].append(_round(plan, proxy, direct))
         with launches["ours"]() as ours:
             _round(plan, ours, direct)  # warm up: pools and caches fill
             grown = _run(_soak(plan, ours, provider))
-    _add_results(report, told)
+    _add_results(report, rounds_by_proxy)
     report.add("rss_growth", grown / 1e6, "MB")
     return report
 
@@ -181,14 +181,14 @@ async def _soak(plan: GatewayBenchPlan, ours: BenchedProxy, provider: str) -> in
     return rss[-1] - rss[rounds // 5]
 
 
-def _add_results(report: BenchReport, told: dict[str, list[GatewayBenchRound]]) -> None:
-    figures = {name: _figures(rounds) for name, rounds in told.items()}
+def _add_results(report: BenchReport, rounds_by_proxy: dict[str, list[GatewayBenchRound]]) -> None:
+    figures = {name: _figures(rounds) for name, rounds in rounds_by_proxy.items()}
     ours, *others = figures.values()
     limits = {"cpu_per_request": 500.0, "cpu_per_event": 60.0, "added_p50": 1.0, "added_p99": 5.0, "rss": 120.0}
     for name, (values, unit) in ours.items():
         peer = median(others[0][name][0]) if others else None
         report.add(name, values, unit, peer=peer, limit=limits.get(name))
-    hits = [each.hits for each in told["ours"] if each.hits is not None]
+    hits = [each.hits for each in rounds_by_proxy["ours"] if each.hits is not None]
     report.add("cache_hit_p50", [1e3 * median(turn.seconds) for turn in hits], "ms", limit=0.3)
     report.add("cache_hit_cpu", [1e6 * turn.cpu / turn.work for turn in hits], "us")
 

@@ -55,7 +55,7 @@ def panels(results: dict[str, Any]) -> list[PlotPanel]:
             continue
         ranked = sorted(others.items(), key=lambda row: float(row[1]["value"]), reverse=mine["unit"].endswith("/s"))
         rows = [("emberline", mine), *ranked]
-        bars = [(who, float(r["value"]), tuple(r["spread"]) if "spread" in r else None) for who, r in rows]
+        bars = [(label, float(r["value"]), tuple(r["spread"]) if "spread" in r else None) for label, r in rows]
         found.append(PlotPanel(name.replace("_", " "), mine["unit"], bars, mine.get("limit")))
     return found
 
