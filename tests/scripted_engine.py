@@ -31,7 +31,7 @@ from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
-from emberline.worker.prompt_builder import PromptBuilder
+from emberline.worker.preparation import PromptBuilder
 
 TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
 Script = Callable[[str, int], str]  # from a choice's text so far and its index to its whole text

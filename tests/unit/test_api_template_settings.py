@@ -20,7 +20,7 @@ from emberline.api.tool_style import HERMES
 from emberline.core.errors import InvalidRequest
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
-from emberline.worker.prompt_builder import PromptBuilder
+from emberline.worker.preparation import PromptBuilder
 
 TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {

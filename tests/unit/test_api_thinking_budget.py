@@ -38,7 +38,7 @@ from emberline.server.metrics import ModelMetrics, render_exposition
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.generator import Generator
-from emberline.worker.prompt_builder import PromptBuilder
+from emberline.worker.preparation import PromptBuilder
 from emberline.worker.request_context import RequestContext
 
 QUESTION = "What is the capital of France, and why?"

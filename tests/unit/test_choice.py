@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 from bytelevel import build
 
 from emberline.api.deltas import Delta, Finish, TextDelta
@@ -16,7 +13,6 @@ from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.choice import Choice
-from emberline.worker.delta_assembler import DeltaAssembler
 
 
 def deltas_of(params: SamplingParams, text: str) -> list[Delta]:
@@ -37,8 +33,8 @@ def test_echo_token_offsets() -> None:
     tokenizer = Tokenizer(build())
     text = "a \U0001f600 b \xfc c"
     ids = tokenizer.encode(text, add_special=False)
-    groups = cast("DeltaAssembler", SimpleNamespace(_tokenizer=tokenizer))
-    echoed = DeltaAssembler._prompt_delta(groups, 0, ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
+    choice = Choice(0, tokenizer, SamplingParams(), None, visible_special_tokens=frozenset(), continues_prompt=True)
+    echoed = choice.echo_prompt(ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
     assert echoed.text == text
     for info in echoed.tokens:
         if "\ufffd" not in info.text:

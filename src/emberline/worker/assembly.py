@@ -28,7 +28,7 @@ from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
-from emberline.worker.prompt_builder import PromptBuilder
+from emberline.worker.preparation import PromptBuilder
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
 

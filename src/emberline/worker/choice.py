@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emberline.api.deltas import Delta, Finish, Reason, ReasoningDelta, TextDelta, TokenIdsDelta, TokenInfo
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    PromptDelta,
+    Reason,
+    ReasoningDelta,
+    TextDelta,
+    TokenIdsDelta,
+    TokenInfo,
+)
 from emberline.api.output_parser import OutputParser
 from emberline.core.errors import DeadlineExceeded, EmberlineError, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
+from emberline.server.metrics import ModelMetrics
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -35,7 +45,7 @@ class Choice:
         self.is_finished = False
         self.finish_reason: Reason | None = None
         self.needs_engine_abort = False  # a stop string ended the text, and the engine still generates
-        self.last_token_time: float | None = None  # time of the last token
+        self._last_token_time: float | None = None  # by the engine's clock
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
@@ -77,6 +87,26 @@ class Choice:
                 self.num_tokens += len(output.tokens)
             return [TextDelta(self.index, text)] if text else []
         return self._process_all(output, text, self.in_reasoning)
+
+    def echo_prompt(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
+        """Return the prompt's text and, if `logprobs` has them, the log-probabilities of its tokens after the first."""
+        text = self._tokenizer.decode(ids, skip_special=False)
+        if logprobs is None:
+            return PromptDelta(self.index, text)
+        detokenizer = Detokenizer(self._tokenizer, skip_special=False)
+        detokenizer.push(ids)
+        tokens = zip(ids, [None, *logprobs], detokenizer.offsets, strict=True)
+        return PromptDelta(self.index, text, [_make_token_info(self._tokenizer, *each) for each in tokens])
+
+    def record_metrics(self, metrics: ModelMetrics, output: Output, now: float) -> None:
+        """Record the time between tokens and, at the end, the finish of an engine output that was just processed."""
+        if output.tokens:
+            if self._last_token_time is not None:
+                metrics.itl.observe(now - self._last_token_time)
+            self._last_token_time = now
+        if output.finish is not None:
+            reason = self.finish_reason or output.finish.value
+            metrics.record_completion(reason, output.timing, self.num_tokens - self.num_replayed_tokens)
 
     def _process_all(self, output: Output, text: str, thinking: bool) -> list[Delta]:
         num_taken = len(self._detokenizer.offsets) - self.num_tokens  # fewer than all if a stop string ended the text
@@ -137,10 +167,10 @@ class Choice:
         return infos
 
     def _info(self, token: int, logprob: TokenLogprob, offset: int) -> TokenInfo:
-        return make_token_info(self._tokenizer, token, logprob, offset)
+        return _make_token_info(self._tokenizer, token, logprob, offset)
 
 
-def make_token_info(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None, offset: int = 0) -> TokenInfo:
+def _make_token_info(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None, offset: int = 0) -> TokenInfo:
     top = (
         [TokenInfo(t, tokenizer.token_text(t), tokenizer.token_bytes(t), p) for t, p in logprob.top] if logprob else []
     )

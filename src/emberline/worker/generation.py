@@ -1,4 +1,7 @@
-"""Generation: submits a prepared call to the engine and yields its outputs, after those of an earlier worker."""
+"""Generation: runs the prompts of one request on the engine and yields the reply as groups of deltas.
+
+A reply that another worker started is continued: its output so far is replayed first.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +9,129 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from emberline.api.call import ChatCall, CompletionCall
+from emberline.api.deltas import Delta, ReplyStart, RunningUsage, TokenUsage
 from emberline.core.events import Output, Timing
+from emberline.core.handoff import TokenGroup
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.async_engine import AsyncEngine
-from emberline.worker.choice import Choice, error_from_output
-from emberline.worker.delta_assembler import PromptOutput
-from emberline.worker.prepared_call import PreparedCall, PreparedPrompt, ReasoningBudget
+from emberline.server.metrics import ModelMetrics
+from emberline.tokens.blockhash import last_full_block, root_hash
+from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.choice import error_from_output
+from emberline.worker.phase_spans import PhaseSpans
+from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
+from emberline.worker.request_context import RequestContext
 from emberline.worker.resumed_output import ResumedOutput
 
 REPLAY_GROUPS_PER_YIELD = 256  # replayed groups before the event loop runs other tasks
+
+
+@dataclass(slots=True)
+class DeltaGroup:
+    """The deltas of one engine output."""
+
+    deltas: list[Delta]
+    is_replayed: bool = False  # another worker has already sent them to the client
+    cached_tokens: int | None = None  # prompt tokens found in a cache so far; None: as in the group before
+    chain: str = ""  # hash and number of the prompt's last full KV block, if the router asked for it
+    index: int = 0  # of the choice
+    output: Output | None = None  # the engine output; None for deltas that no engine output caused
+
+    @property
+    def token_group(self) -> TokenGroup:
+        """The output's tokens and finish, for a handoff."""
+        if self.output is None:
+            return TokenGroup(0, ())
+        finish = self.output.finish.value if self.output.finish is not None else ""
+        return TokenGroup(self.index, tuple(self.output.tokens), finish)
 
 
 class Generation:
     def __init__(
         self,
         engine: AsyncEngine,
-        call: PreparedCall,
+        prompts: Sequence[PreparedPrompt],
+        call: ChatCall | CompletionCall,
+        context: RequestContext,
         *,
+        tokenizer: Tokenizer,
+        metrics: ModelMetrics,
         model: str,
         max_context: int,
         timeout: float,
         token_timeout: float,
-        resumed: ResumedOutput,
-        source: dict[str, Any] | None = None,
-        merges_outputs: bool = False,
     ) -> None:
-        """`merges_outputs`: several outputs that wait to be read may be merged into one."""
+        """`timeout`, `token_timeout`: seconds for the whole request and for each token."""
         self._engine = engine
-        self._call = call
+        self._prompts = prompts
+        self._params = prompts[0].params
+        self._common = call.common
+        self._reports_running_usage = call.running_usage
+        self._metrics = metrics
         self._model = model
         self._max_context = max_context
         self._deadline = engine.now() + timeout
         self._token_timeout = token_timeout
-        self._resumed = resumed
-        self._source = source
-        self._merges_outputs = merges_outputs
+        self._choices = [choice for prompt in prompts for choice in prompt.make_choices(tokenizer)]
+        handoff = context.handoff
+        self._resumed = ResumedOutput(handoff.groups, len(self._choices), tokenizer.vocab_size)
+        self._source = handoff.source
+        self._replays_start = handoff.started and not handoff.groups
+        self._merges_outputs = not context.is_tracked  # a router that may move the stream needs one event per token
+        self._cached_tokens = handoff.cached_tokens or 0
+        self._counts_cached = handoff.cached_tokens is None or len(prompts) > 1
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._started_prompts: set[int] = set()  # first choices of the prompts that have output
+        self._has_started = False
+        self._chain = self._last_block() if context.reports_chain else ""  # until a group has it
+        self._phase_spans: PhaseSpans | None = None  # None: tracing is off
+        if context.span is not None:
+            self._phase_spans = PhaseSpans(context.span, model, [len(prompt.token_ids) for prompt in prompts])
+        for prompt in prompts:
+            metrics.record_request(len(prompt.token_ids), self._params.n, self._params.max_tokens)
 
-    def prefill_outputs(self) -> AsyncGenerator[Output, None]:
+    def _last_block(self) -> str:
+        """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
+        info = self._engine.model_info[self._model]
+        root = root_hash(info.layout, self._common.cache_salt)
+        end = last_full_block(root, self._prompts[0].token_ids, info.block_size)
+        return f"{end[0].hex()} {end[1]}" if end is not None else ""
+
+    def groups(self) -> AsyncGenerator[DeltaGroup, None]:
+        """Yield the reply without its final usage. Closing the generator aborts the engine's requests."""
+        prompt = self._prompts[0]
+        return self._all_groups() if prompt.budget is None else self._budgeted_groups(prompt, prompt.budget)
+
+    def final_usage(self) -> DeltaGroup:
+        tokens, reasoning_tokens = self._count_tokens()
+        return DeltaGroup([TokenUsage(self._num_prompt_tokens, tokens, self._cached_tokens, reasoning_tokens)])
+
+    async def prefill(self) -> AsyncGenerator[Output, None]:
         """Compute the prompt and resumed tokens; yield the next token and the ticket for pulling the KV blocks.
 
         With a reasoning budget only the prompt is computed: the tokens after it may belong to two engine requests.
         """
-        prompt = self._call.prompts[0]
+        prompt = self._prompts[0]
         resumed = self._resumed.tokens_of([0]) if prompt.budget is None else ()
-        return self._submit(prompt.token_ids, self._call.params, resumed, publish=True)
+        async with aclosing(self._submit(prompt.token_ids, self._params, resumed, publish=True)) as outputs:
+            async for output in outputs:
+                if self._phase_spans is not None:
+                    self._phase_spans.record_output(0, output)
+                if output.error is not None:
+                    raise error_from_output(output.error)
+                if output.finish is not None:
+                    self._metrics.record_admission(len(prompt.token_ids), output.cached_tokens)
+                    self._metrics.record_completion(output.finish.value, output.timing, len(output.tokens))
+                yield output
 
-    def outputs(self, choices: Sequence[Choice]) -> AsyncGenerator[PromptOutput, None]:
-        """Yield the outputs; `choices` must process each before the next. Closing the generator aborts all requests."""
-        prompt = self._call.prompts[0]
-        if prompt.budget is None:
-            return self._all_outputs(choices)
-        return self._budgeted_outputs(prompt.budget, prompt, choices[0])
+    def close_spans(self) -> None:
+        if self._phase_spans is not None:
+            self._phase_spans.close(self._engine.now())
 
     def _submit(
         self,
@@ -72,16 +143,102 @@ class Generation:
         publish: bool = False,
         merging: bool = False,
     ) -> AsyncGenerator[Output, None]:
-        common, time_left = self._call.common, max(0.0, self._deadline - self._engine.now())
+        common, time_left = self._common, max(0.0, self._deadline - self._engine.now())
         head = (uuid.uuid4().hex, ids, params, common.priority, common.cache_salt, time_left, self._model)
         submission = Submission(*head, resumed, source, publish, self._token_timeout)
         return self._engine.submit(submission, merges=merging)
+
+    # -- from engine outputs to deltas ---------------------------------------------------------------------------------
+
+    def _replay_start(self) -> DeltaGroup:
+        """Return the start of a reply that another worker has sent without any output after it."""
+        self._has_started = True
+        return DeltaGroup([ReplyStart(self._num_prompt_tokens, self._cached_tokens)], is_replayed=True)
+
+    def _process_output(self, prompt: PreparedPrompt, output: Output, is_replayed: bool = False) -> DeltaGroup | None:
+        """Return the deltas of an engine output; None if it has none, because a stop string had ended the choice."""
+        choice = self._choices[prompt.first_choice + output.index]
+        group = DeltaGroup([], is_replayed)
+        if self._phase_spans is not None and not is_replayed:
+            self._phase_spans.record_output(choice.index, output)
+        if prompt.first_choice not in self._started_prompts and output.index == 0:
+            self._start_prompt(prompt, output, group)
+        if not self._has_started:
+            self._has_started = True
+            group.cached_tokens = self._cached_tokens
+            group.deltas.append(ReplyStart(self._num_prompt_tokens, self._cached_tokens))
+        if prompt.echo and choice.num_tokens == 0 and output.tokens:
+            group.deltas.append(choice.echo_prompt(prompt.token_ids, output.prompt_logprobs))
+        if not choice.is_finished:
+            group.index, group.output = choice.index, output
+        finished_elsewhere = choice.is_finished and choice.num_replayed_tokens == choice.num_tokens
+        pieces = choice.process_output(output)
+        if self._reports_running_usage and group.output:
+            group.deltas.append(RunningUsage(*self._count_tokens()))
+        group.deltas += pieces
+        if is_replayed:
+            choice.num_replayed_tokens = choice.num_tokens
+            return group if group.deltas or group.output else None
+        if not finished_elsewhere:
+            choice.record_metrics(self._metrics, output, self._engine.now())
+        if choice.needs_engine_abort:
+            choice.needs_engine_abort = False
+            self._engine.abort_completion(output.id, output.index)
+        group.chain, self._chain = self._chain, ""
+        return group if group.deltas or group.output else None
+
+    def _start_prompt(self, prompt: PreparedPrompt, output: Output, group: DeltaGroup) -> None:
+        self._started_prompts.add(prompt.first_choice)
+        if group.is_replayed:
+            return
+        cached = min(output.cached_tokens, len(prompt.token_ids))  # resumed output may be cached too
+        self._metrics.record_admission(len(prompt.token_ids), cached)
+        if self._counts_cached and cached:
+            self._cached_tokens += cached
+            group.cached_tokens = self._cached_tokens
+
+    def _count_tokens(self) -> tuple[int, int]:
+        """Return the number of tokens of all choices so far, and of those in reasoning."""
+        return sum(c.num_tokens for c in self._choices), sum(c.reasoning_tokens for c in self._choices)
+
+    # -- any number of prompts -----------------------------------------------------------------------------------------
+
+    async def _all_groups(self) -> AsyncGenerator[DeltaGroup, None]:
+        if self._replays_start:
+            yield self._replay_start()
+        num_replayed, top = 0, self._params.logprobs
+        if self._resumed and top is not None:
+            await self._compute_logprobs(top)
+        while self._resumed:
+            index, output = self._resumed.next_output()
+            prompt = self._prompt_of(index)
+            output.index = index - prompt.first_choice
+            if (group := self._process_output(prompt, output, is_replayed=True)) is not None:
+                yield group
+            num_replayed += 1
+            if num_replayed % REPLAY_GROUPS_PER_YIELD == 0:
+                await asyncio.sleep(0)
+        unfinished = [
+            prompt for prompt in self._prompts if not all(self._choices[i].is_finished for i in prompt.choice_indexes)
+        ]
+        merging = self._merges_outputs and not any(choice.parses_output for choice in self._choices)
+        if len(unfinished) == 1:  # most requests; the tasks that several prompts need are a third of an event's cost
+            prompt = unfinished[0]
+            async with aclosing(self._prompt_outputs(prompt, merging)) as outputs:
+                async for output in outputs:
+                    if (group := self._process_output(prompt, output)) is not None:
+                        yield group
+            return
+        async with aclosing(self._concurrent_outputs(unfinished, merging)) as prompt_outputs:
+            async for prompt, output in prompt_outputs:
+                if (group := self._process_output(prompt, output)) is not None:
+                    yield group
 
     async def _compute_logprobs(self, top: int) -> None:
         """Compute the log-probabilities of resumed tokens again, as those of a prompt: a handoff does not have them."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
         for index, tokens in self._resumed:
-            ids = self._call.prompt_of(index).token_ids
+            ids = self._prompt_of(index).token_ids
             async with aclosing(self._submit([*ids, *tokens], params)) as outputs:
                 async for output in outputs:
                     if output.error is not None:
@@ -89,39 +246,13 @@ class Generation:
                     if output.prompt_logprobs is not None:
                         self._resumed.set_logprobs(index, output.prompt_logprobs[len(ids) - 1 :])
 
-    # -- any number of prompts -----------------------------------------------------------------------------------------
-
-    async def _all_outputs(self, choices: Sequence[Choice]) -> AsyncGenerator[PromptOutput, None]:
-        num_replayed, top = 0, self._call.params.logprobs
-        if self._resumed and top is not None:
-            await self._compute_logprobs(top)
-        while self._resumed:
-            index, output = self._resumed.next_output()
-            prompt = self._call.prompt_of(index)
-            output.index = index - prompt.first_choice
-            yield PromptOutput(prompt, output, is_replayed=True)
-            num_replayed += 1
-            if num_replayed % REPLAY_GROUPS_PER_YIELD == 0:
-                await asyncio.sleep(0)
-        unfinished = [
-            prompt
-            for prompt in self._call.prompts
-            if not all(choices[i].is_finished for i in self._choice_range(prompt))
-        ]
-        merging = self._merges_outputs and not any(choice.parses_output for choice in choices)
-        if len(unfinished) == 1:  # most requests; the tasks that several prompts need are a third of an event's cost
-            async with aclosing(self._prompt_outputs(unfinished[0], merging)) as outputs:
-                async for output in outputs:
-                    yield PromptOutput(unfinished[0], output)
-            return
-        async with aclosing(self._concurrent_outputs(unfinished, merging)) as prompt_outputs:
-            async for prompt_output in prompt_outputs:
-                yield prompt_output
+    def _prompt_of(self, choice_index: int) -> PreparedPrompt:
+        return self._prompts[choice_index // self._params.n]
 
     async def _concurrent_outputs(
         self, prompts: Sequence[PreparedPrompt], merging: bool
-    ) -> AsyncGenerator[PromptOutput, None]:
-        queue: asyncio.Queue[PromptOutput | BaseException | None] = asyncio.Queue()
+    ) -> AsyncGenerator[tuple[PreparedPrompt, Output], None]:
+        queue: asyncio.Queue[tuple[PreparedPrompt, Output] | BaseException | None] = asyncio.Queue()
         feeders = [asyncio.create_task(self._feed(prompt, queue, merging)) for prompt in prompts]
         try:
             left = len(feeders)
@@ -139,92 +270,95 @@ class Generation:
             await asyncio.gather(*feeders, return_exceptions=True)
 
     def _prompt_outputs(self, prompt: PreparedPrompt, merging: bool) -> AsyncGenerator[Output, None]:
-        resumed = self._resumed.tokens_of(self._choice_range(prompt))
-        return self._submit(prompt.token_ids, self._call.params, resumed, source=self._source, merging=merging)
+        resumed = self._resumed.tokens_of(prompt.choice_indexes)
+        return self._submit(prompt.token_ids, self._params, resumed, source=self._source, merging=merging)
 
     async def _feed(
-        self, prompt: PreparedPrompt, queue: asyncio.Queue[PromptOutput | BaseException | None], merging: bool
+        self,
+        prompt: PreparedPrompt,
+        queue: asyncio.Queue[tuple[PreparedPrompt, Output] | BaseException | None],
+        merging: bool,
     ) -> None:
         try:
             async with aclosing(self._prompt_outputs(prompt, merging)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait(PromptOutput(prompt, output))
+                    queue.put_nowait((prompt, output))
             queue.put_nowait(None)
         except BaseException as e:
             queue.put_nowait(e)
             if not isinstance(e, Exception):
                 raise
 
-    def _choice_range(self, prompt: PreparedPrompt) -> range:
-        return range(prompt.first_choice, prompt.first_choice + self._call.params.n)
-
     # -- one prompt with a reasoning budget ----------------------------------------------------------------------------
 
+    async def _budgeted_groups(
+        self, prompt: PreparedPrompt, budget: ReasoningBudget
+    ) -> AsyncGenerator[DeltaGroup, None]:
+        if self._replays_start:
+            yield self._replay_start()
+        async with aclosing(self._budgeted_outputs(prompt, budget)) as outputs:
+            async for output, is_replayed in outputs:
+                if (group := self._process_output(prompt, output, is_replayed)) is not None:
+                    yield group
+
     async def _budgeted_outputs(
-        self, budget: ReasoningBudget, prompt: PreparedPrompt, choice: Choice
-    ) -> AsyncGenerator[PromptOutput, None]:
+        self, prompt: PreparedPrompt, budget: ReasoningBudget
+    ) -> AsyncGenerator[tuple[Output, bool], None]:
         """Yield the outputs; when the budget is spent, close the reasoning and continue with a second engine request.
 
-        The closing marker is yielded as if the model had written it. The second request replaces the first in the same
-        step of the event loop, so that no other request can take its place, with the tokens and the time left.
+        Each output comes with whether it is replayed, and must be processed before the next. The closing marker is
+        yielded as if the model had written it. The second request replaces the first in the same step of the event
+        loop, so that no other request can take its place, with the tokens and the time left.
         """
-        params = self._call.params
+        params, choice = self._params, self._choices[0]
         tokens, timing = list[int](), None
         max_tokens = self._max_context - len(prompt.token_ids)
         max_tokens = max_tokens if params.max_tokens is None else min(max_tokens, params.max_tokens)
-        async with aclosing(self._request_outputs(prompt, prompt.token_ids, params, choice)) as prompt_outputs:
-            async for prompt_output in prompt_outputs:
-                timing = timing or prompt_output.output.timing
-                tokens += prompt_output.output.tokens
-                yield prompt_output
-                if prompt_output.output.finish is not None or not budget.is_spent(choice, tokens):
+        async with aclosing(self._request_outputs(prompt, prompt.token_ids, params)) as outputs:
+            async for output, is_replayed in outputs:
+                timing = timing or output.timing
+                tokens += output.tokens
+                yield output, is_replayed
+                if output.finish is not None or not budget.is_spent(choice, tokens):
                     continue
                 left = max_tokens - len(tokens) - len(budget.closing_tokens)
                 if left < 1:  # no token could follow the marker
                     final_timing = _with_finished(timing, self._engine.now())
-                    yield self._own_output(
-                        prompt, Output(prompt_output.output.id, finish=FinishReason.LENGTH, timing=final_timing)
-                    )
+                    yield self._own_output(Output(output.id, finish=FinishReason.LENGTH, timing=final_timing))
                     return
                 tokens += budget.closing_tokens
-                yield self._own_output(prompt, Output(prompt_output.output.id, tokens=budget.closing_tokens))
+                yield self._own_output(Output(output.id, tokens=budget.closing_tokens))
                 if not choice.is_finished:  # by a stop string in the marker
                     break
             else:
                 return
         min_tokens = min(left, max(0, params.min_tokens - len(tokens)))
         after = replace(budget.params_after, max_tokens=left, min_tokens=min_tokens, prompt_logprobs=None)
-        async with aclosing(
-            self._request_outputs(prompt, [*prompt.token_ids, *tokens], after, choice)
-        ) as prompt_outputs:
-            async for prompt_output in prompt_outputs:
-                if (last := prompt_output.output.timing) is not None:
-                    prompt_output.output.timing = _with_finished(timing or last, last.finished)
-                yield prompt_output
+        async with aclosing(self._request_outputs(prompt, [*prompt.token_ids, *tokens], after)) as outputs:
+            async for output, is_replayed in outputs:
+                if (last := output.timing) is not None:
+                    output.timing = _with_finished(timing or last, last.finished)
+                yield output, is_replayed
 
-    def _own_output(self, prompt: PreparedPrompt, output: Output) -> PromptOutput:
+    def _own_output(self, output: Output) -> tuple[Output, bool]:
         """Return an output made here in place of the engine, or its replay if another worker has sent it."""
-        return (
-            PromptOutput(prompt, self._resumed.next_output()[1], is_replayed=True)
-            if self._resumed
-            else PromptOutput(prompt, output)
-        )
+        return (self._resumed.next_output()[1], True) if self._resumed else (output, False)
 
     async def _request_outputs(
-        self, prompt: PreparedPrompt, ids: list[int], params: SamplingParams, choice: Choice
-    ) -> AsyncGenerator[PromptOutput, None]:
+        self, prompt: PreparedPrompt, ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[tuple[Output, bool], None]:
         """Yield the outputs of one of the two engine requests: first the resumed ones, then new ones."""
-        tokens = list[int]()
+        choice, tokens = self._choices[0], list[int]()
         while self._resumed and not choice.is_finished:
             _, output = self._resumed.next_output()
             tokens += output.tokens
-            yield PromptOutput(prompt, output, is_replayed=True)
+            yield output, True
         if choice.is_finished:
             return
         source = self._source if ids is prompt.token_ids else None
         async with aclosing(self._submit(ids, params, (tuple(tokens),) if tokens else (), source=source)) as outputs:
             async for output in outputs:
-                yield PromptOutput(prompt, output)
+                yield output, False
 
 
 def _with_finished(timing: Timing | None, finished: float | None) -> Timing | None:

@@ -18,7 +18,7 @@ from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailabl
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.server.exchange import Exchange
 from emberline.worker.catalog import LoadedModel, ModelCatalog
-from emberline.worker.delta_assembler import DeltaGroup
+from emberline.worker.generation import DeltaGroup
 from emberline.worker.protocols import PROTOCOLS, parse_large
 from emberline.worker.request_context import CHAIN_HEADER, RequestContext
 from emberline.worker.server_timing import server_timing_header

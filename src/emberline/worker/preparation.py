@@ -1,22 +1,32 @@
-"""PromptBuilder: converts a call's messages or texts to the tokens of a prompt."""
+"""Converts a parsed request to its PreparedPrompts.
+
+PromptBuilder turns messages or texts into tokens. CallPreparer adds the grammar for tools and response formats.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from hashlib import sha256
+from itertools import count
 from typing import Any
 
-from emberline.api import reasoning, tools
-from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool
+from emberline.api import reasoning as reasoning_styles
+from emberline.api import tools
+from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool, ToolChoice
+from emberline.api.lark import match_either
+from emberline.api.output_parser import OutputParser
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.template_settings import find_ignored_settings
 from emberline.api.tool_style import ToolStyle
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest
-from emberline.core.params import SamplingParams
+from emberline.core.params import GrammarSpec, SamplingParams
+from emberline.engine.grammar_guard import GrammarGuard
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
@@ -35,7 +45,7 @@ class PromptBuilder:
         self._style = tool_style
         sources = list(template.sources.values()) if template is not None else []
         self._supports_tools = any(tools.template_supports_tools(source) for source in sources)
-        self._reasoning = reasoning.select_reasoning_style("".join(sources))
+        self._reasoning = reasoning_styles.select_reasoning_style("".join(sources))
         # Empty if no marker ends the reasoning.
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
 
@@ -151,6 +161,121 @@ class PromptBuilder:
             raise InvalidRequest(f"{param} has no tokens", param=param, hint="send a text that is not empty")
 
 
+class CallPreparer:
+    def __init__(
+        self,
+        prompt_builder: PromptBuilder,
+        guard: GrammarGuard,
+        tool_style: ToolStyle,
+        reasoning: ReasoningStyle | None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._prompt_builder = prompt_builder
+        self._grammar_guard = guard
+        self._tool_style = tool_style
+        self._reasoning = reasoning
+        self._eos_token_ids = eos_token_ids
+
+    async def prepare(self, call: ChatCall | CompletionCall, reply_id: str, created: int) -> Sequence[PreparedPrompt]:
+        """Return the prompts of the call: one for a chat, any number for a text completion."""
+        if isinstance(call, ChatCall):
+            return [await self._prepare_chat(call, reply_id, created)]
+        return await self._prepare_completion(call)
+
+    async def _prepare_chat(self, call: ChatCall, reply_id: str, created: int) -> PreparedPrompt:
+        text = await self._prompt_builder.render_off_loop(call, created)
+        ids = await self._prompt_builder.encode(text, add_special=call.add_special_tokens, param="messages")
+        ids = self._prompt_builder.truncate(ids, call)
+        self._prompt_builder.check_length(ids, "messages")
+        style = self._tool_style if call.tools and call.tool_choice.mode != "none" else None
+        opened = self._reasoning is not None and self._reasoning.is_opened_by(text)
+        call = replace(call, params=self._prompt_builder.params_with_bad_words(call))
+        params = await self._constrain(call, style, opened)
+
+        def make_parser(index: int) -> OutputParser | None:
+            if style is None and self._reasoning is None:
+                return None
+            return OutputParser(index, _call_ids(reply_id, index), style, self._reasoning, starts_in_reasoning=opened)
+
+        budget = None
+        if call.thinking_budget is not None and self._prompt_builder.reasoning_end_tokens:
+            after = await self._constrain(call, style, opened, closed=True)
+            budget = ReasoningBudget(call.thinking_budget, self._prompt_builder.reasoning_end_tokens, after)
+        return PreparedPrompt(
+            token_ids=ids,
+            params=params,
+            echo=params.prompt_logprobs is not None,
+            budget=budget,
+            make_parser=make_parser,
+            visible_special_tokens=frozenset(self._special_markers(style).values()),
+            continues_prompt=call.continues_last_message,
+            return_token_ids=call.return_token_ids,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    async def _prepare_completion(self, call: CompletionCall) -> list[PreparedPrompt]:
+        prompt_ids = []
+        for text in call.prompts:
+            ids = await self._prompt_builder.encode(text, add_special=call.add_special_tokens, param="prompt")
+            ids = self._prompt_builder.truncate(ids, call)
+            self._prompt_builder.check_length(ids, "prompt")
+            prompt_ids.append(ids)
+        params = self._prompt_builder.params_with_bad_words(call)
+        if params.grammar is not None:
+            await asyncio.to_thread(self._grammar_guard.check, params.grammar)
+        markers = frozenset(self._special_markers(None).values())
+        return [
+            PreparedPrompt(
+                token_ids=ids,
+                params=params,
+                first_choice=i * params.n,
+                echo=call.echo or params.prompt_logprobs is not None,
+                make_parser=lambda index: None,
+                visible_special_tokens=markers,
+                continues_prompt=True,
+                return_token_ids=call.return_token_ids,
+                eos_token_ids=self._eos_token_ids,
+            )
+            for i, ids in enumerate(prompt_ids)
+        ]
+
+    async def _constrain(
+        self, call: ChatCall, style: ToolStyle | None, opened: bool, closed: bool = False
+    ) -> SamplingParams:
+        """Return the parameters with the grammar for the format and the tools.
+
+        `opened`, `closed`: whether the prompt opens or closes the reasoning.
+        """
+        special = self._special_markers(style)
+        grammar: GrammarSpec | None = call.params.grammar
+        param = "response_format"
+        if style is not None:
+            # The reply either has the requested format or consists of tool calls.
+            allows_format = grammar is not None and call.tool_choice.mode == "auto"
+            choice = ToolChoice("required") if allows_format else call.tool_choice
+            tool_grammar = tools.tool_call_grammar(call.tools, choice, style, call.parallel_tool_calls, special)
+            if tool_grammar is not None:
+                grammar = match_either(tool_grammar, grammar) if allows_format and grammar is not None else tool_grammar
+                param = "tools"
+        if grammar is None:
+            return call.params
+        if self._reasoning is not None:
+            grammar = (
+                reasoning_styles.constrain_answer(grammar)
+                if closed
+                else reasoning_styles.constrain_after_reasoning(grammar, self._reasoning, opened, special)
+            )
+        await asyncio.to_thread(self._grammar_guard.check, grammar, param)
+        return replace(call.params, grammar=grammar)
+
+    def _special_markers(self, style: ToolStyle | None) -> dict[str, int]:
+        """Return the ids of the markers that are special tokens: the detokenizer keeps them, grammars refer to them."""
+        tokenizer = self._prompt_builder.tokenizer
+        markers = (*(style.markers if style else ()), *(self._reasoning.markers if self._reasoning else ()))
+        ids = {marker: tokenizer.token_id(marker) for marker in markers}
+        return {marker: id_ for marker, id_ in ids.items() if id_ is not None}
+
+
 def _callable_tools(call: ChatCall) -> Sequence[Tool]:
     return call.tools if call.tool_choice.mode != "none" else ()
 
@@ -197,3 +322,9 @@ def _cut_at_mark(text: str, mark: str) -> str:
             hint="send text as the content of the last message",
         )
     return text[:at]
+
+
+def _call_ids(reply_id: str, index: int) -> Callable[[], str]:
+    """Return a generator of tool call ids that depend on the reply only, so that another worker makes the same."""
+    numbers = count()
+    return lambda: sha256(f"{reply_id}/{index}/{next(numbers)}".encode()).hexdigest()[:24]

@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
-from emberline.worker.prompt_builder import END_MARK, PromptBuilder
+from emberline.worker.preparation import END_MARK, PromptBuilder
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TRIMS = CHATML.replace("m.content", "m.content | trim")
