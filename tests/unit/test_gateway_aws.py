@@ -242,5 +242,5 @@ def test_converse_request() -> None:
 
 def test_converse_rejects_image_url() -> None:
     picture = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
-    with pytest.raises(InvalidRequest, match="does not accept this image"):
+    with pytest.raises(InvalidRequest, match="does not accept an image"):
         render_converse_request({"messages": [{"role": "user", "content": [picture]}]}, lambda field, why: None)

@@ -272,12 +272,12 @@ def test_ciphertext_is_bound_to_its_key_id() -> None:
         ProviderKeyID("acme", "groq"),
         ProviderKeyID("other", "openai"),
     ):
-        with pytest.raises(StoreFailed, match="damaged or copied"):
+        with pytest.raises(StoreFailed, match="damaged or from a different key"):
             decrypt_key(sealed, other, masters)
     for field in ("wrapped", "sealed"):
         whole = getattr(sealed, field)
         broken = msgspec.structs.replace(sealed, **{field: whole[:-1] + bytes([whole[-1] ^ 1])})
-        with pytest.raises(StoreFailed, match="damaged or copied"):
+        with pytest.raises(StoreFailed, match="damaged or from a different key"):
             decrypt_key(broken, PLACE, masters)
     with pytest.raises(StoreFailed, match="not available"):
         decrypt_key(sealed, PLACE, MasterKeys((MasterKey(b"1" * 32),)))

@@ -134,7 +134,7 @@ def test_rope_scaling_conversion(tmp_path: Path, extra: dict[str, Any], expected
 
 
 def test_partial_rotation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="rotates 8 of 16"):
+    with pytest.raises(UnsupportedModel, match="rope to 8 of 16"):
         convert_file(tmp_path, "llama", extra={"rope.dimension_count": 8})
 
 

@@ -174,7 +174,7 @@ def test_pip_is_the_fallback(site: Site, tmp_path: Path, monkeypatch: pytest.Mon
     nowhere = IndexSettings(("http://127.0.0.1:9/simple",))
     assert (pull.pull("mine", tmp_path / "a", False, nowhere) / "config.json").read_text() == "{}"
     brought.append(data + b"tampered")
-    with pytest.raises(DownloadError, match="than the pinned one"):
+    with pytest.raises(DownloadError, match="the pinned SHA-256"):
         pull.pull("mine", tmp_path / "b", False, nowhere)
 
 

@@ -1,7 +1,8 @@
-"""RedisClient: one connection to Redis, shared by all requests, with a short timeout per command.
+"""RedisClient: one connection to Redis that all requests share, with a short timeout for each command.
 
-A slow Redis is worse than none, because every request would wait for it. So a command has a timeout (50 ms), a circuit
-breaker rejects commands at once after three consecutive timeouts, and a background task makes the connection.
+A slow Redis is worse than none, because every request would wait for it. So each command has a timeout (50 ms by
+default), and after three timeouts in a row a circuit breaker rejects commands at once. A background task opens the
+connection and reopens it after it is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ UNANSWERED_TIMEOUT_S = 2.0  # a connection that has answered nothing for so long
 
 
 class RedisUnavailable(EmberlineError):
-    """Redis could not be reached or did not answer in time; the command may have been executed or not."""
+    """Redis could not be reached or did not answer in time. Redis may or may not have run the command."""
 
     status = 503
     code = "store_failed"
@@ -62,7 +63,7 @@ class RedisScript:
 
 
 class _RedisProtocol(asyncio.Protocol):
-    """Sends commands and resolves their futures. Redis answers commands in order."""
+    """One connection: sends commands and resolves their futures. Redis answers commands in order."""
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
@@ -108,7 +109,7 @@ class _RedisProtocol(asyncio.Protocol):
 
 
 class RedisClient:
-    """A client for redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?patience=MILLISECONDS].
+    """A client for the URL redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?patience=MILLISECONDS].
 
     `patience` is the timeout of one command.
     """
@@ -121,7 +122,7 @@ class RedisClient:
             raise InvalidRequest(f"the Redis URL is invalid: {e}", hint="use redis://HOST:PORT/DATABASE") from e
         if self._parts.scheme not in ("redis", "rediss") or not self._host:
             raise InvalidRequest(
-                f"the Redis URL is invalid: its scheme is {self._parts.scheme[:20]!r} and its host {self._host[:80]!r}",
+                f"the Redis URL is invalid: scheme {self._parts.scheme[:20]!r}, host {self._host[:80]!r}",
                 hint="use redis://HOST:PORT or rediss://HOST:PORT (TLS)",
             )
         self._clock, self.timeout_s = clock, _read_timeout(self._parts.query) or timeout_s
@@ -131,7 +132,10 @@ class RedisClient:
         self.stats = RedisStats()
 
     async def start(self, timeout_s: float = 1.0) -> bool:
-        """Connect in the background from now on. Wait up to `timeout_s` and return whether it is connected."""
+        """Start a task that keeps the client connected.
+
+        Wait up to `timeout_s` seconds for the first connection and return whether there is one.
+        """
         self._connecting = asyncio.create_task(self._keep_connected())
         until = self._clock.now() + timeout_s
         while self._connection is None and self._clock.now() < until:
@@ -146,11 +150,11 @@ class RedisClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Return whether commands are sent now: connected, and the circuit breaker is closed."""
+        """Whether commands are sent at present: there is a connection, and the circuit breaker is closed."""
         return self._connection is not None and self._breaker.allows(self._clock.now())
 
     def send(self, *command: str | bytes | int) -> asyncio.Future[Any]:
-        """Send a command and return the future of its answer. Raise RedisUnavailable without a connection."""
+        """Send a command and return the future of its reply. Raise RedisUnavailable without a connection."""
         if self._connection is None:
             self.stats.rejected += 1
             raise RedisUnavailable(f"Redis command was not sent: no connection to {self._host}:{self._port}")
@@ -158,7 +162,7 @@ class RedisClient:
         return self._connection.send(command)
 
     async def call(self, *command: str | bytes | int) -> Any:
-        """Send a command and return its answer. Raise RedisUnavailable after the timeout."""
+        """Send a command and return Redis's reply. Raise RedisUnavailable after the timeout."""
         now = self._clock.now()
         if not self._breaker.allows(now):
             self.stats.rejected += 1
@@ -182,7 +186,7 @@ class RedisClient:
         return answer.result()
 
     async def run_script(self, script: RedisScript, keys: list[str], values: list[str | int]) -> Any:
-        """Run a script by its hash; send its text only if Redis does not have it."""
+        """Run a script by its hash. If Redis does not have the script, send its text."""
         try:
             return await self.call("EVALSHA", script.sha, len(keys), *keys, *values)
         except RedisErrorReply as e:
@@ -233,7 +237,7 @@ class RedisClient:
             await connection.send(("PING",))
 
     async def _wait_until_lost(self, connection: _RedisProtocol) -> None:
-        """Return when the connection is lost, or when the oldest command has no answer for too long."""
+        """Return when the connection is lost, or when the oldest command has no reply for too long."""
         while not connection.closed.is_set():
             oldest = connection.pending[0] if connection.pending else None
             with contextlib.suppress(TimeoutError):

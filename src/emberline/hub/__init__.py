@@ -1,1 +1,1 @@
-"""Finds, downloads, converts and opens model checkpoints. Torch-free."""
+"""Finds, downloads, converts and opens model checkpoints, without torch."""

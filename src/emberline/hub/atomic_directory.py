@@ -1,4 +1,4 @@
-"""Creation of directories that appear complete or not at all, by one process at a time."""
+"""Creates directories atomically: a directory appears complete or not at all, and by one process at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import IO
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `target` at the end, or removed after an error.
 
-    The caller must hold a lock: a temporary directory that exists already is removed as the rest of a killed process.
+    The caller must hold a lock. A temporary directory that exists already is removed, because only a killed process can
+    have left it.
     """
     work = target.with_name(f".{target.name}")
     shutil.rmtree(work, ignore_errors=True)
@@ -29,7 +30,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `file` between processes; the file is deleted when the lock is released."""
+    """Hold an exclusive lock on `file` against other processes. The file is deleted with the lock's release."""
     file.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with file.open("w") as handle:

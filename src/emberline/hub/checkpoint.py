@@ -1,6 +1,6 @@
 """Checkpoint: a model directory with its JSON files and the location of each tensor.
 
-Never loads pickles.
+Pickled weights are never loaded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path) -> Checkpoint:
-        """Read the JSON files and tensor headers. Raises ModelFileError if one is missing or damaged."""
+        """Read the JSON files and tensor headers. Raise ModelFileError if one is missing or damaged."""
         if not (directory / "config.json").is_file():
-            raise ModelFileError(f"{directory} is not a model directory: it has no config.json")
+            raise ModelFileError(f"{directory} is not a model directory: config.json is missing")
         return Checkpoint(
             directory,
             read_object(directory / "config.json"),
@@ -72,7 +72,7 @@ def _read_indexed(directory: Path) -> dict[str, TensorInfo]:
     index = directory / INDEX_FILE
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFileError(f"{index} has no weight_map", hint="download the model again")
+        raise ModelFileError(f"{index} has no field weight_map", hint="download the model again")
     shards: set[str] = set()
     for file in weight_map.values():
         # The hub's cache stores symbolic links to its blobs, so the name is checked and not the link's target.
@@ -87,7 +87,9 @@ def _read_indexed(directory: Path) -> dict[str, TensorInfo]:
     for name, file in weight_map.items():
         if name not in out or out[name].file.name != file:
             hint = "download the model again"
-            raise ModelFileError(f"tensor {name!r} is not in {file}, as {index} says", hint=hint)
+            raise ModelFileError(
+                f"{index} lists tensor {name!r} in {file}, but that file does not contain it", hint=hint
+            )
     return out
 
 

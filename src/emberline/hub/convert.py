@@ -1,4 +1,4 @@
-"""Converts a GGUF file into an ordinary checkpoint directory once, so that no other package handles GGUF."""
+"""Converts a GGUF file once to an ordinary checkpoint directory, so that only `hub` handles GGUF."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 
 
 def convert(source: Path, target: Path) -> Path:
-    """Convert `source` unless `target` exists, and return `target`, which appears complete or not at all."""
+    """Convert `source` to the checkpoint directory `target` unless it exists, and return `target`.
+
+    The directory appears complete or not at all.
+    """
     if target.is_dir():
         return target
     with file_lock(target.with_name(f".{target.name}.lock")):
@@ -52,7 +55,7 @@ def _tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
     for tensor in file.tensors.values():
         name = tensor_name(tensor.name)
         if name in out:
-            raise ModelFileError(f"{file.path} has two tensors named {name}")
+            raise ModelFileError(f"{file.path} has two tensors for {name}")
         if name is not None:
             out[name] = tensor
     return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_dtype(item[1])], item[0])))
@@ -78,7 +81,7 @@ def _iter_chunks(file: GGUFFile, tensors: dict[str, GGUFTensor], config: dict[st
 def _iter_tensor_bytes(file: GGUFFile, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
     """Yield the tensor's bytes in the checkpoint's dtype, a batch of rows at a time.
 
-    Rows are independent in every GGUF format, so heads are reordered as raw bytes before rows are dequantised.
+    Every GGUF format codes each row separately. So attention heads can be reordered as raw bytes before dequantisation.
     """
     row_bytes = tensor.shape[-1] // tensor.type.block_elements * tensor.type.block_bytes
     rows = np.frombuffer(file.raw_bytes(tensor), dtype=np.uint8)
@@ -99,9 +102,11 @@ def _encode_rows(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) 
 
 
 def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Reorder rows from llama.cpp's layout (adjacent rotary pairs) to the usual one (first, then second halves)."""
+    """Reorder rows from llama.cpp's layout (rotary pairs side by side) to the usual one (first halves first)."""
     if heads < 1 or len(rows) % (2 * heads):
-        raise ModelFileError(f"GGUF tensor {name} has {len(rows)} rows, which {heads} heads cannot share evenly")
+        raise ModelFileError(
+            f"GGUF tensor {name} has {len(rows)} rows, which cannot be divided evenly among {heads} heads"
+        )
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 

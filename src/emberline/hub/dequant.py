@@ -1,6 +1,6 @@
 """Dequantises GGUF block formats to float32 with numpy.
 
-Each format has one function, from an array (blocks, bytes) to an array (blocks, elements).
+Each format has one function. It takes an array (blocks, bytes) and returns an array (blocks, elements).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _half(b: Bytes) -> Floats:
 
 
 def _nibbles(q: Bytes) -> Bytes:
-    """Return the low four bits of all bytes, then the high four bits."""
+    """Return the low four bits of all bytes, followed by the high four bits of all bytes."""
     return np.concatenate([q & 15, q >> 4], axis=-1)
 
 
@@ -74,7 +74,10 @@ def _q5_1(b: Bytes) -> Floats:
 
 
 def _k_scales(b: Bytes) -> tuple[Floats, Floats]:
-    """Return the eight scales and minima of a K block: six bits each, in twelve bytes after two float16."""
+    """Return the eight scales and the eight minima of each K-quant block.
+
+    A block stores them with six bits each, in twelve bytes that follow two float16 numbers.
+    """
     packed = b[:, 4:16].reshape(-1, 3, 4)
     low, mid, high = packed[:, 0], packed[:, 1], packed[:, 2]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)

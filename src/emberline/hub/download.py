@@ -1,4 +1,4 @@
-"""Downloads one file over HTTP, with resume and retries, and verifies its SHA-256 before it appears."""
+"""Downloads a file over HTTP, with resume and retries. The file appears only after its SHA-256 is verified."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RETRYABLE = (OSError, http.client.HTTPException)  # URLError, timeouts and reset
 
 
 class HTTPDownloader:
-    """Sends GET requests through the system's proxies; a CA file and credentials in the URL work as in pip."""
+    """Sends GET requests through the system's proxies. A CA file and credentials in the URL work as in pip."""
 
     def __init__(self, ca_file: str | None = None) -> None:
         context = ssl.create_default_context()
@@ -60,11 +60,10 @@ def download(
     progress: DownloadProgress,
     retry_delay_s: float = 1.0,
 ) -> None:
-    """Download `url` to `target` and verify its hash.
+    """Download `url` to `target` and verify its SHA-256.
 
-    Raises DownloadError, or ModelError if the disk is full.
-
-    A partial download stays beside `target` as *.part, for the next attempt of this or a later process.
+    An incomplete download stays beside `target` as *.part, and the next attempt resumes it. Raise DownloadError, or
+    ModelError if the disk is full.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")

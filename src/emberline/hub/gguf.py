@@ -1,4 +1,4 @@
-"""GGUFFile: reads metadata and tensors of a GGUF file (versions 2 and 3), checking every count and offset.
+"""GGUFFile: reads metadata and tensors of a GGUF file (version 2 or 3), and checks every count and offset.
 
 [magic version counts | metadata | tensor infos | pad to alignment | tensor data ...]
 0                                                                  data           size
@@ -87,7 +87,10 @@ class GGUFFile:
 
 
 class _HeaderReader:
-    """A cursor that never passes `end`, so that no count in the file can cause an allocation beyond its size."""
+    """Reads the header from start to `end`, and never beyond it.
+
+    So no count in the file can cause an allocation that is larger than the file.
+    """
 
     def __init__(self, data: mmap.mmap, name: str) -> None:
         self.data, self.name, self.size = data, name, len(data)
@@ -101,7 +104,7 @@ class _HeaderReader:
     def advance(self, n: int) -> int:
         start = self.position
         if n > self.end - start:
-            raise self.error("the header exceeds the file or the size limit")
+            raise self.error(f"the header ends after byte {self.end}, the end of the file or the limit of a header")
         self.position += n
         return start
 
@@ -115,7 +118,7 @@ class _HeaderReader:
         try:
             return self.data[start : start + n].decode()
         except UnicodeDecodeError as e:
-            raise self.error("a string is not UTF-8") from e
+            raise self.error("a string in the header is not UTF-8") from e
 
     def read_value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
@@ -123,16 +126,16 @@ class _HeaderReader:
         if kind == ARRAY:
             return self.read_array(depth)
         if kind not in SCALARS:
-            raise self.error(f"unknown value type {kind}")
+            raise self.error(f"a metadata value has the unknown type {kind}")
         value = self.read_scalar(SCALARS[kind])
         if kind == BOOL and value > 1:
-            raise self.error(f"a boolean is {value}")
+            raise self.error(f"a boolean metadata value must be 0 or 1, not {value}")
         return bool(value) if kind == BOOL else value
 
     def read_array(self, depth: int) -> Any:
         kind, count = self.read_scalar("I"), self.read_scalar("Q")
         if count > MAX_ARRAY_LENGTH or depth >= MAX_ARRAY_DEPTH:
-            raise self.error(f"an array of {count} values at depth {depth} exceeds the limits")
+            raise self.error(f"an array has {count} values at nesting depth {depth}, which exceeds the limits")
         if kind not in SCALARS:
             return [self.read_value(kind, depth + 1) for _ in range(count)]  # each takes at least 8 bytes of the file
         values = array(SCALARS[kind])
@@ -144,20 +147,20 @@ class _HeaderReader:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if self.data[:4] != b"GGUF":
-            raise self.error("it does not begin with the bytes GGUF")
+            raise self.error("the file does not begin with the bytes GGUF")
         self.advance(4)
         version = self.read_scalar("I")
         if version not in (2, 3):
             why = "big-endian" if version in (2 << 24, 3 << 24) else f"version {version}"
             raise UnsupportedModel(
-                f"{self.name}: {why} GGUF is not supported", hint="use a little-endian v2 or v3 file"
+                f"{self.name} is a {why} GGUF file, which is not supported", hint="use a little-endian v2 or v3 file"
             )
         tensor_count, key_count = self.read_scalar("Q"), self.read_scalar("Q")
         metadata: dict[str, Any] = {}
         for _ in range(key_count):  # a wrong count raises at the end of the file
             key = self.read_string()
             if key in metadata:
-                raise self.error(f"the key {key!r} occurs twice")
+                raise self.error(f"the metadata key {key!r} occurs twice")
             metadata[key] = self.read_value(self.read_scalar("I"))
         infos = [self.read_tensor() for _ in range(tensor_count)]
         return metadata, self.check_offsets(infos, metadata.get("general.alignment", 32))
@@ -165,7 +168,7 @@ class _HeaderReader:
     def read_tensor(self) -> GGUFTensor:
         name, dims = self.read_string(), self.read_scalar("I")
         if not 1 <= dims <= 4:
-            raise self.error(f"tensor {name!r} has {dims} dimensions")
+            raise self.error(f"tensor {name!r} must have 1 to 4 dimensions, not {dims}")
         shape = tuple(self.read_scalar("Q") for _ in range(dims))[::-1]
         kind, offset = self.read_scalar("I"), self.read_scalar("Q")
         if kind not in TENSOR_TYPES:
@@ -182,19 +185,19 @@ class _HeaderReader:
             or shape[-1] % type_.block_elements
             or count // type_.block_elements * type_.block_bytes > self.size
         ):
-            raise self.error(f"tensor {name!r} of shape {shape} cannot be {type_.name}")
+            raise self.error(f"tensor {name!r} has the shape {shape}, which does not fit {type_.name} or the file")
         return GGUFTensor(name, type_, shape, offset, count // type_.block_elements * type_.block_bytes)
 
     def check_offsets(self, infos: list[GGUFTensor], alignment: Any) -> dict[str, GGUFTensor]:
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
-            raise self.error(f"general.alignment is {alignment!r}")
+            raise self.error(f"general.alignment must be a power of two from 8 to 65536, not {alignment!r}")
         data = -(-self.position // alignment) * alignment
         end, out = 0, {}
         for t in sorted(infos, key=lambda t: t.start):
             if t.start % alignment or t.start < end or data + t.start + t.nbytes > self.size:
-                raise self.error(f"tensor {t.name!r} is misaligned, overlaps another or runs past the end")
+                raise self.error(f"tensor {t.name!r} is misaligned, overlaps a tensor or ends after the file")
             end = t.start + t.nbytes
             if t.name in out:
-                raise self.error(f"tensor {t.name!r} occurs twice")
+                raise self.error(f"two tensors have the name {t.name!r}")
             out[t.name] = GGUFTensor(t.name, t.type, t.shape, data + t.start, t.nbytes)
         return out

@@ -41,7 +41,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 def tensor_name(gguf_name: str) -> str | None:
-    """Return the checkpoint's name of a GGUF tensor; None for a tensor that becomes part of the config."""
+    """Return the checkpoint's name for a GGUF tensor, or None if the tensor becomes part of config.json."""
     if gguf_name == ROPE_FREQS:
         return None
     parts = gguf_name.split(".")
@@ -56,7 +56,10 @@ def tensor_name(gguf_name: str) -> str | None:
 
 
 class GGUFMetadata:
-    """Typed access to the metadata of a GGUF file. Raises ModelFileError for a missing or mistyped value."""
+    """Typed access to the metadata of a GGUF file.
+
+    Raise ModelFileError if a value is missing or has the wrong type.
+    """
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
@@ -81,7 +84,9 @@ class GGUFMetadata:
     def _get(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
         value = self.metadata.get(key, default)
         if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
-            raise ModelFileError(f"the GGUF key {key!r} is missing or not {kinds[-1].__name__}: {str(value)[:80]!r}")
+            raise ModelFileError(
+                f"the GGUF key {key!r} must have a value of type {kinds[-1].__name__}, not {str(value)[:80]!r}"
+            )
         return value
 
 
@@ -96,10 +101,14 @@ def model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
     name, model_type = ARCHITECTURES[fields.arch]
     heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     if heads < 1 or hidden < 1:
-        raise ModelFileError(f"{file.path} has {heads} heads and a hidden size of {hidden}")
+        raise ModelFileError(
+            f"{file.path} must have at least one attention head and one hidden dimension, not {heads} and {hidden}"
+        )
     head_dim = fields.integer("attention.key_length", hidden // heads)
     if (rotated := fields.integer("rope.dimension_count", head_dim)) != head_dim:
-        raise UnsupportedModel(f"{file.path} rotates {rotated} of {head_dim} dimensions; all must be rotated")
+        raise UnsupportedModel(
+            f"{file.path} applies rope to {rotated} of {head_dim} dimensions of a head; only all are supported"
+        )
     config = {
         "architectures": [name],
         "model_type": model_type,
@@ -140,7 +149,7 @@ def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int | None]:
-    """Return the ids of well-known end-of-turn tokens, which older files do not list."""
+    """Return the ids of well-known end-of-turn tokens. Older GGUF files do not list these tokens."""
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, list | array):
         return []
@@ -177,7 +186,8 @@ def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None
 def _llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
     """Return Llama 3's rope scaling.
 
-    The file has only its divisors, which are compared with recomputed ones.
+    The GGUF file contains only the resulting divisors. They are compared with the divisors of Llama 3's usual
+    parameters.
     """
     tensor = file.tensors[ROPE_FREQS]
     divisors = dequantise(file.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes)
@@ -198,5 +208,5 @@ def _llama3_divisors(scaling: dict[str, Any], theta: float, dim: int) -> NDArray
 
 
 def _shortest_decimal(value: float) -> float:
-    """Return the decimal that a float32 stands for: 1e-05 instead of 9.99999974e-06."""
+    """Return the decimal number that a float32 was rounded from: 1e-05 instead of 9.99999974e-06."""
     return float(f"{value:.7g}")

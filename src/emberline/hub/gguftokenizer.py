@@ -40,10 +40,10 @@ class _Vocabulary:
         self.tokens: list[str] = self.sequence("tokens", str)
         self.types: list[int] = self.sequence("token_type", int) or [NORMAL] * len(self.tokens)
         if not self.tokens or len(self.types) != len(self.tokens):
-            raise ModelFileError("the GGUF vocabulary is empty, or has another number of token types than tokens")
+            raise ModelFileError("the GGUF vocabulary is empty, or the numbers of tokens and token types differ")
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
-            raise ModelFileError("the GGUF vocabulary has a token twice")
+            raise ModelFileError("the GGUF vocabulary contains a token twice")
 
     def sequence(self, key: str, kind: type) -> list[Any]:
         values = self.metadata.get(f"tokenizer.ggml.{key}", [])
@@ -153,10 +153,15 @@ def _sentencepiece(vocab: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocab: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges in order of score: SentencePiece joins the pair whose union has the best score first."""
+    """Return the merges of token pairs, ordered by score.
+
+    SentencePiece joins first the pair whose union is the token with the best score.
+    """
     scores = vocab.sequence("scores", float)
     if len(scores) != len(vocab.tokens):
-        raise ModelFileError(f"the GGUF vocabulary has {len(vocab.tokens)} tokens and {len(scores)} scores")
+        raise ModelFileError(
+            f"the GGUF vocabulary must have one score per token: {len(vocab.tokens)} tokens, {len(scores)} scores"
+        )
     usable = {t for t, kind in zip(vocab.tokens, vocab.types, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token in usable:

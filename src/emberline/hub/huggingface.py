@@ -1,6 +1,6 @@
 """Downloads repositories of the Hugging Face hub into the cache with huggingface_hub.
 
-Never fetches pickles.
+Pickled weights are never downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ IGNORED_PATTERNS = [
 def download_snapshot(
     repo: str, revision: str | None, cache: Path, progress: bool, endpoint: str | None = None, *, fetch: bool = True
 ) -> Path | None:
-    """Return the folder of a repository in the cache; without `fetch`, None if it is not there."""
+    """Return the directory of a repository in the cache. The repository is downloaded if necessary.
+
+    With `fetch` False nothing is downloaded; return None if the repository is not in the cache.
+    """
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (

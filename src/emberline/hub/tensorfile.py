@@ -56,7 +56,7 @@ class TensorInfo:
 
     @property
     def logical_bytes(self) -> int:
-        """Size of the tensor when it is not coded."""
+        """The size of the tensor in bytes when it is not packed."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -82,14 +82,17 @@ class SafetensorsHeader:
 
 
 def read_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file, packed or not. Raises ModelFileError if the file is damaged."""
+    """Return the tensors of a safetensors file, packed or not. Raise ModelFileError if it is damaged."""
     header = read_header(path)
     tensors = stored_tensors(path, header)
     return _describe_packed(path, header, tensors) if header.is_packed else tensors
 
 
 def stored_tensors(path: Path, header: SafetensorsHeader) -> dict[str, TensorInfo]:
-    """Return the tensors as the safetensors header lists them; in a packed file, the coded ones are bytes."""
+    """Return the tensors as the safetensors header lists them.
+
+    In a packed file, each packed tensor is listed as an array of bytes.
+    """
     tensors = {name: _stored_info(path, name, entry, header.data_offset) for name, entry in header.entries.items()}
     _check_offsets(path, tensors, header.data_offset, header.file_bytes)
     return tensors
@@ -98,10 +101,10 @@ def stored_tensors(path: Path, header: SafetensorsHeader) -> dict[str, TensorInf
 def _check_offsets(path: Path, tensors: dict[str, TensorInfo], start: int, file_bytes: int) -> None:
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if t.offset != start:
-            raise _damaged_error(path, f"tensor {name!r} overlaps the one before it, or leaves a gap")
+            raise _damaged_error(path, f"tensor {name!r} overlaps the tensor before it or leaves a gap")
         start += t.nbytes
     if start != file_bytes:
-        raise _damaged_error(path, f"its tensors need {start} bytes, the file has {file_bytes}")
+        raise _damaged_error(path, f"the tensors need {start} bytes, but the file has {file_bytes}")
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -120,28 +123,31 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def header_sha256(text: bytes, stored: str) -> str:
-    """Return the SHA-256 of a packed file's header, computed with zeros in place of the hash stored in it."""
+    """Return the SHA-256 of a packed file's header.
+
+    The header contains its own hash, which is replaced by zeros before hashing. `stored_hash` is that hash.
+    """
     return hashlib.sha256(text.replace(stored.encode(), b"0" * 64, 1)).hexdigest()
 
 
 def _describe_packed(path: Path, header: SafetensorsHeader, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the original dtype and shape of each tensor, from a packed file's metadata."""
+    """Return the tensors with their original dtype and shape, from a packed file's metadata."""
     if header.metadata.get("version") != PACKED_VERSION:
         version = str(header.metadata.get("version"))[:20]
         hint = f"this release reads version {PACKED_VERSION}: pack the model again, or update Emberline"
         raise UnsupportedModel(f"{path} has version {version!r} of the packed format", hint=hint)
     check = str(header.metadata.get("check"))
     if len(check) != 64 or not check.isascii() or header_sha256(header.text, check) != check:
-        raise _damaged_error(path, "the checksum of its header does not match")
+        raise _damaged_error(path, "the checksum of the header does not match")
     descriptions = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
     if descriptions.keys() != tensors.keys():
-        raise _damaged_error(path, "its metadata lists other tensors than its header")
+        raise _damaged_error(path, "the metadata and the header list different tensors")
     return {name: _packed_info(path, name, tensors[name], descriptions[name]) for name in tensors}
 
 
 def _packed_info(path: Path, name: str, stored: TensorInfo, description: Any) -> TensorInfo:
     if not isinstance(description, dict):
-        raise _damaged_error(path, f"the metadata of tensor {name!r} is malformed")
+        raise _damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
     dtype, shape = description.get("dtype"), description.get("shape")
     if (
         not isinstance(dtype, str)
@@ -149,7 +155,7 @@ def _packed_info(path: Path, name: str, stored: TensorInfo, description: Any) ->
         or not isinstance(shape, list)
         or not _are_valid_sizes(shape)
     ):
-        raise _damaged_error(path, f"the metadata of tensor {name!r} is malformed")
+        raise _damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
     return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, description)
 
 
@@ -165,12 +171,14 @@ def _stored_info(path: Path, name: str, entry: Any, data_offset: int) -> TensorI
             f"tensor {name!r} in {path} has the unsupported dtype {dtype}", hint=f"supported: {' '.join(DTYPE_BYTES)}"
         )
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
-        raise _damaged_error(path, f"tensor {name!r} of shape {shape} and dtype {dtype} has {end - start} bytes")
+        raise _damaged_error(
+            path, f"tensor {name!r} has {end - start} bytes, which does not fit shape {shape} and dtype {dtype}"
+        )
     return TensorInfo(dtype, shape, path, data_offset + start, end - start)
 
 
 def _are_valid_sizes(numbers: Sequence[Any]) -> bool:
-    """Return whether these are non-negative integers, few and small enough to multiply."""
+    """Return whether the numbers are non-negative integers, few and small enough to multiply."""
     return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n <= MAX_DIMENSION for n in numbers)
 
 
@@ -181,9 +189,10 @@ def _damaged_error(path: Path, reason: str) -> ModelFileError:
 def write_tensors(
     path: Path, specs: dict[str, tuple[str, tuple[int, ...]]], chunks: Iterable[bytes | memoryview]
 ) -> None:
-    """Write a file; `specs`: dtype and shape of each tensor; `chunks`: their bytes in order, split anywhere.
+    """Write a safetensors file.
 
-    Tensors of wide dtypes must come first, so that all are aligned.
+    `specs` maps each tensor's name to its dtype and shape. `chunks` yields the bytes of all tensors in this order; a
+    chunk may end anywhere. Tensors with wide dtypes must come first, so that all tensors are aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, last = 0, 8

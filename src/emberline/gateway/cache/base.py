@@ -1,4 +1,7 @@
-"""CacheStore: the interface of stores for cache entries. A failing store acts as an empty one."""
+"""CacheStore: the interface that every cache backend implements.
+
+A backend that fails behaves like an empty cache and raises no error.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class CacheStore(Protocol):
     async def get(self, key: str) -> bytes | None: ...
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Store an entry for so many seconds. An entry that is too large is not stored."""
+        """Store `value` under `key` for `ttl_s` seconds. A value that exceeds the size limit is not stored."""
         ...
 
     async def close(self) -> None: ...

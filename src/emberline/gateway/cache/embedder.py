@@ -1,6 +1,7 @@
-"""TextEmbedder: turns texts into vectors.
+"""TextEmbedder: the interface for turning texts into vectors.
 
-It uses any server with OpenAI's embeddings API, such as Emberline."""
+HttpEmbedder implements it with any server that has OpenAI's embeddings API, such as Emberline.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class _EmbeddingReply(msgspec.Struct):
 
 class HttpEmbedder:
     def __init__(self, upstream: UpstreamClient, url: str, model: str, *, timeout_s: float = 0.5) -> None:
-        """`url` is the server's address without a path; `timeout_s` applies to each request."""
+        """`url` is the embedding server's address without a path. `timeout_s` applies to each HTTP request."""
         self._upstream, self._url, self._model, self._timeout_s = upstream, url.rstrip("/"), model, timeout_s
         self.failures = 0
 

@@ -1,6 +1,7 @@
-"""CacheEntry: a reply as it is stored, and as it is served again.
+"""CacheEntry: a reply in the form in which the cache stores it.
 
-A stream is served again as a stream, with the same chunks."""
+A reply that was streamed is served from the cache as a stream of the same chunks.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> CacheEntry | None:
-        """Return the entry, or None if another version wrote it in a different format."""
+        """Return the decoded entry, or None if a different version of Emberline wrote it in another format."""
         try:
             return msgspec.msgpack.decode(data, type=CacheEntry)
         except msgspec.MsgspecError:
             return None
 
     def to_reply(self) -> GatewayReply:
-        """Return the entry as a reply, with its original usage and no cost."""
+        """Return the cached reply with the token usage of the original reply and a cost of zero."""
         reply = GatewayReply(
             self.status,
             dict(self.headers),
@@ -56,7 +57,7 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplayedStream:
-    """A cached stream that is served again."""
+    """A stream that sends the chunks of a cached reply."""
 
     def __init__(self, chunks: list[bytes], reply: GatewayReply) -> None:
         self._chunks = iter(chunks)
@@ -77,7 +78,7 @@ class ReplayedStream:
 
 
 class RecordedStream:
-    """A stream whose chunks are recorded as they pass, unless they exceed the size limit."""
+    """A stream that records the chunks it passes on, unless they exceed `max_bytes` in total."""
 
     def __init__(self, stream: ReplyStream, max_bytes: int) -> None:
         self._stream = stream

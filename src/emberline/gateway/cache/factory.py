@@ -1,6 +1,7 @@
-"""Opens the cache store that an address names: none (memory of this process), `sqlite:PATH` or Redis.
+"""Opens the cache store for a URL: `sqlite:PATH`, `redis://HOST:PORT`, or memory if there is no URL.
 
-It also makes the semantic cache on first use."""
+The module also creates the semantic cache.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ REDIS_TIMEOUT_S = 0.2  # longer than for counters, because entries are larger
 
 
 async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExitStack) -> CacheStore:
-    """Open a cache store, which `stack` closes. Raises InvalidRequest for an unknown kind of address.
+    """Open the cache store that `url` names. `exit_stack` closes it.
 
-    `clock` is monotonic; `wall` is in seconds since the epoch.
+    `clock` is monotonic; `wall_clock` returns seconds since 1970. Raise InvalidRequest if the URL has an unknown
+    scheme.
     """
     store: CacheStore
     if url is None:
@@ -42,14 +44,16 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
         store = RedisCache(client)
     else:
         raise InvalidRequest(
-            f"unknown kind of cache address {url[:80]!r}", param="cache", hint="use sqlite:PATH or redis://HOST:PORT"
+            f"the cache URL {url[:80]!r} has an unknown scheme",
+            param="cache",
+            hint="use sqlite:PATH or redis://HOST:PORT",
         )
     stack.push_async_callback(store.close)
     return store
 
 
 def semantic_cache_factory(upstream: UpstreamClient, url: str, model: str, clock: Clock) -> Callable[[], SemanticCache]:
-    """Return a function that makes the semantic cache; it imports numpy when it is called."""
+    """Return a function that creates the semantic cache. numpy is imported only when that function is called."""
 
     def make() -> SemanticCache:
         from emberline.gateway.cache.embedder import HttpEmbedder

@@ -1,10 +1,13 @@
-"""The cache key of a call: equal exactly for calls that may share a reply.
+"""The key under which the reply to a request is cached. Requests with equal keys may share a reply.
 
-It contains the tenant: the gateway or, by its settings, the key or the user. A call that brings a provider's key, or
-names a stored one, shares only with calls that do the same: a reply made with another credential is not served. The
-body counts as canonical JSON, so that whitespace and the order of fields do not matter. A body that two parsers could
-read in two ways (a name twice in an object) counts as its bytes: otherwise a caller could store the reply to one
-question under the key of another."""
+The key contains the gateway and, depending on the setting `cache_scope`, the caller's API key or user. It also contains
+the provider credential that the request sends or names, so a reply that was paid with one credential is never served
+for a request with a different credential.
+
+A JSON body is compared in canonical form, so whitespace and the order of fields do not matter. A body in which an
+object has the same field twice is compared byte by byte: parsers disagree about such a body, and a caller could use it
+to store the reply to one question under the key of another question.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def cache_key(call: GatewayRequest) -> str:
 
 
 def sharing_scope(call: GatewayRequest) -> list[str]:
-    """Return the parts of the key that limit sharing within the gateway."""
+    """Return the parts of the cache key that decide which callers of the gateway share a reply."""
     identity = call.identity
     match call.settings.cache_scope:
         case "key":
@@ -51,7 +54,7 @@ def sharing_scope(call: GatewayRequest) -> list[str]:
 
 
 def _credentials(call: GatewayRequest) -> list[str]:
-    """Return the provider credentials that the call itself brings or names."""
+    """Return the provider credentials that the request contains, and the aliases of stored keys that it names."""
     found = [f"alias {call.options.byok_alias}"] if call.options.byok_alias is not None else []
     found += _secrets(call.headers, call.query)
     for step in call.steps:  # a universal request has its keys in the steps

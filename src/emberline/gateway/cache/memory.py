@@ -1,4 +1,4 @@
-"""MemoryCache: cache entries in this process, limited in bytes; the least recently used are evicted first."""
+"""MemoryCache: cache entries in this process's memory. The least recently used entry is evicted first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENTRY_OVERHEAD_BYTES = 200  # approximate
 
 class MemoryCache:
     def __init__(self, clock: Clock, max_bytes: int = 64 << 20, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-        """`max_bytes` limits all entries together, `max_entry_bytes` each one."""
+        """`max_bytes` limits the size of all entries together; `max_entry_bytes` limits the size of one entry."""
         self._clock, self._max_bytes, self._max_entry_bytes = clock, max_bytes, min(max_bytes, max_entry_bytes)
         self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # key -> expiry, entry
         self.size = self.failures = 0

@@ -1,7 +1,8 @@
-"""UserQuestion: the last user turn of a call, separate from everything else in it.
+"""UserQuestion: the last user message of a request, separated from the other parts of the request.
 
-Two calls can only be similar if everything else is equal: tenant, model, system prompt, earlier turns, tools and
-parameters."""
+Two requests can only be similar if all other parts are equal: tenant, model, system prompt, earlier messages, tools and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class UserQuestion:
 
     @staticmethod
     def from_call(call: GatewayRequest) -> UserQuestion | None:
-        """Return the question of a call, or None if its last turn is not a user's or not only text."""
+        """Return the request's question, or None if the last message is not the user's or is not only text."""
         field = TURN_FIELDS.get(call.dialect)
         if field is None or call.options.cache_key is not None or not canonical_body(call.body).startswith(b"json:"):
             return None
@@ -44,12 +45,12 @@ class UserQuestion:
 
     @property
     def exact_features(self) -> tuple[list[str], int]:
-        """The numbers and the count of negations, in which similar questions must agree exactly."""
+        """The numbers in the text and the count of its negations. Similar questions must be equal in both."""
         return sorted(NUMBER.findall(self.text)), len(NEGATION.findall(self.text))
 
 
 def _last_user_text(turns: object) -> tuple[str, list[Any]]:
-    """Return the text of the last user turn ("" if there is none) and the turns before it."""
+    """Return the text of the last message ("" if it is not a user's text) and the messages before it."""
     if not isinstance(turns, list) or not turns or not isinstance(turns[-1], Mapping):
         return "", []
     turn = turns[-1]

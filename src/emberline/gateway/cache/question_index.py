@@ -1,6 +1,8 @@
-"""QuestionIndex: vectors of questions by partition, and the search for the most similar one.
+"""QuestionIndex: the vectors of cached questions, and the search for the most similar question.
 
-It is bounded: the least recently used partition is evicted, and within a partition the oldest question."""
+A partition holds the questions of requests that are equal except for the question; only these are compared. The index
+is bounded: it evicts the least recently used partition, and from a full partition the oldest question.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ class QuestionIndex:
         self.size = 0
 
     def find(self, question: UserQuestion, vector: Vector, threshold: float, now: float) -> SimilarQuestion | None:
-        """Return the most similar question with the same exact features, or None below the threshold."""
+        """Return the most similar question that has the same numbers and negations as `question`.
+
+        Return None if no such question reaches the similarity `threshold`. Expired questions are ignored.
+        """
         partition = self._partitions.get(question.partition)
         if partition is None or partition.vectors[0].shape != vector.shape:
             return None

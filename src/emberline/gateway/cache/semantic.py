@@ -1,9 +1,10 @@
-"""SemanticCache: serves the reply to a similar question.
+"""SemanticCache: answers a question with the cached reply to a similar question.
 
-It is off by default, because it can be wrong: questions that differ in one word have similar vectors even if that word
-changes the answer. Hence the threshold is high, numbers and negations must be equal, and everything but the last turn's
-wording must be equal. The mode `shadow` serves nothing, but compares the reply it would have served with the actual
-one."""
+The semantic cache is off by default because it can be wrong: questions that differ in one word have similar vectors
+even if that word changes the answer. So the similarity threshold is high, numbers and negations must be equal, and the
+requests must be equal except for the wording of the last message. In the mode `shadow` the provider answers every
+request; the cache only counts whether the reply it would have served agrees with the provider's reply.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class SemanticStats:
 
 @dataclass(frozen=True, slots=True)
 class SemanticLookup:
-    """The question of a call, its vector, and the similar question that was found."""
+    """The result of a search: a request's question, its vector, and the similar question if one was found."""
 
     question: UserQuestion
     vector: Vector
@@ -50,7 +51,7 @@ class SemanticCache:
         self.stats = SemanticStats()
 
     async def look_up(self, call: GatewayRequest) -> SemanticLookup | None:
-        """Search for a similar question; returns None if the call has no question or embedding failed."""
+        """Search for a similar question. Return None if the request has no question or embedding it failed."""
         size = len(call.body)
         question = (
             UserQuestion.from_call(call)
@@ -69,11 +70,11 @@ class SemanticCache:
         return SemanticLookup(question, vector, similar)
 
     def add(self, lookup: SemanticLookup, key: str, ttl_s: float) -> None:
-        """Index the question, whose reply is now in the cache for so many seconds."""
+        """Add the question to the index. Its reply was just cached under `cache_key` for `ttl_s` seconds."""
         self._index.add(lookup.question, lookup.vector, key, self._clock.now() + ttl_s)
 
     async def compare_replies(self, similar: CacheEntry, actual: CacheEntry) -> None:
-        """Count whether the reply that would have been served agrees with the actual one (shadow mode)."""
+        """In shadow mode, count whether the cached reply agrees with the reply that the provider sent."""
         texts = [reply_text(similar)[:MAX_COMPARED_CHARS], reply_text(actual)[:MAX_COMPARED_CHARS]]
         if texts[0] != texts[1]:
             vectors = await self._embedder.embed([text or " " for text in texts])
@@ -84,7 +85,7 @@ class SemanticCache:
 
 
 def reply_text(entry: CacheEntry) -> str:
-    """Return the text of a reply in any dialect, whole or streamed."""
+    """Return the text that the model generated, from a cached reply in any wire format, streamed or not."""
     data = b"".join(entry.chunks)
     if not entry.stream:
         return "".join(_text_fragments(_decode_json(data)))

@@ -1,6 +1,7 @@
-"""SingleFlight: of equal calls that arrive at the same time, only one is sent.
+"""SingleFlight: of several equal requests at the same time, only the first is sent to the provider.
 
-The others wait for its reply."""
+The other requests wait until the reply to the first one is in the cache.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ class SingleFlight:
         return flight
 
     def finish(self, key: str, flight: asyncio.Future[FlightOutcome], outcome: FlightOutcome) -> None:
-        """Wake the waiting calls with the outcome; `left`: the client of the sent call disconnected."""
+        """Wake the requests that wait for the sent request.
+
+        The outcome "left" means that the client of the sent request disconnected before the reply was complete.
+        """
         if not flight.done():
             flight.set_result(outcome)
             del self._running[key]
 
     @staticmethod
     async def wait(flight: asyncio.Future[FlightOutcome], timeout_s: float) -> FlightOutcome | None:
-        """Return the outcome, or None if the call is still in flight after the timeout."""
+        """Wait for the outcome of the sent request. Return None if it is not known after `timeout_s`."""
         await asyncio.wait((flight,), timeout=max(0.0, timeout_s))
         return flight.result() if flight.done() else None
 

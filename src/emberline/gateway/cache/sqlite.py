@@ -1,4 +1,4 @@
-"""SqliteCache: cache entries in a file, which survive a restart and may exceed the memory."""
+"""SqliteCache: cache entries in an SQLite file. They survive a restart, and may exceed the machine's memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CREATE INDEX IF NOT EXISTS entries_used ON entries (used);
 
 
 class SqliteCache:
-    """A cache in one SQLite file; one thread does all database work.
+    """A cache in one SQLite file. One thread does all database work.
 
-    `synchronous = OFF`: a crash of the machine may lose cache entries.
+    The file is opened with `synchronous = OFF`, which is fast; a crash of the machine may lose cache entries.
     """
 
     def __init__(
@@ -112,6 +112,6 @@ class SqliteCache:
         database.executemany("DELETE FROM entries WHERE key = ?", evicted)
 
     def _measure_size(self, database: sqlite3.Connection) -> None:
-        """Measure the size of all entries, which reads the whole table."""
+        """Compute the total size of all entries, which reads the whole table."""
         self._size_bytes = int(database.execute("SELECT coalesce(sum(size), 0) FROM entries").fetchone()[0])
         self._puts_since_count = 0

@@ -1,4 +1,4 @@
-"""Billing: the cost of a reply, once its usage is known."""
+"""Billing: computes the cost of a reply from its token usage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request_input_tokens(request: GatewayRequest) -> int:
 
 
 def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) -> None:
-    """Set the reply's cost. An unknown cost leaves `reply.micros` unchanged."""
+    """Set `reply.micros` to the cost of the reply. An unknown cost leaves it unchanged."""
     price = None
     for name in (request.model, reply.model):
         if name and (price := prices.price(request.settings, reply.provider, name)) is not None:
@@ -37,10 +37,11 @@ def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) 
 
 
 def compute_charge(request: GatewayRequest, usage: Usage | None, price: Price | None) -> int | None:
-    """Return the cost in micro-dollars, or None if it is unknown.
+    """Return the cost of a request in micro-dollars, or None if it is unknown.
 
-    A custom cost that the client sends overrides the catalogue's. But if the gateway has budgets, a client with a
-    virtual key or no key cannot make a request cheaper than its known cost: such keys are given to third parties.
+    A client may state a cost of its own (`custom_cost`), which then replaces the catalogue's. If the gateway has
+    budgets, only a client with a gateway token may state a cost below the known cost: virtual keys are given to third
+    parties, which could otherwise evade their budget.
     """
     known = compute_cost(usage, price) if usage is not None else None
     custom = request.options.custom_cost

@@ -1,4 +1,4 @@
-"""Catalogue: prices and sizes of models, with their source and its date. Unknown values are absent.
+"""Catalogue: prices and token limits of models, each with its source and the source's date.
 
     [openai]
     source = "https://..."          # of the rows below, unless a row has its own
@@ -8,9 +8,9 @@
     [openai.chat]                   # the kind: chat, embedding, ...
     "gpt-4o-mini" = { input = 0.15, cached_read = 0.075, output = 0.6, context = 128_000, max_output = 16_384 }
 
-Prices in the file are dollars per million tokens, read as decimals and not as floats. The package has a file; rows of a
-user's files override its rows. A name with a date at its end is looked up without the date if it has no row; the row
-"*" applies to all names without a row.
+Prices in the file are dollars per million tokens, read as decimals and not as floats. Unknown values are left out.
+Emberline contains a catalogue file; rows of a user's files override its rows. If a model name that ends with a date has
+no row, it is looked up without the date. The row "*" applies to all names that have no row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class CatalogueModel:
 
 class Catalogue:
     def __init__(self, models: Iterable[CatalogueModel], like: Mapping[str, str] | None = None) -> None:
-        """`models`: later ones override earlier ones. `like`: provider -> provider that has missing models."""
+        """`models`: a later entry overrides an earlier one.
+
+        `like` maps a provider to the provider in whose rows its missing models are looked up.
+        """
         self._like = dict(like or {})
         self._models: dict[tuple[str, str], CatalogueModel] = {}
         self._names: dict[tuple[str, str], CatalogueModel] = {}
@@ -64,7 +67,7 @@ class Catalogue:
 
     @staticmethod
     def load(*files: Path) -> Catalogue:
-        """Return the package's catalogue with the rows of `files` over it.
+        """Return the built-in catalogue, overridden by the rows of `files`.
 
         Raise InvalidRequest if a file cannot be read or a row is invalid.
         """
@@ -85,7 +88,7 @@ class Catalogue:
         return Catalogue(models, like)
 
     def model(self, provider: str, name: str) -> CatalogueModel | None:
-        """Return the model that a client names, or None if the catalogue does not have it."""
+        """Return the catalogue's entry for a model name that a client sent, or None if there is none."""
         key = (provider, name)
         if key not in self._lookups:
             if len(self._lookups) >= MAX_CACHED_LOOKUPS:  # clients choose names, so the cache must be bounded
@@ -110,7 +113,7 @@ class Catalogue:
 
 
 class CatalogueFiles:
-    """A catalogue that is read again when its files change. The last valid one stays in use."""
+    """A catalogue that is read again when its files change. An invalid file leaves the previous catalogue in use."""
 
     def __init__(self, *files: Path) -> None:
         self._files = files
@@ -121,7 +124,7 @@ class CatalogueFiles:
         return self.current.model(provider, name)
 
     def refresh(self) -> bool:
-        """Read the files again if they have changed. Return whether there is a new catalogue.
+        """Read the catalogue again if a file has changed. Return whether it was read again.
 
         Raise InvalidRequest if a file is invalid.
         """
@@ -136,7 +139,7 @@ class CatalogueFiles:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Return the file's modification time and size, by which a change is noticed."""
+    """Return the file's modification time and size. A change of either shows that the file was changed."""
     try:
         stat = file.stat()
     except OSError:  # missing, or just being replaced
@@ -173,7 +176,7 @@ def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapp
     for size in SIZE_FIELDS:
         if size in row and (not isinstance(row[size], int) or row[size] < 1):
             raise InvalidRequest(
-                f"catalogue entry {id}: {size} is {row[size]!r:.80}; it must be an integer above 0", param=id
+                f"catalogue entry {id}: {size} must be an integer above 0, not {row[size]!r:.80}", param=id
             )
     return CatalogueModel(
         provider=provider,
@@ -191,7 +194,7 @@ def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapp
 def _read_price(id: str, row: Mapping[str, Any]) -> Price | None:
     if "input" not in row:
         if fields := [name for name in (*PRICE_FIELDS, "long") if name in row]:
-            raise InvalidRequest(f"catalogue entry {id} has the price {fields[0]} but no price input", param=id)
+            raise InvalidRequest(f"catalogue entry {id} has a price for {fields[0]} but none for input", param=id)
         return None
     prices: dict[str, Any] = {name: _read_micros(id, name, row[name]) for name in PRICE_FIELDS if name in row}
     long = _read_long_price(id, row["long"]) if "long" in row else None
@@ -201,21 +204,22 @@ def _read_price(id: str, row: Mapping[str, Any]) -> Price | None:
 def _read_long_price(id: str, long: object) -> LongPrice:
     if not isinstance(long, Mapping) or not isinstance(long.get("above"), int):
         raise InvalidRequest(
-            f"catalogue entry {id}: long must be a table with `above`, a number of tokens, not {long!r:.80}", param=id
+            f"catalogue entry {id}: long must be a table of prices with `above` (a number of tokens), not {long!r:.80}",
+            param=id,
         )
     price = _read_price(id, {name: value for name, value in long.items() if name != "above"})
     if price is None:
-        raise InvalidRequest(f"catalogue entry {id}: long has no price", param=id)
+        raise InvalidRequest(f"catalogue entry {id}: the table long must have the price `input`", param=id)
     return LongPrice(long["above"], price)
 
 
 def _read_micros(id: str, field: str, dollars: object) -> int:
-    """Return micro-dollars per million tokens for dollars per million tokens."""
+    """Convert dollars per million tokens to micro-dollars per million tokens. Raise InvalidRequest."""
     exact = Decimal(dollars) * 1_000_000 if isinstance(dollars, Decimal | int) else Decimal(-1)
     if isinstance(dollars, bool) or not exact.is_finite() or exact < 0 or exact != int(exact):
         raise InvalidRequest(
-            f"catalogue entry {id}: {field} is {dollars!r}; it must be dollars per million tokens, 0 or more, with at"
-            " most 6 decimal places",
+            f"catalogue entry {id}: {field} must be dollars per million tokens, 0 or more, with at most 6 decimal"
+            f" places, not {dollars!r}",
             param=id,
         )
     return int(exact)

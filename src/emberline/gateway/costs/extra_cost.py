@@ -1,7 +1,7 @@
-"""ExtraCost: what a request cost in addition to the reply that the client gets.
+"""ExtraCost: money spent on a request in addition to the cost of the reply that the client gets.
 
-That are replies dropped for a better or faster one, and the calls of guardrail judges. The sum is added to the reply's
-own cost when the reply ends; if a price is unknown, the total is marked as estimated.
+It sums up the cost of discarded replies (such as the slower reply of two attempts) and of guardrail judges. The sum is
+added to the reply's cost when the reply ends. If a price is unknown, the reply's cost is marked as an estimate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ExtraCost:
     estimated: bool = False
 
     async def discard(self, reply: GatewayReply) -> None:
-        """Close a reply that will not be sent, and add its cost."""
+        """Close a reply that will not be sent to the client, and add its cost."""
         await reply.close()
         self.add_usage(reply.usage, reply.micros, estimated=reply.estimated)
 
@@ -30,7 +30,7 @@ class ExtraCost:
             self.usage = usage if self.usage is None else self.usage.plus(usage)
 
     async def add_to_reply(self, reply: GatewayReply) -> None:
-        """Add the extra cost to the reply. A callback for GatewayReply.close_callbacks."""
+        """Add the extra cost to the reply's cost. This method is a callback in `GatewayReply.close_callbacks`."""
         if self.usage is not None:
             reply.usage = self.usage if reply.usage is None else reply.usage.plus(self.usage)
         if reply.micros is not None:

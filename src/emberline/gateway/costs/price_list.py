@@ -1,4 +1,4 @@
-"""PriceList: prices of models, from a gateway's settings or else from the current catalogue."""
+"""PriceList: looks up the price of a model in the gateway's settings, then in the current catalogue."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Guardrails: rules and judges that flag, redact or block parts of requests and replies."""
+"""Guardrails: pattern rules and judge models that flag, redact or block texts of requests and replies."""

@@ -1,6 +1,7 @@
-"""Inspection: the pattern rules applied to all texts of one request or reply.
+"""Inspection: applies the pattern rules to all texts of one request or reply.
 
-These are functions of bytes only, so that a large body can be inspected in another process (`core/offload.py`)."""
+The functions take bytes, so that a large body can be inspected in a child process (`core/offload.py`).
+"""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ class InspectionResult(msgspec.Struct):
 
 
 class UnreadableBody(Exception):
-    """The body has an unsupported content-encoding, or is damaged."""
+    """The body cannot be decompressed: its content-encoding is not supported, or the data is damaged."""
 
 
 class Inspector:
-    """Redacts the texts of one body in place and collects the findings."""
+    """Redacts the texts of one request or reply in place, and collects the findings."""
 
     def __init__(self, rules: Iterable[PatternRule], check: Check) -> None:
         self._scanner = Scanner(rules, check)
@@ -72,7 +73,10 @@ class Inspector:
         return True
 
     def _redact_across(self, parts: list[JsonText]) -> bool:
-        """Redact matches across parts of one message, which providers join with or without a line break."""
+        """Redact matches that begin in one part of a message and end in a later part.
+
+        Providers join the parts with or without a line break between them, so both forms are searched.
+        """
         changed = False
         for separator in ("", "\n"):
             seams = PartSeams([part.holder[part.key] for part in parts], separator)
@@ -91,7 +95,7 @@ class Inspector:
 
 
 class PartSeams:
-    """The ends of consecutive texts, joined into one text that is searched for matches across them."""
+    """The ends of consecutive texts, joined into one text that is searched for matches that span two texts."""
 
     def __init__(self, texts: list[str], separator: str) -> None:
         self._texts = texts
@@ -112,7 +116,7 @@ class PartSeams:
         return len({number for first, last, number, _ in self._pieces if first < end and start < last}) > 1
 
     def redact(self, matches: list[PatternMatch]) -> Iterator[tuple[int, str]]:
-        """Yield number and new text of each text that changes. The label is put into the first of them."""
+        """Yield (index, new text) for each text that a match touches. The label is put into the first text."""
         cuts_of_text: dict[int, list[tuple[int, int, str]]] = {}
         for start, end, label in redaction_ranges(matches):
             for first, last, number, offset in self._pieces:
@@ -130,9 +134,9 @@ class PartSeams:
 def inspect_request(
     body: bytes, rules: tuple[PatternRule, ...], content_type: str = "", content_encoding: str = ""
 ) -> InspectionResult:
-    """Apply the rules to a request. A body that was decompressed and redacted stays decompressed.
+    """Apply the rules to a request body. If a compressed body is redacted, the result is not compressed.
 
-    Raises RecursionError if the JSON is nested too deeply, and UnreadableBody if it cannot be decompressed.
+    Raise RecursionError if the JSON is nested too deeply, and UnreadableBody if the body cannot be decompressed.
     """
     inspector = Inspector(rules, "REQUEST")
     plain = decompress(body, content_encoding) if rules and content_encoding else body
@@ -150,7 +154,7 @@ def inspect_request(
 
 
 def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> InspectionResult:
-    """Apply the rules to a reply. The result also has the text before redaction, for judge models."""
+    """Apply the rules to a reply body. The result's `judged_text` is the text before redaction."""
     inspector = Inspector(rules, "RESPONSE")
     value = decode_json(body)
     if value is None:
@@ -164,7 +168,10 @@ def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> InspectionResu
 
 
 def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list[GuardrailFinding]]:
-    """Return the query with redactions, the same string if there are none, and the findings. Keys stay."""
+    """Apply the rules to a URL's query. Return the query, redacted if a rule matched, and the findings.
+
+    Parameters that contain credentials are not inspected.
+    """
     inspector = Inspector(rules, "REQUEST")
     pairs = [list(pair) for pair in parse_qsl(query, keep_blank_values=True)]
     texts = (
@@ -175,17 +182,17 @@ def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list
 
 
 def decompress(body: bytes, content_encoding: str) -> bytes:
-    """Return the decompressed body. Raises UnreadableBody or BodyTooLarge."""
+    """Return the decompressed body. Raise UnreadableBody or BodyTooLarge."""
     for each in reversed([name.strip().lower() for name in content_encoding.split(",")]):
         if each in ("gzip", "x-gzip", "deflate"):
             body = _inflate(body)
         elif each not in ("", "identity"):
-            raise UnreadableBody(f"content-encoding {each} is not supported")
+            raise UnreadableBody(f"content-encoding {each!r} is not supported; gzip and deflate are")
     return body
 
 
 def _inflate(body: bytes) -> bytes:
-    """Decompress gzip or deflate; some clients send `deflate` without the zlib wrapper."""
+    """Decompress gzip or deflate data. Data without a zlib header, as some clients send it, is accepted."""
     bits = zlib.MAX_WBITS | 32 if body[:2] == b"\x1f\x8b" or _is_zlib(body) else -zlib.MAX_WBITS
     chunks, size = [], 0
     try:
@@ -208,7 +215,7 @@ def _is_zlib(body: bytes) -> bool:
 
 
 def _inspect_text(inspector: Inspector, body: bytes, content_type: str) -> bytes | None:
-    """Return a body that is not JSON with redactions, or None if unchanged. Binary data is skipped."""
+    """Redact a body that is not JSON. Return None if nothing changed. Binary data is skipped."""
     if content_type.startswith("multipart/") and (boundary := _multipart_boundary(content_type)):
         parts = body.split(boundary)
         new_parts = [_inspect_text(inspector, part, "") for part in parts]
@@ -231,8 +238,8 @@ def _multipart_boundary(content_type: str) -> bytes:
 def decode_json(body: bytes) -> Any:
     """Return the decoded JSON, or None if the body is not JSON.
 
-    Invalid UTF-8 is replaced, as lenient parsers do. Raises RecursionError for JSON that is nested too deeply, which
-    must not be mistaken for a body that is not JSON.
+    Invalid UTF-8 is replaced, as lenient parsers do. Raise RecursionError for JSON that is nested too deeply, so that
+    the caller does not take it for plain text.
     """
     if body.lstrip()[:1] not in (b"{", b"["):
         return None

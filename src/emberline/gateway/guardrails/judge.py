@@ -1,6 +1,7 @@
-"""JudgeClient: asks models whether a text is safe.
+"""JudgeClient: asks judge models whether a text is safe.
 
-The cost of a judge is billed with the call that it judges."""
+The cost of a judge is added to the cost of the request that the text belongs to.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +44,13 @@ class JudgeClient:
     async def judge_text(
         self, judge: Judge, text: str, call: GatewayRequest, extra_cost: ExtraCost
     ) -> frozenset[str] | None:
-        """Return the categories of the text, or None if the judge failed or its answer was invalid."""
+        """Return the unsafe categories of the text; the set is empty if the text is safe.
+
+        Return None if the judge failed or its answer was invalid.
+        """
         parts = [text[at : at + MAX_PART_CHARS + OVERLAP_CHARS] for at in range(0, max(1, len(text)), MAX_PART_CHARS)]
         if len(parts) > MAX_PARTS:
-            log.warning("text too long for a judge, not checked: judge=%s characters=%d", judge.name, len(text))
+            log.warning("guardrail judge skipped, the text is too long: judge=%s characters=%d", judge.name, len(text))
             return None
         tasks = [asyncio.ensure_future(self._judge_part(judge, part, call, extra_cost)) for part in parts]
         try:
@@ -54,21 +58,23 @@ class JudgeClient:
                 await asyncio.gather(*tasks, return_exceptions=True)  # wait for all, because each is billed
             return frozenset[str]().union(*(each.result() for each in tasks))
         except (EmberlineError, TimeoutError) as e:
-            log.warning("judge failed, text not checked: judge=%s reason=%s", judge.name, e or "timeout")
+            log.warning(
+                "guardrail judge failed, the text is not checked: judge=%s reason=%s", judge.name, e or "timeout"
+            )
             return None
 
     async def _judge_part(self, judge: Judge, text: str, call: GatewayRequest, extra_cost: ExtraCost) -> frozenset[str]:
         reply = await self._handler(self._make_call(judge, text, call))
         try:
             if not isinstance(reply.body, bytes) or reply.status >= 400:
-                raise UpstreamBroken(f"the judge's model answered with status {reply.status}")
+                raise UpstreamBroken(f"the guardrail judge's model answered with HTTP status {reply.status}")
             return parse_verdict(_content(reply.body))
         finally:
             await reply.close()
             extra_cost.add_usage(None, reply.micros)  # its tokens belong to another model
 
     def _make_call(self, judge: Judge, text: str, call: GatewayRequest) -> GatewayRequest:
-        """Return the judge's question as a call of its own."""
+        """Return the request that asks the judge's model about `text`, based on the client's request `call`."""
         body = {"model": judge.model, "messages": _messages(judge, text)}
         return call.with_changes(
             provider=judge.provider,
@@ -96,7 +102,7 @@ class JudgeClient:
 
 
 def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
-    """Return the messages for a judge; a safety model with empty instructions gets the text only."""
+    """Return the chat messages for a judge. A judge with empty instructions gets only the text."""
     if judge.instructions == "":
         return [{"role": "user", "content": text}]
     categories = "\n".join(f"{code}: {name}" for code, name in CATEGORIES.items())
@@ -112,24 +118,33 @@ def _content(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)["choices"][0]["message"]["content"]
     except (*JSON_DECODE_ERRORS, LookupError, TypeError) as e:
-        raise UpstreamBroken("the judge's model did not answer with a message") from e
+        raise UpstreamBroken("the reply of the guardrail judge's model contains no message") from e
 
 
 def parse_verdict(answer: object) -> frozenset[str]:
-    """Return the categories of a judge's answer. Raises UpstreamBroken unless it is safe, or unsafe with codes."""
+    """Return the category codes in a judge's answer; the set is empty for the answer "safe".
+
+    Raise UpstreamBroken if the answer is neither "safe" nor "unsafe" with category codes.
+    """
     first, _, rest = (answer if isinstance(answer, str) else "").strip().partition("\n")
     match first.strip().lower().rstrip("."):
         case "safe" if not rest.strip():
             return frozenset()
         case "unsafe" if codes := _CODE.findall(rest):
             return frozenset(codes)
-    raise UpstreamBroken("the judge's answer is neither safe nor unsafe with codes: " + repr(str(answer)[:80]))
+    raise UpstreamBroken(
+        "the guardrail judge must answer safe, or unsafe with category codes, not " + repr(str(answer)[:80])
+    )
 
 
 def judge_actions(
     category_actions: Mapping[str, JudgeAction], categories: frozenset[str] | None
 ) -> list[tuple[str, JudgeAction]]:
-    """Return entry and action of each finding. An unchecked text is blocked if the judge may block."""
+    """Return (category, action) for each finding.
+
+    If `categories` is None, the text could not be checked. The one finding is then "unchecked", and it blocks the text
+    if the judge has a blocking action for any category.
+    """
     if categories is None:
         return [("unchecked", "block" if "block" in category_actions.values() else "flag")]
     return [

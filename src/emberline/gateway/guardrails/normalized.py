@@ -1,7 +1,9 @@
-"""NormalizedText: a text as the patterns read it.
+"""NormalizedText: a text in the form in which the patterns search it.
 
-Digits and letters of other widths and scripts become ASCII, spaces, dashes and dots of every kind become one kind each,
-and invisible characters are removed. Positions map back, so that redactions are cut from the original text."""
+Digits and letters of other widths and scripts become ASCII. All kinds of spaces become one kind, and so do dashes and
+dots. Invisible characters are removed. A position in the normalized text can be mapped to the original text, so that
+redactions are cut out of the original.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _COMPATIBLE = ((0x2070, 0x208F), (0x2460, 0x24FF), (0xFE50, 0xFE70), (0xFF01, 0x
 
 
 class _Table(dict[int, "int | str | None"]):
-    """A table for `str.translate` that is filled on first use of each character."""
+    """A table for `str.translate` that computes the entry of a character when the character first occurs."""
 
     def __missing__(self, code: int) -> int | str | None:
         folded = self[code] = code if code < 0x80 else _fold(chr(code))
@@ -38,7 +40,7 @@ _TABLE = _Table()
 
 
 def _fold(character: str) -> int | str | None:
-    """Return what a character is normalized to, or None if it is removed."""
+    """Return the replacement of a character, or None if the character is removed."""
     code = ord(character)
     if _REMOVED.match(character):
         return None
@@ -80,12 +82,18 @@ class NormalizedText:
         return position + bisect_right(self._shifted, position) if self._shifted else position
 
     def to_normalized(self, original_position: int) -> int:
-        """Return the normalized position of an original one, or of the next one that is not removed."""
+        """Return the normalized position of an original position.
+
+        If the character there was removed, return the position of the next character that was not removed.
+        """
         return original_position - bisect_left(self._removed, original_position) if self._removed else original_position
 
 
 def _unescape(found: re.Match[str]) -> str:
-    """Return the escaped character, padded with removed characters to the length of the escape."""
+    """Return the character that a JSON escape stands for.
+
+    It is padded with invisible characters to the length of the escape, so that positions do not shift.
+    """
     if found[1] is not None:
         return chr(int(found[1], 16)) + _HIDDEN * 5
     return ("\n" if found[0] in (r"\n", r"\r") else " ") + _HIDDEN

@@ -1,7 +1,8 @@
-"""Finders for the kinds of data that guardrails know, by their shape and check digits.
+"""Functions that find card numbers, keys, e-mail addresses and other sensitive data in a text.
 
-Each finder yields ranges of a text that do not overlap. It also looks at the characters around a range, so a text that
-continues is searched again (`text_window.py`)."""
+Each finder recognises one kind of data by its shape and check digits, and yields ranges that do not overlap. A finder
+also looks at the characters before and after a range, so a text that continues is searched again (`text_window.py`).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ _KEY_PREFIXES = (
 def _matches_at(
     start_pattern: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int
 ) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern`, tried only where `start_pattern` matches, which is rare."""
+    """Yield the matches of `pattern`, which is tried only at the positions where `start_pattern` matches.
+
+    `start_pattern` is fast to search and matches rarely.
+    """
     for found in start_pattern.finditer(text, start):
         if (whole := pattern.match(text, found.start())) is not None:
             yield whole
@@ -92,7 +96,11 @@ def _find_cards(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _card_range(text: str, found: re.Match[str]) -> TextRange | None:
-    """Return the range of a card number. Four groups and three more digits may be a card and its code."""
+    """Return the range of a card number, or None if the digits are not one.
+
+    If three more digits follow four groups of four, they may be the card's security code; the range then ends before
+    them.
+    """
     for whole in (found, _SIXTEEN.match(text, found.start()) if found.end() - found.start() > 19 else None):
         if whole is not None and _is_card(_digits(whole["n"])) and _is_one_number(text, *whole.span("n")):
             return whole.span("n")
@@ -100,9 +108,10 @@ def _card_range(text: str, found: re.Match[str]) -> TextRange | None:
 
 
 def _is_one_number(text: str, start: int, end: int) -> bool:
-    """Return whether the groups form one number: the same separator between all, except at line ends.
+    """Return whether groups of digits belong to one number: all separators between them are the same.
 
-    If the separator is neither a space nor a dash, they may be rows of a longer column of numbers, or decimals.
+    Line ends are accepted in addition. If the separator is neither a space nor a dash, there must be no further group
+    before or after: the groups could be decimals, or rows in a column of numbers.
     """
     between = {each.strip(" ") or " " for each in re.findall(r"\D+", text[start:end])}
     signs = {each for each in between if "\n" not in each and "\r" not in each}
@@ -123,7 +132,7 @@ def _is_card(digits: str) -> bool:
 
 
 def passes_luhn(digits: str) -> bool:
-    """Return whether the check digit of ISO/IEC 7812 is right."""
+    """Return whether the check digit of a payment card number is right (ISO/IEC 7812)."""
     doubled = (int(d) * 2 for d in digits[-2::-2])
     return (sum(map(int, digits[-1::-2])) + sum(d - 9 if d > 9 else d for d in doubled)) % 10 == 0
 
@@ -161,7 +170,7 @@ def _iban_pattern(length: int) -> re.Pattern[str]:
 
 
 def mod97(iban: str) -> int:
-    """Return the checksum of ISO 7064, which is 1 for a valid IBAN."""
+    """Return the remainder of an IBAN modulo 97 (ISO 7064), which is 1 if the IBAN is valid."""
     return int("".join(str(int(c, 36)) for c in iban[4:] + iban[:4])) % 97
 
 
@@ -199,12 +208,12 @@ def _find_api_keys(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _has_letters_and_digits(secret: str) -> bool:
-    """Return whether the secret has letters and digits, as random secrets do and identifiers rarely do."""
+    """Return whether the text has letters and digits. Random secrets have both; identifiers rarely do."""
     return any(c.isdecimal() for c in secret) and any(c.isalpha() for c in secret)
 
 
 def entropy_bits(text: str) -> float:
-    """Return the entropy in bits per character."""
+    """Return the Shannon entropy of the text in bits per character."""
     return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
 
 
@@ -266,7 +275,7 @@ def _find_ipv4(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _find_ipv6(text: str, start: int) -> Iterator[TextRange]:
-    """Yield IPv6 addresses with at least one digit; `a::b` is how programs name things."""
+    """Yield IPv6 addresses that contain a digit. Without a digit, `a::b` is probably a name in a program."""
     if text.count(":", start) < 2:
         return
     for found in _IPV6.finditer(text, start):

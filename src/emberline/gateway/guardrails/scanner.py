@@ -1,6 +1,7 @@
-"""Scanner: the matches of a gateway's rules in a text.
+"""PatternScanner: finds the matches of a gateway's rules in a text.
 
-It also finds the end of a growing text that is still undecided."""
+For a text that still grows, it also finds the position from which on a match may still change.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ class Scanner:
 
     @property
     def strictest_rule(self) -> str:
-        """The name of a rule that redacts or blocks, or "" if all rules only flag."""
+        """The name of the first rule that redacts or blocks, or "" if all rules only flag."""
         return next((rule.name for rule, _ in self._rules if rule.action != "flag"), "")
 
     def find(self, text: str, start: int = 0) -> list[PatternMatch]:
-        """Return the matches from `start` on, ordered by position, one for each rule that matches."""
+        """Return the matches that begin at `start` or later, ordered by position.
+
+        If two rules match the same range, each has its own match.
+        """
         normalized = NormalizedText(text)
         begin, to_original = normalized.to_normalized(start), normalized.to_original
         matches = [
@@ -59,7 +63,7 @@ class Scanner:
         return sorted(matches, key=lambda match: (match.start, match.end))
 
     def undecided_from(self, text: str, start: int) -> int:
-        """Return the position from which on more text may create or remove a match."""
+        """Return the position from which on additional text could create or remove a match."""
         if not self._rules:
             return len(text)
         normalized = NormalizedText(text)
@@ -84,7 +88,7 @@ class Scanner:
 
 
 def redact_text(text: str, matches: Iterable[PatternMatch]) -> str:
-    """Return the text with a label in place of each match to redact; overlapping matches are merged."""
+    """Return the text with a label in place of each redacted range. Overlapping matches get one label."""
     parts, at = [], 0
     for start, end, label in redaction_ranges(matches):
         parts += [text[at:start], label]
@@ -93,7 +97,7 @@ def redact_text(text: str, matches: Iterable[PatternMatch]) -> str:
 
 
 def redaction_ranges(matches: Iterable[PatternMatch]) -> list[tuple[int, int, str]]:
-    """Return start, end and label of each range to redact; overlapping matches are merged."""
+    """Return the ranges to redact, each with its label. Overlapping matches are merged into one range."""
     ranges: list[tuple[int, int, str]] = []
     for match in matches:
         if match.rule.action != "redact":

@@ -1,9 +1,15 @@
-"""GuardedStream: a streamed reply whose events pass unchanged as soon as their text is decided.
+"""GuardedStream: a streamed reply that is searched for sensitive data while it passes.
 
-Redacted text is cut from the events that contain it. A blocked match ends the stream before the first event that
-contains any of it. If a text is interrupted by another one (a tool's arguments), its undecided end is released so that
-the other does not wait; if it then continues, a match across both halves is found and its second half held back.
-`hold_all` keeps everything until the end, for judges that may block."""
+An event is passed on unchanged as soon as its text is decided: no later text can make it part of a match. Redacted text
+is cut out of the events that contain it. A match of a blocking rule ends the stream before the first event that
+contains a part of the match.
+
+A text can be interrupted by a different text, such as the arguments of a tool call. The undecided end of the first text
+is then passed on, so that the second text need not wait. If the first text continues later, a match that spans both
+halves is still found, and its second half is held back.
+
+With `hold_all` no event is passed on before the end of the stream, so that judges can block the whole reply.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +43,25 @@ _SUMMARY_EVENT_SUFFIXES = (".done", ".completed", ".incomplete", ".failed")  # o
 
 
 class ReplyGuard(Protocol):
-    """Records the findings of one reply, and decides about it."""
+    """Records the findings of one reply, and decides whether the reply is blocked."""
 
     def record_finding(self, finding: GuardrailFinding) -> None: ...
 
     async def judge_reply(self, text: str) -> GuardrailFinding | None:
-        """Return the finding for which the reply is to be blocked, or None."""
+        """Ask the judges about the reply's text. Return the finding that blocks the reply, or None."""
         ...
 
     def blocked_event(self, finding: GuardrailFinding) -> bytes:
-        """End the reply and return its error event. Raises BlockedByGuardrail if the dialect has no error events."""
+        """End the reply and return an error event for the client.
+
+        Raise BlockedByGuardrail if the client's wire format has no error events.
+        """
         ...
 
 
 @dataclass(slots=True)
 class HeldEvent:
-    """An event that has not been released."""
+    """An event of the stream that has not been passed on to the client."""
 
     event: bytes
     name: bytes = b""
@@ -69,7 +78,7 @@ class HeldEvent:
         return any(each.start < match.end and match.start < each.end for each in placed)
 
     async def encode(self) -> bytes:
-        """Return the event with redactions applied."""
+        """Return the event's bytes with the redactions applied."""
         edited = [piece.source.key for piece in self.pieces if piece.apply_cuts()]
         if not edited:
             return self.event
@@ -89,7 +98,10 @@ class GuardedStream:
         is_judged: bool = False,
         hold_all: bool = False,
     ) -> None:
-        """`is_judged`: judges read the whole text at the end. `hold_all`: nothing is released before."""
+        """`is_judged`: judges read the whole text at the end of the stream.
+
+        `hold_all`: no event is passed on before the end of the stream.
+        """
         self._stream, self._scanner, self._guard = stream, scanner, guard
         self._is_judged, self._hold_all = is_judged, hold_all
         self._splitter = RawEventSplitter()
@@ -152,9 +164,9 @@ class GuardedStream:
         return held
 
     async def _large_event_texts(self, held: HeldEvent, payload: bytes) -> list[JsonText]:
-        """Return the texts of a large event, found in another process.
+        """Return the texts of a large event, which a child process decodes.
 
-        An event with too many texts counts as one text: its JSON.
+        If the event has too many texts, its whole JSON counts as one text.
         """
         try:
             listed = await offload.run(len(payload), list_event_texts, payload, MAX_EVENT_TEXTS)
@@ -166,7 +178,7 @@ class GuardedStream:
         return [JsonText(held.decoded, number, text, path) for number, (path, text) in enumerate(listed)]
 
     async def _scan_summary_event(self, held: HeldEvent, texts: list[JsonText]) -> None:
-        """Scan an event with whole texts, which need not wait for a continuation."""
+        """Scan an event that repeats complete texts. No text follows them, so they are decided at once."""
         touched = {
             text.series_key: self._series.setdefault(text.series_key, TextSeries(self._scanner)) for text in texts
         }
@@ -192,7 +204,7 @@ class GuardedStream:
         await self._scan_series(series, last=last)
 
     async def _scan_series(self, series: TextSeries, *, last: bool = False) -> None:
-        """Scan a series; a long text is scanned in pieces, between which other requests run."""
+        """Scan the new text of a series. Between two pieces of a long text, other requests are served."""
         self._scan_once(series, last=last)
         while series.is_behind:
             await asyncio.sleep(0)
@@ -231,7 +243,7 @@ class GuardedStream:
             return released
 
     async def _end_refused(self, finding: GuardrailFinding) -> bytes:
-        """End the stream with an error; either nothing or everything has been released."""
+        """End the stream with an error event, at a time when no event or every event has been passed on."""
         self._guard.record_finding(finding)
         await self.aclose()
         return self._guard.blocked_event(finding)

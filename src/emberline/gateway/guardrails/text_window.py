@@ -1,10 +1,11 @@
-"""TextWindow: a text that arrives in pieces, of which the decided part can be released.
+"""TextWindow: a text that arrives in pieces. The part of it that is decided can be passed on.
 
-What may still become part of a match is held back, so that not one character of a match is released, however the text
-was split. `stream.py` uses it.
+Text that may still become part of a match is held back. So no character of a match is passed on, however the text is
+split into pieces.
 
-TextSeries: texts that clients concatenate, such as the parts of one message. They are searched as one text, with and
-without a line break between two parts, as those of a whole reply are (`inspection.py`)."""
+TextSeries: texts that clients show as one text, such as the parts of one message. They are searched as one text, with
+and without a line break between two parts. `inspection.py` does the same for replies that are not streamed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MAX_SCAN_CHARS = 1 << 14  # scanned in one step; all finders together take some 
 
 
 class PiecePosition(NamedTuple):
-    """The position of a piece in a window, counted from the start of the window's whole text."""
+    """The range of a piece in a window, in characters from the start of the window's whole text."""
 
     window: TextWindow
     start: int
@@ -35,7 +36,7 @@ class PiecePosition(NamedTuple):
 
 @dataclass(slots=True)
 class WindowPiece:
-    """A part of a text, contained in one event."""
+    """The part of a text that one event contains."""
 
     source: JsonText
     positions: list[PiecePosition] = field(default_factory=list)  # one for each window that scans it
@@ -46,7 +47,7 @@ class WindowPiece:
         return all(each.is_decided for each in self.positions)
 
     def apply_cuts(self) -> bool:
-        """Cut the redacted ranges from the event, in place. Returns False if there are none."""
+        """Cut the redacted ranges out of the event, in place. Return False if there are none."""
         if not self.cuts:
             return False
         text, parts, at = self.source.text, [], 0
@@ -60,7 +61,7 @@ class WindowPiece:
 
 class TextWindow:
     def __init__(self, scanner: Scanner, separator: str = "") -> None:
-        """`separator` is put between two parts."""
+        """`separator` is inserted between two parts of a message."""
         self._scanner, self._separator = scanner, separator
         self._text = ""
         self._base = 0  # position at which `_text` begins
@@ -75,7 +76,7 @@ class TextWindow:
         return self._decided
 
     def copy_with_separator(self, separator: str) -> TextWindow:
-        """Return a window with the same text so far that continues with another separator."""
+        """Return a copy of the window that inserts a different separator before the next part."""
         copy = TextWindow(self._scanner, separator)
         copy._text, copy._base, copy._decided, copy._scan_from = self._text, self._base, self._decided, self._scan_from
         copy._unscanned, copy._end = self._unscanned.copy(), self._end
@@ -84,7 +85,7 @@ class TextWindow:
         return copy
 
     def add(self, piece: WindowPiece, *, is_new_part: bool = False) -> int:
-        """Append a piece and return the position at which it begins."""
+        """Append a piece and return its start in the window's whole text."""
         text = piece.source.text
         if is_new_part:
             self._unscanned.append(self._separator)
@@ -97,7 +98,7 @@ class TextWindow:
 
     @property
     def is_behind(self) -> bool:
-        """Whether `scan` must be called again, because it scanned only a part of the added text."""
+        """Whether a part of the added text was not scanned yet, so that `scan` must be called again."""
         return bool(self._unscanned)
 
     def _add_position(self, piece: WindowPiece, start: int) -> None:
@@ -106,7 +107,10 @@ class TextWindow:
         piece.positions.append(position)
 
     def scan(self, *, last: bool = False) -> list[PatternMatch]:
-        """Return the matches that are now decided; with `last` the whole text is, even if more may follow."""
+        """Scan more of the added text, and return the matches that are now decided.
+
+        With `is_last` all matches are decided, even if more text may follow.
+        """
         scanned = 0
         while self._unscanned and scanned + len(self._unscanned[0]) <= MAX_SCAN_CHARS:
             scanned += len(self._unscanned[0])
@@ -124,7 +128,7 @@ class TextWindow:
         return moved
 
     def release_all(self) -> None:
-        """Hold nothing back any longer: another window decides about the same text."""
+        """Mark the whole text as decided, because a different window holds back the same text."""
         self._decided = sys.maxsize
 
     @property
@@ -133,7 +137,10 @@ class TextWindow:
 
     @staticmethod
     def _last_position_outside_matches(matches: list[PatternMatch], until: int, end: int) -> int:
-        """Return the last position up to `until` in no match; one at the end of the text may continue."""
+        """Return the last position up to `until` that is not inside a match.
+
+        A match that ends at the end of the text counts as open, because it may continue.
+        """
         while open_ := [s.start for s in matches if s.start < until and (s.end > until or s.end == end)]:
             until = min(open_)
         return until

@@ -1,6 +1,7 @@
-"""JsonText: every text in the JSON of a request, a reply or an event.
+"""JsonText: one text in the JSON of a request, a reply or an event, with its place in the JSON.
 
-Texts in unknown fields are included; identifiers and binary data are skipped."""
+Texts in unknown fields are included. Fields with identifiers or binary data are skipped.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class JsonText(NamedTuple):
 
     @property
     def group_key(self) -> TextPath:
-        """Equal for texts that are parts of one message: a list of texts, or of objects with one text each."""
+        """A key that is equal for all parts of one message, such as the texts in a list of content parts."""
         path = self.path
         if len(path) > 2 and path[-1] == "text":
             return (*path[:-2], "text")
@@ -71,12 +72,15 @@ class JsonText(NamedTuple):
 
     @property
     def choice_path(self) -> TextPath:
-        """The choice that the text of an event belongs to; texts of one choice are streamed in sequence."""
+        """The path of the choice (an element of `choices` or `candidates`) that contains the text.
+
+        The texts of one choice are streamed one after the other.
+        """
         return self.path[1 : self._choice_depth]
 
     @property
     def series_key(self) -> TextPath:
-        """Equal for texts of events that clients concatenate: pieces of a text, and parts of a message."""
+        """A key that is equal for streamed texts that clients join: pieces of a text, and parts of a message."""
         kind = self.path[0][0]
         if self.path[-1] not in CONCATENATED_FIELDS and not str(kind).endswith(CONCATENATED_EVENTS):
             return self.path
@@ -85,14 +89,14 @@ class JsonText(NamedTuple):
 
     @property
     def _choice_depth(self) -> int:
-        """The number of path elements up to the choice."""
+        """The length of the path down to the choice that contains the text."""
         return 3 if len(self.path) > 2 and self.path[1] in CHOICE_FIELDS else 1
 
 
 def iter_texts(
     value: Any, path: TextPath = (), skipped_fields: frozenset[str] = REPLY_SKIPPED_FIELDS
 ) -> Iterator[JsonText]:
-    """Yield the texts of a JSON value, without those in skipped fields."""
+    """Yield the texts in a JSON value, except those in `skipped_fields` and in binary fields."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key not in skipped_fields and (
@@ -128,15 +132,21 @@ def iter_event_texts(event: Any) -> Iterator[JsonText]:
 
 
 def list_event_texts(payload: bytes, max_texts: int) -> list[tuple[TextPath, str]]:
-    """Return path and text of every text of an event; for another process. Raises WorkTooLarge."""
+    """Return (path, text) for every text of an event. This function runs in a child process.
+
+    Raise WorkTooLarge if the event has more than `max_texts` texts.
+    """
     texts = [(text.path, text.text) for text in iter_event_texts(decode_event(payload))]
     if len(texts) > max_texts:
-        raise WorkTooLarge(f"an event has {len(texts)} texts; at most {max_texts} are checked")
+        raise WorkTooLarge(f"a stream event contains {len(texts)} texts; guardrails check at most {max_texts}")
     return texts
 
 
 def decode_event(payload: bytes) -> Any:
-    """Return the decoded event, or an object with its text if it is not JSON. Raises RecursionError."""
+    """Return the decoded event. An event that is not JSON becomes an object with one text.
+
+    Raise RecursionError if the JSON is nested too deeply.
+    """
     try:
         return msgspec.json.decode(payload)
     except (msgspec.MsgspecError, UnicodeError):  # not RecursionError: JSON nested too deeply must not pass as text
@@ -150,7 +160,10 @@ def encode_event(name: bytes, decoded: Any) -> bytes:
 
 
 def rewrite_event(name: bytes, payload: bytes, new_texts: dict[int, str]) -> bytes:
-    """Return the event with new texts, numbered as in `list_event_texts`; for another process."""
+    """Return the event with some texts replaced. This function runs in a child process.
+
+    `new_texts` maps the index of a text in the result of `list_event_texts` to the new text.
+    """
     event = decode_event(payload)
     for number, text in enumerate(list(iter_event_texts(event))):
         if number in new_texts:
@@ -169,7 +182,7 @@ def conversation_text(body: Any) -> str:
 
 
 def clear_logprobs(value: Any) -> None:
-    """Remove log probabilities in place, because they contain the redacted tokens."""
+    """Remove log probabilities in place, because they contain the tokens that were redacted."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key in ("logprobs", "logprobsResult"):

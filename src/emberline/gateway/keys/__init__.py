@@ -1,1 +1,1 @@
-"""Gateway keys, which identify callers, and provider keys, which requests to providers are sent with."""
+"""Keys of two kinds: gateway keys identify callers; provider keys authenticate requests to providers."""

@@ -1,7 +1,7 @@
 """KeyStore: gateway tokens and virtual keys.
 
-A secret is 32 random bytes, shown once and stored as its SHA-256. A random secret needs no slow hash; this one costs
-half a microsecond per request. The first 16 digits of the hash are the key's id.
+A secret is 32 random bytes. It is shown once and stored as its SHA-256 hash. A random secret needs no slow hash, and
+SHA-256 costs half a microsecond per request. The first 16 digits of the hash are the key's id.
 
 Keys are cached until the store changes (see `version_watch`).
 """
@@ -31,7 +31,10 @@ KeyScope = Literal["use", "admin"]
 
 
 class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key as it is stored. `limits` names rules that apply to this key in addition to the gateway's."""
+    """A gateway key as it is stored.
+
+    `limits` lists the names of limits that apply only to keys that name them (`named = true` in the settings).
+    """
 
     hash: str  # SHA-256, hex
     shown: str  # first characters of the secret
@@ -91,7 +94,7 @@ def visible_prefix(secret: str) -> str:
 
 
 def is_gateway_key(token: str) -> bool:
-    """Return whether the token has a gateway key's prefix, which no provider's keys have."""
+    """Return whether the token begins like a gateway key. No provider's keys begin with these prefixes."""
     return token.startswith(_PREFIXES)
 
 
@@ -103,14 +106,15 @@ class KeyStore:
         wall_clock: Clock,
         configured: Mapping[str, Identity] | None = None,
     ) -> None:
-        """`wall_clock` returns seconds since 1970. `configured`: configured secrets, which never expire.
+        """`wall_clock` returns seconds since 1970.
 
-        Raise InvalidRequest if a configured secret is too short.
+        `configured` maps the secrets in the configuration file to identities; these secrets never expire. Raise
+        InvalidRequest if one of them is too short.
         """
         for secret in configured or {}:
             if len(secret) < 16:
                 raise InvalidRequest(
-                    f"a configured API key has {len(secret)} characters, which is too short",
+                    f"an API key in the configuration is too short: {len(secret)} characters",
                     hint="use a key of at least 16 characters",
                 )
         self._configured = {hash_secret(secret): identity for secret, identity in (configured or {}).items()}
@@ -119,7 +123,7 @@ class KeyStore:
         self._cache: StoreCache[str, tuple[StoredKey, Identity] | None] = StoreCache(watch)
 
     async def identify(self, token: str) -> Identity | None:
-        """Return the identity of the key with this secret; None if it is unknown, expired or disabled."""
+        """Return the identity of the key with this secret, or None if the key is unknown, expired or disabled."""
         hash = hash_secret(token)
         if hash in self._configured:
             return self._configured[hash]
@@ -128,9 +132,9 @@ class KeyStore:
         return self._valid_identity(await self._cache.get(hash, lambda: self._load(hash)))
 
     async def identity_of(self, id: str) -> Identity | None:
-        """Return the identity of the key with this id; None if it is unknown, expired or disabled.
+        """Return the identity of the key with this id, or None if the key is unknown, expired or disabled.
 
-        The id is not a secret: call it only for requests that were authenticated before.
+        An id is not a secret. Call this method only for requests that were authenticated before.
         """
         configured = next((each for each in self._configured.values() if each.key_id == id), None)
         return configured or self._valid_identity(await self._cache.get(id, lambda: self._load(id)))
@@ -141,7 +145,7 @@ class KeyStore:
         return found[1]
 
     async def _load(self, hash: str) -> tuple[StoredKey, Identity] | None:
-        """Return the key with this hash, or with this id: an id is the first part of a hash."""
+        """Return the stored key with this hash, or with this id. An id is the beginning of a hash."""
         documents = await self._store.list_documents("key", "", prefix=key_id_of(hash), limit=2)
         for document in documents:
             key = msgspec.json.decode(document.body, type=StoredKey)

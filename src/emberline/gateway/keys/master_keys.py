@@ -1,7 +1,7 @@
-"""MasterKeys: the keys that encrypt ("wrap") data keys.
+"""MasterKeys: the keys that encrypt ("wrap") the data keys of stored provider keys.
 
-The first one wraps new data keys; the older ones can still unwrap theirs. A master key's id is the beginning of its
-SHA-256, so that an id always names the same key.
+The first master key wraps new data keys. The other master keys are older, and can still unwrap the data keys that they
+wrapped. A master key's id is the beginning of its SHA-256 hash, so an id always names the same key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MasterKeys:
 
     @staticmethod
     def parse(text: str) -> MasterKeys:
-        """Return the keys in `text`: base64, with white space or commas between them."""
+        """Parse base64 keys that are separated by white space or commas. Raise InvalidRequest."""
         try:
             keys = tuple(base64.b64decode(word, validate=True) for word in text.replace(",", " ").split())
         except binascii.Error as e:
@@ -54,7 +54,7 @@ class MasterKeys:
         if not keys or any(len(key) != _BYTES for key in keys):
             sizes = ", ".join(str(len(key)) for key in keys) or "none"
             raise InvalidRequest(
-                f"every master key must have {_BYTES} bytes; bytes of the given keys: {sizes}",
+                f"every master key must have {_BYTES} bytes, but the sizes of the given keys are: {sizes}",
                 param="master_key",
                 hint="create one: openssl rand -base64 32",
             )
@@ -68,7 +68,7 @@ class MasterKeys:
 
 
 def open_master_keys(file: Path, from_environment: str | None) -> EnvironmentMasterKeys | MasterKeyFile:
-    """Return the source of master keys: the environment variable's value if there is one, else the file."""
+    """Return the source of master keys: the environment variable's value if it is set, else the file."""
     return EnvironmentMasterKeys(MasterKeys.parse(from_environment)) if from_environment else MasterKeyFile(file)
 
 
@@ -83,7 +83,7 @@ class EnvironmentMasterKeys:
 
 
 class MasterKeyFile:
-    """A file of master keys. The first read creates it with a new key."""
+    """A file of master keys. The first read creates the file with one new key."""
 
     def __init__(self, path: Path) -> None:
         self._file = SecretFile(path)

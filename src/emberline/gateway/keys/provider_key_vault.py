@@ -1,11 +1,12 @@
-"""ProviderKeyVault: encrypted provider keys.
+"""ProviderKeyVault: the provider keys in the store, in encrypted form.
 
-Each provider key is encrypted with a data key of its own (AES-256-GCM), and a master key encrypts ("wraps") the data
-key. Both ciphertexts are authenticated with the account, provider and alias, so that one cannot replace another.
+Each provider key is encrypted (AES-256-GCM) with a data key of its own. A master key encrypts ("wraps") the data key.
+Both ciphertexts are authenticated with the account, provider and alias, so that a ciphertext copied from a different
+provider key is rejected.
 
-Rotation wraps the data keys again and leaves the secrets as they are. The new master key is written to the file before
-the first data key is wrapped with it. So an interrupted rotation leaves everything readable, and running it again
-completes it.
+A rotation wraps every data key with a new master key and leaves the encrypted provider keys as they are. The new master
+key is written to the file before it wraps the first data key. So an interrupted rotation leaves every provider key
+readable, and running it again completes it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class MasterKeySource(Protocol):
 
 
 class EncryptedKey(msgspec.Struct, frozen=True):
-    """A provider key as it is stored."""
+    """A provider key in encrypted form, as it is stored."""
 
     master: str  # id of the master key that wraps the data key
     wrapped: bytes  # encrypted data key
@@ -41,7 +42,7 @@ class EncryptedKey(msgspec.Struct, frozen=True):
 
 
 class ProviderKeyID(msgspec.Struct, frozen=True):
-    """What identifies a provider key."""
+    """The account, provider and alias that identify a provider key."""
 
     account: str
     provider: str
@@ -53,7 +54,7 @@ class ProviderKeyID(msgspec.Struct, frozen=True):
 
     @property
     def associated_data(self) -> bytes:
-        """Return the data that the ciphertexts are authenticated with."""
+        """The data that AES-GCM authenticates together with the ciphertexts."""
         return msgspec.json.encode([self.account, self.provider, self.alias])
 
     @staticmethod
@@ -69,13 +70,16 @@ def encrypt_key(secret: str, key_id: ProviderKeyID, master: MasterKey, now: int)
 
 
 def decrypt_key(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> str:
-    """Return the secret. Raise StoreFailed if its master key is missing or the ciphertext is damaged."""
+    """Return the provider key in plain text.
+
+    Raise StoreFailed if the master key is missing or the ciphertext is damaged.
+    """
     data_key = _unwrap_data_key(encrypted, key_id, masters)
     return _decrypt(data_key, encrypted.sealed, b"secret" + key_id.associated_data, key_id).decode()
 
 
 def rewrap(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> EncryptedKey:
-    """Return the key with its data key wrapped by the current master key."""
+    """Return the encrypted provider key with its data key wrapped by the current master key."""
     data_key = _unwrap_data_key(encrypted, key_id, masters)
     wrapped = _encrypt(masters.current.secret, data_key, b"key" + key_id.associated_data)
     return msgspec.structs.replace(encrypted, master=masters.current.id, wrapped=wrapped)
@@ -93,7 +97,7 @@ class ProviderKeyVault:
         return await self._cache.get(key_id, lambda: self._load(key_id))
 
     async def encrypted_document(self, key_id: ProviderKeyID, secret: str, now: int) -> Document:
-        """Return the document with the encrypted key; the caller commits it.
+        """Encrypt a provider key and return it as a document, which the caller commits.
 
         The master keys are read again, because a rotation may have changed them.
         """
@@ -111,14 +115,14 @@ class ProviderKeyVault:
 
 
 async def rotate_master_key(store: GatewayStore, file: MasterKeyFile, now: int) -> int:
-    """Create a new master key and wrap every data key with it. Return how many were wrapped."""
+    """Create a new master key and wrap every data key with it. Return the number of wrapped data keys."""
     masters = (await asyncio.to_thread(file.read)).with_new_key()
     await asyncio.to_thread(file.write, masters)
     return await rewrap_all(store, masters, now)
 
 
 async def rewrap_all(store: GatewayStore, masters: MasterKeys, now: int) -> int:
-    """Wrap every data key with the current master key. Return how many had to be wrapped again."""
+    """Wrap with the current master key all data keys that an older one wraps. Return their number."""
     done = 0
     while stale := await _find_stale(store, masters.current.id):
         for document in stale:
@@ -138,7 +142,7 @@ async def rewrap_all(store: GatewayStore, masters: MasterKeys, now: int) -> int:
 async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> int:
     """Remove all master keys but the current one from the file. Return how many were removed.
 
-    Raise Conflict if a provider key still needs one of them.
+    Raise Conflict if a provider key still needs an older master key.
     """
     masters = await asyncio.to_thread(file.read)
     if stale := await _find_stale(store, masters.current.id):
@@ -151,7 +155,7 @@ async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> in
 
 
 async def _find_stale(store: GatewayStore, current: str) -> list[Document]:
-    """Return the provider keys that another master key than `current` wraps."""
+    """Return the documents of provider keys that a master key other than `current_master_id` wraps."""
     found: list[Document] = []
     after = ("", "")
     while page := await store.list_documents("provider_key", "", after=after, limit=1000):
@@ -164,7 +168,7 @@ def _unwrap_data_key(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: Ma
     master = masters.get(encrypted.master)
     if master is None:
         raise StoreFailed(
-            f"provider key {key_id.id!r} cannot be decrypted: its master key {encrypted.master} is not available",
+            f"provider key {key_id.id!r} cannot be decrypted: the master key {encrypted.master} is not available",
             hint="add that master key to the file or to EMBERLINE_MASTER_KEY, or store the provider key again",
         )
     return _decrypt(master.secret, encrypted.wrapped, b"key" + key_id.associated_data, key_id)
@@ -180,6 +184,6 @@ def _decrypt(key: bytes, ciphertext: bytes, associated_data: bytes, key_id: Prov
         return AESGCM(key).decrypt(ciphertext[:_NONCE_BYTES], ciphertext[_NONCE_BYTES:], associated_data)
     except InvalidTag:
         raise StoreFailed(
-            f"provider key {key_id.id!r} cannot be decrypted: it was damaged or copied from another key",
+            f"provider key {key_id.id!r} cannot be decrypted: the ciphertext is damaged or from a different key",
             hint="store the provider key again",
         ) from None

@@ -1,6 +1,6 @@
-"""ProviderKeySelector: which provider key a request is sent with.
+"""ProviderKeySelector: selects the provider key that is sent with a request.
 
-The caller's own key if the request has one, else the stored key, else the key in the configuration.
+That is the caller's own key if the request has one, else the account's stored key, else the key in the configuration.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ProviderKeySelector:
         self._source = source
 
     async def select_key(self, request: GatewayRequest, provider: Provider) -> str | None:
-        """Return the provider key to send.
+        """Return the provider key to send with the request.
 
-        None means that the request's headers have the key already, or that the provider needs none. Raise
+        None means that the request's headers contain the key already, or that the provider needs no key. Raise
         ProviderKeyMissing if there is no key, or no key with the alias that the request names.
         """
         alias = request.options.byok_alias

@@ -1,7 +1,7 @@
 """SecretFile: a small file that only its owner may read.
 
-It is created or replaced atomically: a crash leaves the old content, the new content or no file, and if two processes
-create the file at once, one of them does.
+The file is created or replaced atomically. A crash leaves the old content, the new content or no file. If two processes
+create the file at the same time, both use the content of the process that was first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SecretFile:
         self._path = path
 
     def read_or_create(self, make: Callable[[], str]) -> str:
-        """Return the content. If the file does not exist, create it with the result of `make`.
+        """Return the content. If the file does not exist, create it with the result of `make_content`.
 
         Raise StoreFailed if the file cannot be read, or if other users may read it.
         """
@@ -63,7 +63,7 @@ class SecretFile:
         return Path(name)
 
     def _sync_directory(self) -> None:
-        """Write the directory entry to disk, so that a power cut cannot lose the file."""
+        """Write the directory entry to disk, so that a power failure cannot lose the file."""
         directory = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)

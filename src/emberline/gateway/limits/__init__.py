@@ -1,3 +1,5 @@
 """Limits on requests, tokens and money.
 
-They are reserved before a call, settled after it, and released when the holder of a reservation dies."""
+An amount is reserved before a request is sent to the provider. After the request it is settled: the reservation is
+replaced by the amount that was used. If the process dies, its reservations expire.
+"""

@@ -1,6 +1,8 @@
-"""Limiter: the interface of everything that counts usage against limits.
+"""Limiter: the interface of the classes that count usage against limits.
 
-A reservation covers all of its claims or none. It is settled exactly once, and expires by itself if its holder dies."""
+A reservation is granted for all of its claims or for none. It is settled exactly once. If the process that made it
+dies, the reservation expires.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class BucketUsage(msgspec.Struct, frozen=True):
 
 
 class LimiterStats(msgspec.Struct):
-    """Counters of a limiter that is shared by all replicas."""
+    """Counters about a limiter in Redis, which all replicas share."""
 
     reserved: int = 0  # reservations made in Redis
     degraded: int = 0  # reservations for which Redis was unavailable or refused
@@ -51,29 +53,29 @@ class LimiterStats(msgspec.Struct):
 class Limiter(Protocol):
     @property
     def stats(self) -> LimiterStats | None:
-        """Counters of a shared limiter; None if this process counts alone."""
+        """Counters about a limiter in Redis, or None if this process counts alone."""
         ...
 
     async def reserve(self, claims: Sequence[Claim], now: float, hold_s: float) -> Reservation:
-        """Reserve all claims. Raises LimitExceeded or StoreFailed.
+        """Reserve the amounts of all claims. Raise LimitExceeded or StoreFailed.
 
-        `now` is in seconds since the epoch; `hold_s` is how many seconds the call may take.
+        `now` is in seconds since 1970. The reservation expires after `hold_s` seconds unless it is settled before.
         """
         ...
 
     def settle(self, reservation: Reservation, actual: Mapping[LimitUnit, int]) -> None:
-        """Replace the reserved amounts by the amounts used. It never blocks or fails, so it can end a call."""
+        """Replace the reserved amounts by the amounts that were used. This method never blocks and never fails."""
         ...
 
     async def bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
-        """Return the usage of each claim's bucket and reserve nothing. Raises StoreFailed.
+        """Return the usage of each claim's bucket without reserving anything. Raise StoreFailed.
 
-        All claims must be of one gateway.
+        All claims must belong to the same gateway.
         """
         ...
 
     async def close(self) -> None:
-        """Write all settlements, or give them up after a timeout."""
+        """Wait until all settlements are written. After a timeout, the remaining settlements are given up."""
         ...
 
 

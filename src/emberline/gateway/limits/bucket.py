@@ -1,9 +1,10 @@
-"""Bucket: the usage counted against one limit, with its open reservations. Pure: no I/O and no clock.
+"""LimitBucket: the usage counted against one limit, and its open reservations. It does no I/O and reads no clock.
 
-A claim fits while used + amount <= limit. A claim that is larger than what is left is granted only when something is
-left and no reservation is open; it then takes all that is left, so that no other claim is granted beside it. Estimates
-are large: without this rule the last part of a budget could never be spent. A limit is therefore exceeded by less than
-one reservation."""
+A claim is granted if used + amount <= limit. A claim for more than is left is granted only if something is left and no
+reservation is open. It then takes all that is left, so that no other claim is granted at the same time. Without this
+rule the last part of a budget could never be spent, because the amounts are upper estimates. A limit can therefore be
+exceeded by less than one reservation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class BucketHold(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Bucket:
-    """Usage by slot, and open reservations; times are in milliseconds since the epoch."""
+    """The usage in each slot of the window, and the open reservations. Times are in milliseconds since 1970."""
 
     window: LimitWindow
     slot: int = 0  # the current slot
@@ -44,7 +45,10 @@ class Bucket:
         self.total = sum(used.values())
 
     def advance(self, now: int) -> None:
-        """Expire reservations and slots up to `now`. A clock that is set back does not restore old slots."""
+        """Expire all reservations and slots that end up to `now_ms`.
+
+        If the clock is set back, old slots are not restored.
+        """
         while self.expiry_heap and self.expiry_heap[0][0] <= now:
             self.settle(heapq.heappop(self.expiry_heap)[1], None, 0)
         if now < self.next_slot_ms:
@@ -56,7 +60,7 @@ class Bucket:
             self.total -= self.used.pop(oldest)
 
     def grantable_amount(self, limit: int, amount: int) -> int | None:
-        """Return how much of the claim may be taken: all of it, all that is left, or None for nothing."""
+        """Return the amount that a claim gets: all of it, all that is left, or None if it gets nothing."""
         left = limit - self.total
         if amount <= left:
             return amount
@@ -71,9 +75,9 @@ class Bucket:
         return held
 
     def settle(self, name: str, slot: int | None, actual: int) -> None:
-        """Replace the reserved amount by the amount used.
+        """Replace the reserved amount by the amount that was used.
 
-        If the reservation has already expired, the usage is still counted in `slot`, unless that is None.
+        If the reservation has already expired, the amount is counted in `slot`, or not at all if `slot` is None.
         """
         held = self.held.pop(name, None)
         if held is not None:
@@ -82,7 +86,7 @@ class Bucket:
             self._add(slot, actual)
 
     def wait_ms(self, limit: int, amount: int, now: int) -> int:
-        """Return the milliseconds until the claim fits, if usage does not change before."""
+        """Return the milliseconds until the claim fits, provided that no other claim is granted before."""
         left = limit - self.total
         for slot, used in self.used.items():
             left += used
@@ -91,7 +95,7 @@ class Bucket:
         return self.usage_ends_ms - now
 
     def resets_in_ms(self, now: int) -> int:
-        """Return the milliseconds until all current usage stops counting."""
+        """Return the milliseconds until none of the present usage counts any more."""
         return self.usage_ends_ms - now
 
     @property

@@ -1,6 +1,7 @@
-"""ClaimBuilder: what a call claims from each limit that applies to it.
+"""ClaimBuilder: computes what a request claims from each limit that applies to the request.
 
-That is one request, and the most tokens or money that it can use."""
+That is one request, or the most tokens or the most money that the request can use.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ DEFAULT_OUTPUT_TOKENS = 4096  # reserved if neither the request nor the catalogu
 
 
 class ModelLookup(Protocol):
-    """A model catalogue, or the files of one."""
+    """The interface of Catalogue and CatalogueFiles."""
 
     def model(self, provider: str, name: str) -> CatalogueModel | None: ...
 
 
 @dataclass(slots=True)
 class ClaimBuilder:
-    """Computes which limits apply to a call and how much of each it needs; caches parsed rules and bucket names."""
+    """Computes which limits apply to a request and how much of each the request needs.
+
+    Parsed rules and bucket names are cached.
+    """
 
     models: ModelLookup
     prices: PriceSource
@@ -61,7 +65,7 @@ class ClaimBuilder:
         return claims
 
     def _bucket_name(self, rule: LimitRule, facts: dict[str, str]) -> str:
-        """Return the bucket's name, cached because building one takes a hash and most callers call again."""
+        """Return the bucket's name. It is cached, because computing the name takes a hash."""
         key = (rule.name, rule.amount, rule.per, rule.technique, *map(facts.get, rule.split))
         name = self._bucket_names.get(key)
         if name is None:
@@ -71,7 +75,7 @@ class ClaimBuilder:
         return name
 
     def max_cost(self, call: GatewayRequest) -> int | None:
-        """Return the most micro-dollars that the call may cost, or None if the price is unknown."""
+        """Return the most micro-dollars that the request may cost, or None if the price is unknown."""
         return self._cost_micros(call, self._max_usage(call))
 
     def _rules_of(self, settings: GatewaySettings) -> tuple[LimitRule, ...]:
@@ -82,7 +86,7 @@ class ClaimBuilder:
         return cached[1]
 
     def _max_usage(self, call: GatewayRequest) -> Usage:
-        """Return an upper estimate of the tokens that the call can use."""
+        """Return an upper estimate of the tokens that the request can use."""
         model = self.models.model(call.provider, call.model)
         context, limit = (model.context, model.max_output) if model else (None, None)
         output = (
@@ -99,25 +103,31 @@ class ClaimBuilder:
 
 def limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
     rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros"))
-    if len({rule.name for rule in rules}) < len(rules):
-        raise InvalidRequest("a limit and a budget have the same name", param="budgets", hint="rename one of them")
+    names = [rule.name for rule in rules]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise InvalidRequest(
+            f"a limit and a budget have the same name: {repeated[0]!r}", param="budgets", hint="rename one of them"
+        )
     return rules
 
 
 def caller_chosen_splits(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
-    """Return the metadata names of the rule's split that callers can choose."""
+    """Return the metadata names that the rule splits by and whose values callers can choose.
+
+    `fixed_metadata`: names whose values the gateway's settings fix.
+    """
     names = (each.removeprefix("metadata.") for each in rule.split if each.startswith("metadata."))
     return tuple(name for name in names if name not in fixed_metadata)
 
 
 def warn_about_caller_splits(settings: GatewaySettings) -> None:
-    """Log each limit that a caller can evade by sending other metadata."""
+    """Log a warning for each limit that a caller can evade by sending different metadata."""
     for rule in limit_rules(settings):
         if names := caller_chosen_splits(rule, settings.metadata):
             log.warning(
-                "a caller can evade this limit with other metadata: gateway=%s limit=%s metadata=%s"
-                " (hint: set this metadata on every key, whose values a request cannot change, or add a limit without"
-                " the split)",
+                "limit can be evaded by a caller that sends different metadata: gateway=%s limit=%s metadata=%s"
+                " (hint: set this metadata on every key, because a request cannot change a key's metadata, or add a"
+                " limit without split)",
                 f"{settings.account}/{settings.gateway}",
                 rule.name,
                 ",".join(names),
@@ -125,7 +135,7 @@ def warn_about_caller_splits(settings: GatewaySettings) -> None:
 
 
 def limit_facts(call: GatewayRequest) -> dict[str, str]:
-    """Return the attributes of a call that rules split and filter by."""
+    """Return the attributes of a request that limits are split and filtered by: gateway, key, model, ..."""
     facts = {
         "gateway": f"{call.account}/{call.gateway}",
         "key": call.identity.key_id,
@@ -139,7 +149,7 @@ def limit_facts(call: GatewayRequest) -> dict[str, str]:
 
 
 def _priced_amount(rule: LimitRule, amount: int | None, call: GatewayRequest) -> int:
-    """Return the amount, or 0 for an unknown price. Raises Forbidden if the budget needs a price."""
+    """Return the amount, or 0 if the price is unknown. Raise Forbidden if the budget requires a price."""
     if amount is None and rule.unpriced == "refuse":
         raise Forbidden(
             f"budget {rule.name!r} needs a price, and the price of {call.provider}/{call.model} is unknown"[:300],

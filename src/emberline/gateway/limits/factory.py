@@ -1,4 +1,4 @@
-"""open_limiter: opens the configured limiter: Redis, shared by all replicas, or this process alone."""
+"""open_limiter: opens the configured limiter, in Redis for all replicas or in the memory of this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ async def open_limiter(
     journal_directory: Path | None = None,
     store_interval_s: float = 1.0,
 ) -> Limiter:
-    """Open a limiter, which `stack` closes. An unreachable Redis does not prevent the start.
+    """Open a limiter. `exit_stack` closes it. If Redis cannot be reached, the gateway starts nevertheless.
 
-    Without Redis, `store` keeps counters over restarts: they are written to it every `store_interval_s` seconds, and
-    until then are in files of `journal_directory`.
+    Without Redis, `store` keeps the counters over restarts. They are written to it every `store_interval_s` seconds;
+    until then they are in files of `journal_directory`.
     """
     if url is None and store is not None and journal_directory is not None:
         stored = StoredLimiter(store, CounterJournal(journal_directory), WallClock(), store_interval_s)

@@ -1,7 +1,8 @@
-"""The remaining limits as headers in OpenAI's format.
+"""The remaining limits as reply headers in OpenAI's format.
 
-The headers are x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}. If several rules count the same unit, the
-one with the smallest fraction left is reported."""
+The headers are x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}. If several limits count the same unit, the
+limit with the smallest fraction left is reported.
+"""
 
 from __future__ import annotations
 

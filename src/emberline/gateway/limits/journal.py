@@ -1,12 +1,13 @@
-"""CounterJournal: changes of counters that are not in the store yet, in a local file.
+"""CounterJournal: a local file of the changes of counters that the store does not have yet.
 
-Each change is written to the file at once and survives a kill of the process; the store gets changes in batches. A
-batch is one file, identified by its name. The store applies each name once, so that a file that is read again after a
-crash is not counted twice.
+Each change is written to the file at once, so it survives a kill of the process. The store gets the changes in batches.
+A batch is one file, identified by the file's name. The store applies each name only once, so a file that is read again
+after a crash is not counted twice.
 
-The file is memory-mapped: a write is a copy of bytes, which the kernel keeps when the process is killed. A system call
-for each change would cost more, because it releases the GIL, and a thread that takes the GIL can delay the event loop
-for milliseconds. Behind its last line the file is filled with zero bytes."""
+The file is memory-mapped: a write only copies bytes, and the kernel keeps them when the process is killed. A system
+call for each change would cost more. It releases the GIL, and a thread that then takes the GIL can delay the event loop
+for milliseconds. After its last line the file is filled with zero bytes.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ _decoder = msgspec.json.Decoder(LimitCounter)
 
 class CounterJournal:
     def __init__(self, directory: Path) -> None:
-        """Raises OSError if no file can be created in the directory."""
+        """Raise OSError if no file can be created in the directory."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._directory = directory
         self._has_failed = False
         self._file = _JournalFile(directory)
 
     def abandoned_batches(self) -> Iterator[tuple[str, list[LimitCounter]]]:
-        """Yield the name and changes of each file that a dead process left behind.
+        """Yield (name, changes) for each journal file that a dead process left behind.
 
-        The caller discards the file once the store has its changes.
+        The caller deletes the file after the store has applied its changes.
         """
         for path in sorted(self._directory.glob("limits-*.journal")):
             if path == self._file.path:
@@ -57,7 +58,7 @@ class CounterJournal:
                 os.close(file)
 
     def write(self, line: bytes) -> None:
-        """Append a line, a LimitCounter as JSON. A write error is logged once and not raised."""
+        """Append a line, which is a LimitCounter as JSON. A write error is logged once and not raised."""
         file = self._file
         end = file.end + len(line)
         try:
@@ -68,13 +69,15 @@ class CounterJournal:
             file.end = end
         except (OSError, ValueError) as e:  # ValueError: a call ended after the journal was closed
             if not self._has_failed:
-                log.warning("limits journal not written, a crash would lose usage: file=%s reason=%s", file.path, e)
+                log.warning(
+                    "writing the limits journal failed, a crash would lose usage: file=%s reason=%s", file.path, e
+                )
             self._has_failed = True
 
     def rotate(self) -> str:
-        """Start a new file and return the name of the previous one, which holds all changes until now.
+        """Start a new file. Return the name of the previous file, which holds all changes until now.
 
-        Raises OSError, and then nothing has changed.
+        If OSError is raised, the previous file stays in use.
         """
         previous, self._file = self._file, _JournalFile(self._directory)
         previous.close()
@@ -90,7 +93,7 @@ class CounterJournal:
 
 
 class _JournalFile:
-    """A file of lines that only this process writes; its lock shows that the process is alive."""
+    """A journal file that only this process writes. The file's lock shows that the process is alive."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / f"limits-{os.urandom(12).hex()}.journal"
@@ -109,24 +112,25 @@ class _JournalFile:
         os.close(self._file)
 
     def grow(self, size: int) -> None:
-        """Make the file at least `size` bytes large. Raises OSError if the disk is full.
+        """Extend the file to at least `size` bytes. Raise OSError if the disk is full.
 
-        Zeros are written instead of leaving a hole: a write to a mapped page without disk space would kill the process.
+        Zeros are written instead of leaving a hole in the file: if the disk is full, a write to a mapped page without
+        disk space would kill the process.
         """
         while self.size < size:
             if (written := os.pwrite(self._file, bytes(GROWTH_BYTES), self.size)) < GROWTH_BYTES:
-                raise OSError(f"the disk took only {written} of {GROWTH_BYTES} bytes")
+                raise OSError(f"the disk is full: only {written} of {GROWTH_BYTES} bytes were written")
             self.mapped = mmap.mmap(self._file, self.size + GROWTH_BYTES)
             self.size += GROWTH_BYTES
 
 
 def _read_changes(path: Path) -> list[LimitCounter]:
-    """Return the changes of a file, without a last line that a crash cut short."""
+    """Return the changes in a journal file. A last line that a crash cut short is ignored."""
     changes: list[LimitCounter] = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
                 changes.append(_decoder.decode(line))
             except msgspec.DecodeError:
-                log.warning("damaged line in a limits journal, not counted: file=%s", path)
+                log.warning("limits journal has a damaged line, which is not counted: file=%s", path)
     return changes

@@ -1,6 +1,7 @@
-"""LocalLimiter: exact limits in one process.
+"""LocalLimiter: limits that are counted in the memory of one process.
 
-It never awaits, so that a reservation is one step of the event loop."""
+`reserve` never awaits, so no other request can run in the middle of it.
+"""
 
 from __future__ import annotations
 

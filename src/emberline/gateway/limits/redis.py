@@ -1,11 +1,12 @@
 """RedisLimiter: limits that all replicas share.
 
-A reservation is one call of a Lua script, which Redis runs atomically and by its own clock; a settlement is another,
-whose reply is not awaited by the call.
+A reservation is one call of a Lua script, which Redis runs atomically and with its own clock. A settlement is a second
+call; the request does not wait for its reply.
 
-If Redis is unavailable or refuses writes (disk or memory full, or it has become a replica), the setting redis_gone
-decides: `local` counts in this process, starting from zero, so that r replicas may pass r times the limit; `closed`
-refuses calls. Settlements that could not be sent are sent again when Redis is back."""
+If Redis is unavailable or refuses writes (its disk or memory is full, or it has become a replica), the setting
+`redis_gone` decides. With `local` this process counts alone, starting from zero, so r replicas may admit r times the
+limit. With `closed` requests are refused. Settlements that could not be sent are sent when Redis is available again.
+"""
 
 from __future__ import annotations
 
@@ -98,17 +99,20 @@ class RedisLimiter:
         return await self._local.reserve(claims, now, hold_s)
 
     def _redis_keys(self, claims: Sequence[Claim]) -> list[str]:
-        """Return the Redis keys of the claims; the part in braces puts all of a call on one cluster shard."""
+        """Return the Redis keys of the claims.
+
+        The part in braces is the same for all claims of a request, so that a Redis cluster keeps them on one shard.
+        """
         buckets = [f"{self._prefix}:{{{claim.gateway}}}:{claim.bucket}" for claim in claims]
         return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
 
     def _send_settlement(
         self, arguments: list[str | int], *, with_script_text: bool = False, is_resend: bool = False
     ) -> None:
-        """Send a settlement, or queue it if Redis is unavailable.
+        """Send a settlement to Redis, or queue it if Redis is unavailable.
 
-        `with_script_text` sends the script itself, for a Redis that does not have it cached. `is_resend` marks a second
-        attempt.
+        `with_script_text`: send the whole script, because Redis does not have it cached. `is_resend`: this is the
+        second attempt.
         """
         script = ("EVAL", self._settle_script.text) if with_script_text else ("EVALSHA", self._settle_script.sha)
         try:
@@ -120,9 +124,10 @@ class RedisLimiter:
         sent.add_done_callback(partial(self._on_settlement_reply, arguments, is_resend))
 
     def _on_settlement_reply(self, arguments: list[str | int], is_resend: bool, sent: asyncio.Future[Any]) -> None:
-        """Queue a refused settlement once: a full or read-only Redis may accept it later.
+        """Handle Redis's reply to a settlement. A settlement that Redis refused is queued once.
 
-        It is sent again after Redis took a reservation; if it is refused then, it is given up.
+        A full or read-only Redis may accept it later. It is sent again after the next reservation that Redis accepts;
+        if it is refused again, it is given up.
         """
         self._in_flight.discard(sent)
         error = None if sent.cancelled() else sent.exception()
@@ -141,7 +146,7 @@ class RedisLimiter:
         self.stats.pending_settlements = len(self._pending)
 
     def _resend_pending(self) -> None:
-        """Send queued settlements. One that did arrive the first time is not counted twice (settle.lua)."""
+        """Send the queued settlements. `settle.lua` ignores a settlement that Redis has already executed."""
         for _ in range(min(RESEND_BATCH, len(self._pending))):
             self._send_settlement(self._pending.popleft(), is_resend=True)
         self.stats.pending_settlements = len(self._pending)

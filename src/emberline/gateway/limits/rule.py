@@ -1,6 +1,6 @@
-"""LimitRule: at most so many requests, tokens or micro-dollars in a window.
+"""LimitRule: allows a number of requests, tokens or micro-dollars in a time window.
 
-A rule applies to all callers together, or to each value of an attribute separately:
+A rule applies to all callers together, or separately to each value of an attribute:
 
     [[limits]]
     name = "each-team"
@@ -10,7 +10,8 @@ A rule applies to all callers together, or to each value of an attribute separat
     split = ["metadata.team"]                      # a separate limit for each team
     only = { model = ["gpt-5", "claude-opus-4-5"] }    # other models do not count
 
-Calls without a value to split by share one bucket, so a caller cannot evade a limit by omitting the value."""
+Requests that lack the attribute share one bucket, so a caller cannot evade a limit by leaving out the attribute.
+"""
 
 from __future__ import annotations
 
@@ -48,34 +49,38 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         if not 0 <= self.limit <= MAX_LIMIT:
             raise InvalidRequest(
-                f"limit {self.name!r}: limit is {self.limit} and must be from 0 to {MAX_LIMIT}", param="limit"
+                f"limit {self.name!r}: the field limit must be from 0 to {MAX_LIMIT}, not {self.limit}", param="limit"
             )
         if isinstance(self.per, int) and not 1 <= self.per <= MAX_PERIOD_S:
             raise InvalidRequest(
-                f"limit {self.name!r}: per is {self.per} and must be from 1 to {MAX_PERIOD_S} seconds", param="per"
+                f"limit {self.name!r}: the field per must be from 1 to {MAX_PERIOD_S} seconds, not {self.per}",
+                param="per",
             )
         for dimension in (*self.split, *self.only):
             if dimension not in DIMENSIONS and not dimension.startswith("metadata."):
                 known = ", ".join(DIMENSIONS)
                 raise InvalidRequest(
-                    f"limit {self.name!r}: split and only do not support {dimension!r}",
+                    f"limit {self.name!r}: {dimension!r} is not an attribute for split or only",
                     param="split",
                     hint=f"use {known} or metadata.<name>",
                 )
 
     @staticmethod
     def parse(decoded: Iterable[Mapping[str, Any]], default_unit: LimitUnit = "requests") -> tuple[LimitRule, ...]:
-        """Parse rules from decoded TOML or JSON. `default_unit` is the unit of rules that name none.
+        """Parse rules from decoded TOML or JSON. Raise InvalidRequest.
 
-        Raises InvalidRequest.
+        `default_unit` is the unit of the rules that have no `amount`.
         """
         try:
             rules = tuple(msgspec.convert({"amount": default_unit, **rule}, LimitRule) for rule in decoded)
         except msgspec.ValidationError as e:
-            raise InvalidRequest(f"limits: {e}", param="limits") from e
-        if len(rules) > MAX_RULES or len({rule.name for rule in rules}) < len(rules):
+            raise InvalidRequest(f"a limit is invalid: {e}", param="limits") from e
+        if len(rules) > MAX_RULES:
+            raise InvalidRequest(f"there are {len(rules)} limits; at most {MAX_RULES} are allowed", param="limits")
+        names = [rule.name for rule in rules]
+        if repeated := [name for name in names if names.count(name) > 1]:
             raise InvalidRequest(
-                f"limits: {len(rules)} rules; at most {MAX_RULES} are allowed, each with its own name", param="limits"
+                f"two limits have the name {repeated[0]!r}; each must have a name of its own", param="limits"
             )
         return rules
 
@@ -88,14 +93,14 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return Claim(self, facts.get("gateway", ""), self.bucket_name(facts), amount)
 
     def bucket_name(self, facts: Mapping[str, str]) -> str:
-        """Return the name of the bucket that callers with the same values share."""
+        """Return the name of the bucket (the counter) that requests with the same attribute values share."""
         values = msgspec.json.encode([facts.get(dimension, "") for dimension in self.split])
         digest = hashlib.sha256(values).hexdigest()[:32] if self.split else "all"
         return f"{self.name}:{self.amount}:{self.per}:{self.technique}:{digest}"
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """How much of one limit a call needs: requests, tokens or cost."""
+    """The amount that a request needs of one limit, in requests, tokens or micro-dollars."""
 
     rule: LimitRule
     gateway: str  # ACCOUNT/GATEWAY; part of the Redis key, so that all buckets of a call are on one shard

@@ -1,6 +1,8 @@
-"""StoredLimiter: limits counted in this process, whose usage survives a restart.
+"""StoredLimiter: limits that are counted in this process and survive a restart.
 
-The store has the counters of long windows and of budgets; a journal has the changes since the last write to it."""
+The store keeps the counters of budgets and of long windows. A journal file keeps the changes since the last write to
+the store.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class CounterStore(Protocol):
 
 class StoredLimiter(LocalLimiter):
     def __init__(self, store: CounterStore, journal: CounterJournal, wall: Clock, store_interval_s: float) -> None:
-        """`store_interval_s` is the time between two writes; `wall` is in seconds since the epoch."""
+        """`store_interval_s` is the time between two writes to the store. `wall_clock` returns seconds since 1970."""
         super().__init__()
         self._store, self._journal, self._wall, self._store_interval_s = store, journal, wall, store_interval_s
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
@@ -47,7 +49,7 @@ class StoredLimiter(LocalLimiter):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the usage that earlier processes left in journals and in the store. Raises StoreFailed."""
+        """Load the usage that earlier processes left in journal files and in the store. Raise StoreFailed."""
         for name, changes in self._journal.abandoned_batches():
             if changes:
                 await self._store.add_counters(name, changes, self._now())
@@ -66,7 +68,7 @@ class StoredLimiter(LocalLimiter):
                 await self._write_changes()
         except Exception as e:  # the journal keeps them for the next start
             log.warning(
-                "limit counters not written to the store, journal keeps them: reason=%s: %s", type(e).__name__, e
+                "writing limit counters to the store failed, the journal keeps them: reason=%s: %s", type(e).__name__, e
             )
             self._journal.close()
         else:
@@ -89,7 +91,9 @@ class StoredLimiter(LocalLimiter):
                 await self._write_changes()
             except Exception as e:  # the journal keeps the changes, and the write is retried
                 log.warning(
-                    "limit counters not written to the store, journal keeps them: reason=%s: %s", type(e).__name__, e
+                    "writing limit counters to the store failed, the journal keeps them: reason=%s: %s",
+                    type(e).__name__,
+                    e,
                 )
 
     async def _write_changes(self) -> None:
@@ -112,7 +116,7 @@ class StoredLimiter(LocalLimiter):
 
 
 class _ChangeRecorder:
-    """Records changes of one bucket: writes them to the journal and sums them up for the store."""
+    """Records the changes of one bucket: each change in the journal, and their sums for the store."""
 
     __slots__ = ("_counter_key", "_journal", "_key", "_line_head", "_line_tail", "_pending", "_slot", "_window")
 
@@ -129,7 +133,7 @@ class _ChangeRecorder:
         self._pending[self._counter_key] += amount
 
     def _prepare_line(self, slot: int) -> None:
-        """Prepare the line of a slot, a LimitCounter as JSON, except for its amount."""
+        """Prepare the journal line for a slot, which is a LimitCounter as JSON. Only the amount is left out."""
         ends = self._window.slot_end(slot)
         self._slot, self._counter_key = slot, (*self._key, slot, ends)
         self._line_head, self._line_tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends

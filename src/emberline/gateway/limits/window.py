@@ -1,10 +1,11 @@
-"""LimitWindow: the time span over which a limit counts, divided into slots.
+"""LimitWindow: the time span over which usage counts against a limit, divided into slots.
 
-A fixed window is one slot that counts while it is the current one. A sliding window has about sixty slots: usage counts
-until the whole window has passed since the end of its slot. So no interval as long as the window ever exceeds the
-limit, whenever it begins; in exchange, usage may count for a sixtieth of the window too long.
+A fixed window is a single slot: its usage counts until the slot ends. A sliding window has about sixty slots: usage
+counts until a whole window has passed since the end of its slot. So usage never exceeds the limit in any interval of
+the window's length. In exchange, usage may count for a sixtieth of the window too long.
 
-Times are whole milliseconds since the epoch. Days, weeks (from Monday) and months are in UTC."""
+Times are integer milliseconds since 1970. Days, weeks (from Monday) and months are in UTC.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class LimitWindow(msgspec.Struct, frozen=True):
         return date.year * 12 + date.month - 1
 
     def slot_end(self, slot: int) -> int:
-        """Return when usage in this slot stops counting."""
+        """Return the time in milliseconds since 1970 at which usage in this slot stops counting."""
         after = slot + self.live_slots
         if self.slot_ms:
             return after * self.slot_ms + self.offset_ms

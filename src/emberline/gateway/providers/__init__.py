@@ -1,1 +1,1 @@
-"""The providers, one file each: URL, credentials, and deviations from the wire format."""
+"""The providers, one module each: URL, credentials, and deviations from the wire format."""

@@ -1,6 +1,6 @@
-"""Amazon Bedrock. Claude is called in Anthropic's wire format, all other models by Converse.
+"""Amazon Bedrock. Claude models are called in Anthropic's wire format, other models through the Converse API.
 
-Requests are signed with an AWS key, or carry a Bedrock API key. A path is SERVICE/REGION/..., as in AWS's host names.
+Requests are signed with an AWS key, or contain a Bedrock API key. A path is SERVICE/REGION/..., as in AWS's host names.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Bedrock(Provider):
         return msgspec.structs.replace(super().build_request(changed_call, key), decoder=decoder)
 
     def build_url(self, endpoint: str, query: str) -> str:
-        """Return the URL for SERVICE/REGION/REST; a configured base_url replaces AWS's host."""
+        """Return the URL for a path SERVICE/REGION/REST. A configured base_url replaces AWS's host."""
         match = _ENDPOINT.fullmatch(endpoint)
         if match is None or match["service"] not in HOSTS:
             raise InvalidRequest(
-                f"{endpoint[:100]!r} is not a path of aws-bedrock", hint=f"use {RUNTIME}/REGION/model/MODEL/invoke"
+                f"provider aws-bedrock has no path {endpoint[:100]!r}", hint=f"use {RUNTIME}/REGION/model/MODEL/invoke"
             )
         base = self._base_url or HOSTS[match["service"]].format(region=match["region"])
         return f"{base}/{match['rest']}" + (f"?{query}" if query else "")
@@ -134,7 +134,7 @@ def _sign_request(request: ProviderRequest, key: _AwsKey, now: float) -> dict[st
 
 
 def _parse_key(text: str) -> _AwsKey | None:
-    """Parse an AWS key, given as JSON or as ID:SECRET[:TOKEN]; None for a Bedrock API key."""
+    """Parse an AWS key, given as JSON or as ID:SECRET[:TOKEN]. Return None for a Bedrock API key."""
     if text.startswith("{"):
         try:
             return msgspec.json.decode(text, type=_AwsKey)

@@ -15,9 +15,9 @@ API_VERSION = "2024-10-21"  # latest version that is generally available
 
 
 class AzureOpenAI(Provider):
-    """Paths and model names start with RESOURCE/DEPLOYMENT.
+    """Azure OpenAI, whose paths and model names start with RESOURCE/DEPLOYMENT.
 
-    If base_url is the URL of a resource, a model name without a slash is a deployment there.
+    If base_url is the URL of a resource, a model name without a slash is a deployment of that resource.
     """
 
     slug = "azure-openai"
@@ -59,7 +59,7 @@ class AzureOpenAI(Provider):
         return f"{base}/openai/deployments/{deployment}/{action}?{query}"
 
     def authorize(self, headers: dict[str, str], key: str) -> None:
-        """Send the key in api-key, and a Microsoft Entra token (a JWT) as a bearer token."""
+        """Send a key in the header api-key, or a Microsoft Entra token (a JWT) as a bearer token."""
         if key.startswith("eyJ"):
             headers["authorization"] = f"Bearer {key}"
         else:

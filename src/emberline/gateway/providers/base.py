@@ -1,8 +1,9 @@
 """The base class of all providers.
 
-Most providers differ in data only: the URL, the paths of the wire formats they support, the header of the key. Others
-override `build_url`, `authorize`, `build_request`, or `send` where requests are signed or one is not enough. A provider
-with its own reply format sets a ReplyDecoder in the request.
+Most providers differ only in data: their URL, the paths of the wire formats they support, the header for the key. Other
+providers override `build_url`, `set_auth_headers` or `build_request`. A provider that signs requests, or needs more
+than one HTTP request, overrides `send`. A provider with its own reply format sets a ReplyDecoder in the
+ProviderRequest.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def caller_key(request: GatewayRequest) -> str | None:
 
 
 class Provider:
-    """One provider as a gateway's settings configure it."""
+    """One provider with its address and headers, as a gateway's settings configure it."""
 
     slug: str  # name in URLs and settings
     base_url: ClassVar[str] = ""
@@ -76,7 +77,7 @@ class Provider:
     def __init__(
         self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public_only: bool = False
     ) -> None:
-        """`public_only`: connect to public addresses only."""
+        """`public_only`: refuse connections to private IP addresses."""
         self._base_url = (base_url or self.base_url).rstrip("/")
         self._headers = {name.lower(): value for name, value in (headers or {}).items()}
         self.public_only = public_only
@@ -84,48 +85,48 @@ class Provider:
 
     @property
     def origin(self) -> str:
-        """The provider's name and address, by which failures are counted."""
+        """The provider's name and address. Failures are counted for each origin."""
         return f"{self.slug} {self._base_url}"
 
     def supports(self, dialect: Dialect, model: str = "") -> bool:
         return dialect == "raw" or dialect in self.endpoints
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
-        """Return the wire format at a path of this provider, "raw" if it is unknown."""
+        """Return the wire format at a path of this provider, or "raw" if the path is unknown."""
         for dialect, path in self.endpoints.items():
             if self._strip_version_prefix(path) == self._strip_version_prefix(endpoint):
                 return dialect
         return "raw"
 
     def model_from_path(self, endpoint: str) -> str:
-        """Return the model that the path names, "" if none; it takes precedence over the body's."""
+        """Return the model that the path names, or "". It takes precedence over the model in the body."""
         return ""
 
     def is_stream_path(self, endpoint: str, query: str = "") -> bool:
-        """Return whether the path itself asks for a stream."""
+        """Return whether the path itself asks for a streamed reply."""
         return False
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
         return self.endpoints[dialect].format(model=model)
 
     def target_model(self, model: str, max_output: int | None) -> TargetModel:
-        """Return what a translation must know about the model."""
+        """Return the facts about a model that the translation of a request needs."""
         return TargetModel(model, max_output, self.accepts_reasoning, self.max_tokens_field)
 
     def build_url(self, endpoint: str, query: str) -> str:
         return f"{self._base_url}/{self._strip_version_prefix(endpoint)}" + (f"?{query}" if query else "")
 
     def _strip_version_prefix(self, endpoint: str) -> str:
-        """Return the endpoint without its version prefix if base_url already ends with the version."""
+        """Return the endpoint without its version prefix if base_url already ends with that version."""
         return endpoint.removeprefix(self.prefix) if self._base_url.endswith(f"/{self.prefix[:-1]}") else endpoint
 
     def authorize(self, headers: dict[str, str], key: str) -> None:
         headers["authorization"] = f"Bearer {key}"
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
-        """Return the HTTP request for `call`, which is already in one of the provider's wire formats.
+        """Return the HTTP request for `call`, whose body is already in one of the provider's wire formats.
 
-        Without `key`, the caller's own credentials in the headers are forwarded.
+        If `key` is None, the credentials in the caller's headers are forwarded.
         """
         headers = {**forwardable_headers(call.headers), **call.trace_headers, **self._headers}
         if key is not None:
@@ -139,19 +140,25 @@ class Provider:
     async def send(
         self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
     ) -> HTTPClientResponse:
-        """Send the request and return the reply once its head has arrived; `now` is Unix time in seconds."""
+        """Send the request and return the response once its headers have arrived.
+
+        `now` is Unix time in seconds.
+        """
         return decode_reply(request, await upstream.send(request, timeout_s))
 
 
 def report_change(call: GatewayRequest, field: str, reason: str) -> None:
-    """Record in a reply header that a field of the client's request was changed or dropped."""
+    """Record in the reply header x-emberline-changed that a field of the request was changed or dropped."""
     call.reply_headers[CHANGED_HEADER] = ", ".join(
         filter(None, (call.reply_headers.get(CHANGED_HEADER), f"{field}={reason}"))
     )
 
 
 def is_trusted_url(url: str, base_url: str, domain: str) -> bool:
-    """Return whether a URL may receive credentials: it is the same server, or HTTPS in `domain`."""
+    """Return whether credentials may be sent to a URL.
+
+    The URL must be on the same server as `base_url`, or use HTTPS and be in `domain`.
+    """
     target, base = urlsplit(url), urlsplit(base_url)
     if (target.scheme, target.netloc) == (base.scheme, base.netloc):
         return True

@@ -1,4 +1,4 @@
-"""Baseten: chat with its shared models, and an account's deployments, each of which has its own host."""
+"""Baseten: chat with Baseten's shared models, and deployments of an account, which have hosts of their own."""
 
 from __future__ import annotations
 

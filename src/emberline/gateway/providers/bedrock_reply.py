@@ -1,4 +1,4 @@
-"""Decodes Bedrock's replies, of InvokeModel and Converse, into Anthropic's wire format."""
+"""Converts Bedrock's replies from InvokeModel and Converse to Anthropic's wire format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERROR_TYPES = {
 
 
 class InvokeReplyDecoder(ReplyDecoder):
-    """Decodes InvokeModel replies: unwraps Claude's events from the AWS event stream."""
+    """Decodes InvokeModel replies: takes Claude's events out of AWS's binary event stream."""
 
     stream_content_type = CONTENT_TYPE
 
@@ -57,7 +57,10 @@ class InvokeReplyDecoder(ReplyDecoder):
 
 
 class ConverseReplyDecoder(InvokeReplyDecoder):
-    """Decodes Converse replies; the usage follows the end, and text blocks may lack a start event."""
+    """Decodes Converse replies to Anthropic's events.
+
+    Converse reports the usage after the end of the message, and may omit the start event of a text block.
+    """
 
     def __init__(self, model: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Circuit breakers: a target that failed too often in a row is skipped for a while.
+"""Circuit breakers: a provider that failed several times in a row is skipped for a pause.
 
-Failures are counted per gateway, provider, model and credential, so that no caller, key or model can block the requests
-of others.
+Failures are counted separately for each gateway, provider, model and credential. So failures of one caller, key or
+model do not block the requests of other callers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BreakerKey = tuple[str, str, str, str, int, int]  # account, gateway, provider's
 
 
 def is_caller_timeout(call: GatewayRequest, code: str) -> bool:
-    """Return whether `code` is a timeout that the caller set shorter than the gateway's own.
+    """Return whether the error `code` is a timeout, and the caller had set a shorter timeout than the gateway.
 
-    Such a timeout proves no fault of the provider.
+    Such a timeout does not show a fault of the provider.
     """
     if code not in (UpstreamTimeout.code, UpstreamUnreachable.code) or call.options.request_timeout is None:
         return False
@@ -47,7 +47,7 @@ class ProviderBreakers:
         self._breakers: dict[BreakerKey, CircuitBreaker] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Yield each provider address (and key alias) that failed lately, with its number of open breakers."""
+        """Yield (provider address and key alias, number of open breakers) for providers that failed recently."""
         counts: Counter[str] = Counter()
         for (_, _, origin, alias, *_), breaker in self._breakers.items():
             counts[f"{origin} {alias}" if alias else origin] += breaker.state != "closed"
@@ -60,10 +60,12 @@ class ProviderBreakers:
         key: str | None,
         attempt: Callable[[Callable[[], None]], Awaitable[T]],
     ) -> T:
-        """Run `attempt` and count its outcome; raise CircuitBreakerOpen instead while the breaker is open.
+        """Run `attempt` and count its success or failure.
 
-        `key` is the provider's key, None if the caller's own is in the headers. `attempt` is called with a function
-        that records a failure after its return.
+        While the breaker is open, raise CircuitBreakerOpen instead.
+
+        `key` is the provider key, or None if the caller's own key is in the headers. `attempt` gets a function as its
+        argument; a stream that fails after `attempt` has returned calls that function to record the failure.
         """
         breaker = self._breakers.get(_breaker_key(call, provider, key)) if self._breakers else None
         if breaker is not None:
@@ -113,7 +115,10 @@ class ProviderBreakers:
 
 
 def _breaker_key(call: GatewayRequest, provider: Provider, key: str | None) -> BreakerKey:
-    """Return the breaker's key; hashes bound the length of model names and keep credentials secret."""
+    """Return the key that identifies a circuit breaker.
+
+    Model name and credential are hashed: this limits the key's length and keeps credentials secret.
+    """
     target = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
     credential = key if key is not None else caller_key(call)
     return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(target), hash(credential)

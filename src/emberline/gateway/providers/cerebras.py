@@ -1,4 +1,4 @@
-"""Cerebras: chat without penalties, logit_bias, parallel_tool_calls and service_tier."""
+"""Cerebras: the chat API rejects penalties, logit_bias, parallel_tool_calls and service_tier."""
 
 from __future__ import annotations
 

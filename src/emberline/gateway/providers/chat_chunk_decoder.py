@@ -1,4 +1,4 @@
-"""The base class of decoders that turn a provider's own events into chunks of OpenAI's chat."""
+"""The base class of decoders that convert a provider's stream events to chunks of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ChatChunkDecoder(ReplyDecoder):
 
     def end(self) -> bytes:
         if self._splitter.partial_event.strip():
-            raise UpstreamBroken("the provider's stream ended within an event")
+            raise UpstreamBroken("the provider's stream ended in the middle of an event")
         return b""
 
     def decode_event(self, name: bytes, payload: bytes) -> bytes:
-        """Return the chunks for one complete event of the provider."""
+        """Return the chat chunks for one complete event of the provider's stream."""
         raise NotImplementedError
 
     def render_reply(self, choice: Json, more: Json) -> bytes:

@@ -1,7 +1,7 @@
-"""The base class of providers with an OpenAI-compatible chat API that lacks some fields.
+"""The base class of providers with an OpenAI-compatible chat API that does not accept all fields.
 
-Fields for which the provider would reject the whole request are dropped or rewritten, and reported in a reply header. A
-request to the provider's own path is not changed.
+Fields that would make the provider reject the request are dropped or rewritten, and a reply header lists them. Requests
+to the provider's own paths are not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ChatProvider(Provider):
-    """A provider whose base_url ends with the API version (/v1); a path that repeats the version is accepted."""
+    """A provider with an OpenAI-compatible chat API.
+
+    base_url ends with the API version (/v1). A path that repeats the version is accepted.
+    """
 
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions"}
     max_tokens_field = "max_tokens"
@@ -61,7 +64,7 @@ class ChatProvider(Provider):
         return self.unsupported_fields
 
     def adapt_fields(self, fields: dict[str, Any], call: GatewayRequest) -> None:
-        """Adapt `fields` in place for this provider; values are raw JSON until `decode_field` decodes them."""
+        """Change `fields` in place for this provider. Values are raw JSON until `decode_field` decodes them."""
 
 
 def decode_field(fields: dict[str, Any], name: str) -> Any:

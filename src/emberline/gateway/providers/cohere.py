@@ -1,4 +1,4 @@
-"""Cohere: version 2 of its chat API, which resembles OpenAI's, and its embeddings."""
+"""Cohere: its chat API, version 2, which resembles OpenAI's, and its embeddings API."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cohere(Provider):
     max_tokens_field = "max_tokens"
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
-        """Return "openai-chat" for Cohere's compatibility path; its own paths are passed on unchanged."""
+        """Return "openai-chat" for Cohere's OpenAI-compatible path and "raw" for Cohere's own paths."""
         compatible = endpoint.removeprefix("compatibility/v1/")
         return "openai-chat" if compatible != endpoint and compatible == "chat/completions" else "raw"
 

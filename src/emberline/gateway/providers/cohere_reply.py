@@ -1,4 +1,4 @@
-"""Decodes Cohere's replies into OpenAI's wire formats."""
+"""Converts Cohere's replies to OpenAI's wire formats."""
 
 from __future__ import annotations
 

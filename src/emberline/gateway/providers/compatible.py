@@ -39,7 +39,7 @@ class CompatibleProvider(Provider):
             )
         if unknown := set(speaks) - set(ENDPOINTS):
             raise InvalidRequest(
-                f"provider {slug!r} has an unknown wire format in speaks: {min(unknown)[:40]!r}",
+                f"provider {slug!r} has an unknown wire format in the setting speaks: {min(unknown)[:40]!r}",
                 param=f"providers.{slug}.speaks",
                 hint=f"use {', '.join(ENDPOINTS)}",
             )

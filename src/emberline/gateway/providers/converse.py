@@ -1,4 +1,4 @@
-"""Renders requests for Bedrock's Converse API from Anthropic's wire format, which resembles it."""
+"""Converts requests from Anthropic's wire format to Bedrock's Converse API."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _render_image(source: Json) -> Json:
     kind = str(source.get("media_type")).removeprefix("image/")
     if source.get("type") != "base64" or kind not in _IMAGE_FORMATS:
         raise InvalidRequest(
-            f"Bedrock's Converse API does not accept this image ({source.get('type')}, {source.get('media_type')})",
+            f"Bedrock's Converse API does not accept an image of type {source.get('type')}, {source.get('media_type')}",
             param="messages",
             hint="send the image as base64 data in jpeg, png, gif or webp",
         )
@@ -100,7 +100,7 @@ def _render_document(source: Json) -> Json:
         case {"type": "text", "data": str(text)}:
             return {"format": "txt", "source": {"bytes": base64.b64encode(text.encode()).decode()}}
     raise InvalidRequest(
-        f"Bedrock's Converse API does not accept this document ({source.get('type')}, {source.get('media_type')})",
+        f"Bedrock's Converse API does not accept a document of type {source.get('type')}, {source.get('media_type')}",
         param="messages",
         hint="send the document as a base64-encoded PDF or as text",
     )

@@ -1,4 +1,4 @@
-"""Deepgram: speech, in both directions."""
+"""Deepgram: speech to text, and text to speech."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek: reasoning is sent back in the history, and JSON output has no schema."""
+"""DeepSeek: accepts earlier reasoning in the history. Its JSON output does not support schemas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Emberline's own engine or router. It supports three wire formats itself.
+"""Emberline's own engine or router, which supports three wire formats.
 
-Only its model API is forwarded: cluster control, statistics and metrics of the same server are for its operator.
+Only the model API is forwarded. Cluster control, statistics and metrics of that server are for its operator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Emberline(Provider):
     prefill = "flag"
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
-        """Return the request; raise NotFound for a path outside the engine's model API."""
+        """Return the request. Raise NotFound for a path outside the engine's model API."""
         path = call.endpoint.partition("?")[0]
         if self._base_url.endswith("/v1"):  # the endpoint may then lack the version
             path = f"v1/{path.removeprefix('v1/')}"

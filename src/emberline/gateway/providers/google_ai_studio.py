@@ -1,4 +1,4 @@
-"""Google AI Studio: Gemini. The model, and whether the reply is streamed, are in the path."""
+"""Google AI Studio: Gemini models. The path names the model and says whether the reply is streamed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ UNARY_METHOD, STREAM_METHOD = "generateContent", "streamGenerateContent"
 
 
 class GeminiProvider(Provider):
-    """What Google AI Studio and Vertex AI have in common."""
+    """The base class of Google AI Studio and Vertex AI."""
 
     paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "models/{model}"}
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
-        """Return "gemini" for generateContent and for streams with alt=sse; others are a JSON list."""
+        """Return "gemini" for generateContent and for streams of server-sent events (alt=sse).
+
+        Other paths are "raw": a stream without alt=sse is a JSON list.
+        """
         return (
             "gemini"
             if endpoint.endswith(f":{UNARY_METHOD}") or GeminiProvider.is_stream_path(self, endpoint, query)
@@ -32,7 +35,10 @@ class GeminiProvider(Provider):
         return unquote(model) if action else ""
 
     def is_stream_path(self, endpoint: str, query: str = "") -> bool:
-        """Return whether the path asks for server-sent events; a JSON array is handled as one whole reply."""
+        """Return whether the path asks for server-sent events.
+
+        A stream in the form of a JSON list is handled like a reply that is not streamed.
+        """
         return endpoint.endswith(f":{STREAM_METHOD}") and "alt=sse" in query.split("&")
 
     def model_action(self, model: str, stream: bool) -> str:

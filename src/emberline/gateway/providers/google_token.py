@@ -1,7 +1,7 @@
-"""Gets and caches short-lived Google access tokens.
+"""GoogleTokenCache: requests and caches short-lived Google access tokens.
 
-A service account signs an assertion to get one, a user's credentials have a refresh token. Tokens are cached until
-shortly before they expire.
+A service account signs an assertion to get an access token; user credentials contain a refresh token instead. Tokens
+are cached until shortly before they expire.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _JWT_GRANT_TYPE = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 
 
 class GoogleCredentials(msgspec.Struct):
-    """A service account's key, or gcloud's user credentials; `region` is Cloudflare's addition."""
+    """The key of a service account, or gcloud's user credentials.
+
+    `region` is not part of Google's format; Cloudflare's AI Gateway adds it.
+    """
 
     type: str = "service_account"
     project_id: str = ""
@@ -53,7 +56,7 @@ class GoogleCredentials(msgspec.Struct):
 
     @staticmethod
     def parse(text: str) -> GoogleCredentials | None:
-        """Parse credentials given as JSON or base64-encoded JSON; None if `text` is an access token."""
+        """Parse credentials given as JSON or base64-encoded JSON. Return None if `text` is an access token."""
         if not text.startswith("{"):
             try:
                 text = base64.b64decode(text, validate=True).decode()
@@ -80,7 +83,7 @@ class _Token(msgspec.Struct):
 
 class GoogleTokenCache:
     def __init__(self, base_url: str, *, public_only: bool = False) -> None:
-        """`base_url`: a server whose token endpoint is trusted besides Google's."""
+        """`base_url`: a server that may also be asked for tokens, in addition to Google's servers."""
         self._base_url = base_url
         self._public_only = public_only
         self._tokens: dict[bytes, tuple[str, float]] = {}  # hash of the credentials -> token and its expiry
@@ -116,7 +119,7 @@ class GoogleTokenCache:
     ) -> _Token:
         if not is_trusted_url(credentials.token_uri, self._base_url, "googleapis.com"):
             raise InvalidRequest(
-                f"token_uri of the Google credentials is not a Google server: {credentials.token_uri[:100]!r}",
+                f"token_uri of the Google credentials must be on a Google server, not {credentials.token_uri[:100]!r}",
                 hint=f"use {TOKEN_URL}",
             )
         headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
@@ -169,8 +172,8 @@ def sign_assertion(credentials: GoogleCredentials, now: int) -> str:
 def _sign(private_key: str, text: bytes) -> bytes:
     """Sign `text` with an RSA key, and verify the signature.
 
-    Validating the key itself would block the event loop for 200 ms. A signature of an inconsistent key could leak the
-    key, so the signature is verified instead.
+    Validating the key would block the event loop for 200 ms. But a signature made with an inconsistent key could leak
+    the key. So the signature is verified instead of the key.
     """
     try:
         key = load_pem_private_key(private_key[:MAX_KEY_CHARACTERS].encode(), None, unsafe_skip_rsa_key_validation=True)

@@ -1,6 +1,7 @@
-"""Google Vertex AI: Gemini, and Claude in Anthropic's wire format, in a project and a region.
+"""Google Vertex AI: Gemini models, and Claude models in Anthropic's wire format.
 
-A key is a service account's key, a user's credentials, or an access token.
+URLs contain a project and a region. A provider key is a service account's key, a user's credentials, or an access
+token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _REGION_IN_PATH = re.compile(r"(?:^|/)locations/([a-z0-9-]+)/")
 
 
 class VertexAI(GeminiProvider):
-    """A model is PUBLISHER/MODEL, or MODEL for Google's; base_url may contain project and region."""
+    """Google Vertex AI. A model name is PUBLISHER/MODEL, or MODEL for Google's models.
+
+    base_url may contain the project and the region.
+    """
 
     slug = "google-vertex-ai"
     base_url = "https://{region}aiplatform.googleapis.com"

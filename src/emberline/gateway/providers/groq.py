@@ -1,4 +1,4 @@
-"""Groq: no logprobs, and no names in messages."""
+"""Groq: the chat API rejects logprobs, logit_bias, and names in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claude hosted by AWS or Google: the model is in the path, the API version in the body."""
+"""Claude models hosted by AWS or Google: the path names the model, and the body the API version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def hosted_claude_body(call: GatewayRequest, version: str, *without: str) -> bytes:
-    """Return the request body with the API version in it, and without the model and the fields `without`."""
+    """Return the request body with the API version, and without the model and the `removed_fields`."""
     fields: dict[str, Any] = dict(_RAW_FIELDS_DECODER.decode(call.body))
     for name in ("model", *without):
         fields.pop(name, None)

@@ -1,4 +1,4 @@
-"""Hugging Face: chat through its router; a path that is a model's name runs that model."""
+"""Hugging Face: chat through its inference router. A path that is a model's name runs that model."""
 
 from __future__ import annotations
 

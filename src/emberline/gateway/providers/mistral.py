@@ -89,7 +89,7 @@ class Mistral(ChatProvider):
 
 
 class MistralReplyDecoder(ReplyDecoder):
-    """Turns a list of text and thinking parts into `content` and `reasoning_content`."""
+    """Converts a list of text and thinking parts to the fields `content` and `reasoning_content`."""
 
     def __init__(self) -> None:
         self._splitter = RawEventSplitter()
@@ -109,7 +109,10 @@ class MistralReplyDecoder(ReplyDecoder):
 
 
 def _flatten_content(payload: bytes, name: str) -> bytes | None:
-    """Return the payload with flattened content, None if nothing is to be flattened."""
+    """Return the payload with flattened content, or None if it has no list of parts.
+
+    `message_field` is the field of a choice that contains the message: "message", or "delta" in a stream.
+    """
     if b'"thinking"' not in payload:
         return None
     try:
@@ -130,5 +133,8 @@ def _flatten_content(payload: bytes, name: str) -> bytes | None:
 
 
 def short_id(id: str) -> str:
-    """Return an id that Mistral accepts; equal ids stay equal, so that results still match their calls."""
+    """Return an id that Mistral accepts: nine letters and digits.
+
+    Equal ids give equal results, so that the results of tools still match their tool calls.
+    """
     return id if _TOOL_CALL_ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""Ollama, by default on this machine. Its own API is at api/, the OpenAI-compatible one at v1/."""
+"""Ollama, by default on this machine. Its own API is under api/, its OpenAI-compatible API under v1/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenRouter: many providers behind one API. Errors may come within a stream."""
+"""OpenRouter: many providers behind one API. It can report an error in the middle of a stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel: web research, as chat and as tasks."""
+"""Parallel: web research, through a chat API and a task API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Parallel(ChatProvider):
     base_url = "https://api.parallel.ai"
 
     def authorize(self, headers: dict[str, str], key: str) -> None:
-        """Send the key in both headers: chat reads authorization, the other APIs x-api-key."""
+        """Send the key in two headers: the chat API reads authorization, Parallel's other APIs x-api-key."""
         headers["authorization"] = f"Bearer {key}"
         headers["x-api-key"] = key
 

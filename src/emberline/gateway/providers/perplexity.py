@@ -1,4 +1,4 @@
-"""Perplexity: every event has the usage, and most streams end without [DONE]."""
+"""Perplexity: every stream event contains the usage, and most streams end without [DONE]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Perplexity(ChatProvider):
 
 
 class PerplexityStreamDecoder(ReplyDecoder):
-    """Adds [DONE] at the end of a stream that has a finish reason and lacks it."""
+    """Adds [DONE] to the end of a stream that has a finish reason but no [DONE]."""
 
     def __init__(self) -> None:
         self._splitter = RawEventSplitter()

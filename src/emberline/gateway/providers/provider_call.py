@@ -1,7 +1,7 @@
-"""Builds the provider's HTTP request for a gateway request, and translates the reply back.
+"""Builds the provider's HTTP request for a client's request, and translates the reply back.
 
-Where the provider supports the client's wire format, the body stays unchanged except for the model's name and the field
-that requests a stream's usage.
+If the provider supports the client's wire format, the body is forwarded unchanged. Only the model's name and the field
+that requests a stream's usage are replaced.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ class ProviderCall(msgspec.Struct, frozen=True):
         return StreamTranslator(self.dialect, self.client_dialect, self.reply_context)
 
     def convert_reply(self, body: bytes) -> tuple[bytes, str]:
-        """Return an unstreamed reply in the client's wire format, and a description of what was lost."""
+        """Translate a reply that is not streamed to the client's wire format.
+
+        Return the new body and a list of what the translation lost.
+        """
         if self.client_dialect is None:
             return body, ""
         assert self.dialect in CHAT_DIALECTS
         return _translate_reply(body, self.dialect, self.client_dialect, self.reply_context)
 
     async def convert_reply_offloaded(self, body: bytes) -> tuple[bytes, str]:
-        """Do what `convert_reply` does in a child process, for a large body."""
+        """Run `convert_reply` in a child process, for a large body."""
         if self.client_dialect is None:
             return body, ""
         assert self.dialect in CHAT_DIALECTS
@@ -72,7 +75,7 @@ def _translate_reply(
 async def build_provider_call_offloaded(
     call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
 ) -> ProviderCall:
-    """Do what `build_provider_call` does in a child process, for a large body."""
+    """Run `build_provider_call` in a child process, for a large body."""
     # Other bodies are not needed in the child process.
     reduced_call = call.with_changes(steps=(), redacted_bodies=[], attempts=[], body_summary=None)
     provider_call, reply_headers = await offload.run(
@@ -89,9 +92,9 @@ def _build_with_notes(call: GatewayRequest, *args: Any) -> tuple[ProviderCall, d
 def build_provider_call(
     call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
 ) -> ProviderCall:
-    """Return the provider call for `call`, translated if the provider does not support its wire format.
+    """Return the provider call for `call`. The body is translated if the provider needs a different wire format.
 
-    `max_output` is the model's limit in tokens from the catalogue, `created` the Unix time in seconds.
+    `max_output` is the model's limit on output tokens from the catalogue; `created` is the Unix time in seconds.
     """
     if provider.supports(call.dialect, call.model):
         return _build_without_translation(call, provider, key)
@@ -125,7 +128,7 @@ def _choose_dialects(call: GatewayRequest, provider: Provider) -> tuple[ChatDial
 
 
 def choose_dialect(call: GatewayRequest, provider: Provider) -> ChatDialect | None:
-    """Return the client's wire format if the provider supports it, else the first one that it supports."""
+    """Return the client's wire format if the provider supports it, else the provider's first supported one."""
     choices = sorted(CHAT_DIALECTS, key=lambda dialect: dialect != call.dialect)
     return next((dialect for dialect in choices if provider.supports(dialect, call.model)), None)
 
@@ -158,8 +161,9 @@ def _build_without_translation(call: GatewayRequest, provider: Provider, key: st
 def _build_request(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderRequest:
     """Return the provider's HTTP request.
 
-    Some providers read the client's body and fail on an invalid one. Parsing it then raises the InvalidRequest that
-    names the field; if the body is valid, the error is a bug and is raised as it is.
+    The code of some providers reads the client's body, and fails if the body is invalid. In that case the body is
+    parsed strictly, which raises an InvalidRequest that names the wrong field. If the body is valid, the failure is a
+    bug, and its error is raised unchanged.
     """
     try:
         return provider.build_request(call, key)

@@ -1,4 +1,4 @@
-"""Finds the provider for a slug and a gateway's settings; instances are cached."""
+"""ProviderRegistry: finds the provider for a slug (a provider's name in URLs) and a gateway's settings."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ DEFAULT_PROVIDER_SETTINGS = ProviderSettings()
 
 
 class ProviderRegistry:
-    """The providers that a process has instantiated, by slug and settings."""
+    """The providers that this process has created, cached by slug and settings."""
 
     def __init__(self, allow_private: bool = False) -> None:
-        """`allow_private`: the operator allows all providers to be at private addresses."""
+        """`allow_private`: providers at private IP addresses are allowed by the operator."""
         self._allow_private = allow_private
         self._providers: dict[tuple[object, ...], Provider] = {}
 
@@ -92,7 +92,7 @@ class ProviderRegistry:
 def _select_endpoints(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
     if unknown := set(speaks) - set(provider.endpoints):
         raise InvalidRequest(
-            f"provider {provider.slug!r} does not support the wire format {min(unknown)} of its setting speaks",
+            f"provider {provider.slug!r} does not support the wire format {min(unknown)} that the setting speaks names",
             hint=f"use {', '.join(provider.endpoints)}",
         )
     return {dialect: path for dialect, path in provider.endpoints.items() if dialect in speaks}

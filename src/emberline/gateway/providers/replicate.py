@@ -1,4 +1,4 @@
-"""Replicate: a chat request becomes a prediction, which is polled or streamed from its own URL."""
+"""Replicate: a chat request becomes a prediction, which is then polled or streamed from its own URL."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Replicate(Provider):
                 "this Replicate model does not support streaming", param="stream", hint="set stream to false"
             )
         if not is_trusted_url(url, self._base_url, "replicate.com"):
-            raise UpstreamBroken(f"the stream URL of the prediction is not a Replicate server: {url[:200]!r}")
+            raise UpstreamBroken(f"the stream URL of the prediction is not on a Replicate server: {url[:200]!r}")
         headers = {**_without_content_type(request.headers), "accept": "text/event-stream", "cache-control": "no-store"}
         return ProviderRequest("GET", url, headers, b"", request.public_only, request.decoder)
 
@@ -137,7 +137,7 @@ def _parse_prediction(body: bytes) -> _Prediction:
 
 
 def render_input(fields: Json, call: GatewayRequest) -> Json:
-    """Return the model input: one prompt, a system prompt, and the sampling fields."""
+    """Return the input of a Replicate model: the prompt, the system prompt and the sampling fields."""
     if fields.get("tools"):
         raise InvalidRequest("replicate's models do not support tools", param="tools", hint="use another provider")
     if (fields.get("n") or 1) != 1:

@@ -1,4 +1,4 @@
-"""Decodes Replicate's predictions into OpenAI's chat."""
+"""Converts Replicate's predictions to replies of OpenAI's chat API."""
 
 from __future__ import annotations
 

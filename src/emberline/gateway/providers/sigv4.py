@@ -1,4 +1,4 @@
-"""AWS Signature Version 4: signs with a key derived for one day, region and service.
+"""AWS Signature Version 4: signs a request with a key that is derived for one day, region and service.
 
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html
 """
@@ -34,7 +34,10 @@ def sign_headers(
     service: str,
     now: float,
 ) -> dict[str, str]:
-    """Return `headers`, all of them signed, plus those of the signature; `now` is Unix time."""
+    """Return `headers` and the headers of the signature, which covers all of `headers`.
+
+    `now` is Unix time in seconds.
+    """
     parts = urlsplit(url)
     timestamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
     result = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": timestamp}
@@ -65,7 +68,7 @@ def signing_key(secret: str, day: str, region: str, service: str) -> bytes:
 
 
 def _canonical_path(path: str) -> str:
-    """Return the normalised path, URL-encoded once more than it is sent."""
+    """Return the normalised path. AWS signs the path URL-encoded once more than it is sent."""
     tail = "/" if path.endswith(("/", "/.", "/..")) else ""
     plain = posixpath.normpath(path or "/").lstrip("/")
     return quote("/" + plain + (tail if plain else ""), safe="/-_.~")

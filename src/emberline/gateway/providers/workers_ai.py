@@ -1,4 +1,4 @@
-"""Cloudflare Workers AI: a path that is a model's name runs it; OpenAI's API is at v1/."""
+"""Cloudflare Workers AI. A path that is a model's name runs that model; OpenAI's API is under v1/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
 class WorkersAI(Provider):
-    """Uses the account in the gateway's path, unless base_url names another one."""
+    """Uses the Cloudflare account that the gateway's URL names, unless base_url contains an account."""
 
     slug = "workers-ai"
     base_url = "https://api.cloudflare.com/client/v4/accounts/{account}/ai"

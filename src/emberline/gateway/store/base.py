@@ -1,9 +1,9 @@
-"""GatewayStore: the protocol of the gateway's persistent stores.
+"""GatewayStore: the interface of the gateway's persistent stores. A store has four parts:
 
-documents   objects of the management API: JSON under (kind, account, id); every change adds an audit entry
-counters    of limits, for gateways that count without Redis
-logs        records by day, payloads apart; retention drops whole days
-rollups     counters by minute, hour and day, updated when records are appended, so that no query counts records
+documents   JSON objects of the management API under (kind, account, id); every change adds an audit entry
+counters    usage counted against limits, for gateways that count without Redis
+logs        log records by day, with payloads in tables of their own; retention deletes whole days
+rollups     sums by minute, hour and day, updated when records are appended, so that no query counts records
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One change by one actor. `before` and `after` are JSON without secrets."""
+    """One change, and the key or operator that made it. `before` and `after` are JSON without secrets."""
 
     at: int  # ms since 1970
     account: str
@@ -49,7 +49,7 @@ class AuditEntry:
 
 
 class LimitCounter(msgspec.Struct, frozen=True, array_like=True):
-    """The usage in one slot of a limit's bucket, or a change of it."""
+    """The usage in one time slot of a limit's bucket, or an amount to add to it."""
 
     gateway: str  # account/gateway
     bucket: str
@@ -60,7 +60,10 @@ class LimitCounter(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StoreChange:
-    """Changes that are committed together. A document whose stored version differs is a Conflict."""
+    """Changes that are committed together.
+
+    `commit` raises Conflict if the store has a different version of one of the documents.
+    """
 
     audit: AuditEntry
     put: Sequence[Document] = ()
@@ -69,9 +72,10 @@ class StoreChange:
 
 @dataclass(frozen=True, slots=True)
 class RecordPage:
-    """One page of records, newest first.
+    """One page of log records, newest first.
 
-    `has_more` is exact if the page is `complete`. If not, the timeout ended the search, and `cursor` continues it.
+    If `complete` is False, the timeout ended the search, and `cursor` continues it. `has_more` is exact only if
+    `complete` is True.
     """
 
     records: list[LogRecord] = field(default_factory=list)
@@ -82,7 +86,10 @@ class RecordPage:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Feedback on a record. A field that is None is left unchanged; metadata is merged into the record's."""
+    """Feedback on a log record. A field that is None leaves the record's field unchanged.
+
+    `metadata` is merged into the record's metadata.
+    """
 
     feedback: int | None = None
     score: int | None = None
@@ -101,28 +108,34 @@ class GatewayStore(Protocol):
     ) -> list[Document]:
         """Return documents sorted by id, then account. An empty account means all accounts.
 
-        `after`: id and account of the last document of the previous page.
+        `after` is (id, account) of the last document of the previous page.
         """
         ...
 
     async def commit(self, change: StoreChange) -> int:
-        """Apply a change and return the store's new version. Raise Conflict if a document's version differs."""
+        """Apply a change and return the store's new version.
+
+        Raise Conflict if the store has a different version of a document.
+        """
         ...
 
     async def version(self) -> int:
-        """Return a number that every commit of any replica increases. Caches use it to detect changes."""
+        """Return a number that increases with every commit of any replica. Caches use it to detect changes."""
         ...
 
     async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return audit entries with numbers below `before` (0: all), newest first."""
+        """Return audit entries, newest first. `before`: only entries with a lower number; 0 means all."""
         ...
 
     async def list_counters(self, now: int) -> list[LimitCounter]:
-        """Return the counters that have not ended. `now`: ms since 1970."""
+        """Return the counters that still count at `now`, in milliseconds since 1970."""
         ...
 
     async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
-        """Add the changes, unless a batch of this name was added before, and delete counters that have ended."""
+        """Add the changes to the counters, and delete counters that have ended.
+
+        Do nothing if a batch with this name was added before.
+        """
         ...
 
     async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None: ...
@@ -130,9 +143,9 @@ class GatewayStore(Protocol):
     async def read_page(
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
     ) -> RecordPage:
-        """Return a page of records. `before`: cursor of the previous page.
+        """Return a page of log records. `before` is the cursor of the previous page.
 
-        After `timeout_s` the records found so far are returned as an incomplete page.
+        After `timeout_s` seconds, the records found until then are returned as an incomplete page.
         """
         ...
 
@@ -141,23 +154,23 @@ class GatewayStore(Protocol):
     async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None: ...
 
     async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
-        """Add feedback to a record and return the changed record, or None if there is no such record."""
+        """Add feedback to a log record. Return the changed record, or None if there is no such record."""
         ...
 
     async def erase(self, records: Sequence[LogRecord]) -> None:
-        """Delete records and their payloads. Rollups still count them."""
+        """Delete log records and their payloads. The rollups still count these records."""
         ...
 
     async def read_rollups(self, query: RollupQuery) -> list[RollupCell]: ...
 
     async def list_days(self) -> list[date]:
-        """Return the days that have records, oldest first."""
+        """Return the days that have log records, oldest first."""
         ...
 
     async def drop_before(self, day: date) -> list[date]:
-        """Delete all days before `day` and return them.
+        """Delete the log records of all days before `day`, and return these days.
 
-        Their rollups by minute are deleted, too; those by hour are kept for HOURLY_CELLS_KEPT_DAYS more.
+        The rollups by minute of these days are deleted too. Rollups by hour are kept for HOURLY_CELLS_KEPT_DAYS longer.
         """
         ...
 

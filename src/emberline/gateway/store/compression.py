@@ -1,7 +1,7 @@
-"""Compression of payloads with deflate, at its fastest level.
+"""Compression of log payloads with deflate, at its fastest level.
 
-Most payloads are small, and for these setting up the compressor takes longer than compressing. A small window and
-little memory reduce the time to a third without a larger result. The smallest payloads are not compressed: saving a
+Most payloads are small, and then preparing the compressor takes longer than compressing. A small window and little
+memory reduce that time to a third, with results of the same size. The smallest payloads are not compressed: saving a
 third of so few bytes is not worth the time.
 """
 

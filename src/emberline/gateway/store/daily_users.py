@@ -1,8 +1,9 @@
-"""DailyUsers: bounds the number of users that the rollups of one day keep.
+"""DailyUsers: limits the number of users for which the rollups of one day have rows ("cells") of their own.
 
-Clients choose user names, so a day may have any number of them. For each account and day the users with the highest
-cost keep their own rollup cells. The others are merged into one cell per gateway, so that totals stay exact and a query
-over a month reads a bounded number of cells. On a day with up to twice MAX_USERS_PER_DAY users all cells are exact.
+Clients choose user names, so a day may have any number of users. For each account and day, the users with the highest
+cost keep their own cells. The cells of all other users are merged into one cell per gateway. So totals stay exact, and
+a query over a month reads a limited number of cells. On a day with up to twice MAX_USERS_PER_DAY users no cells are
+merged.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ AccountDay = tuple[str, int]  # account, start in ms since 1970
 
 
 class DailyUsers:
-    """Tracks the users that this process has counted on each day, to find days that may have too many."""
+    """Tracks the users that this process has counted on each day, to find days with too many users."""
 
     def __init__(self) -> None:
         self._users: dict[AccountDay, set[tuple[str, str]]] = {}  # values: gateway, user
 
     def add(self, cells: Iterable[CellKey]) -> list[AccountDay]:
-        """Add the users of these cells. Return the days to check: with many new users, or just completed."""
+        """Add the users of these cells. Return the days to check: days with many new users, and ended days."""
         newest: dict[str, int] = {}
         for _, start, account, gateway, dimension, value in cells:
             if dimension == "user":
@@ -45,7 +46,7 @@ class DailyUsers:
 
 
 def merge_small_users(day: AccountDay, deleted: Iterable[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
-    """Return the rollup rows that replace deleted ones (gateway, counts...): one per gateway, sorted."""
+    """Return the rollup rows that replace deleted rows (gateway, counts...): one per gateway, sorted."""
     sums: dict[str, list[int]] = {}
     for gateway, *counts in deleted:
         before = sums.get(str(gateway), [0] * len(counts))

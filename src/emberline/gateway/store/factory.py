@@ -1,4 +1,4 @@
-"""open_store: the store that a URL names."""
+"""open_store: opens the gateway's store for a URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.gateway.store.base import GatewayStore
 
 
 async def open_store(url: str, clock: Clock | None = None) -> GatewayStore:
-    """Open the store at `sqlite:DIRECTORY` or `postgresql://...`. Raise InvalidRequest for another URL."""
+    """Open the store at `sqlite:DIRECTORY` or `postgresql://...`. Raise InvalidRequest for any other URL."""
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest:
         from emberline.gateway.store.sqlite import SQLiteStore
@@ -21,7 +21,7 @@ async def open_store(url: str, clock: Clock | None = None) -> GatewayStore:
 
         return await PostgresStore.open(url, clock)
     raise InvalidRequest(
-        f"the store URL has the unknown scheme {scheme[:40]!r}, or no directory",
+        f"the store URL has an unknown scheme or no directory: scheme {scheme[:40]!r}",
         param="store",
         hint="use sqlite:DIRECTORY or postgresql://USER@HOST/DATABASE",
     )

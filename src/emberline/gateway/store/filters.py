@@ -1,4 +1,4 @@
-"""LogFilters: which log records a query selects."""
+"""LogFilters: the conditions by which a query selects log records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """A range that includes both ends; None is unbounded. A missing value is in no bounded range."""
+    """A range that includes both ends. None means no bound. A missing value is in no bounded range."""
 
     minimum: int | None = None
     maximum: int | None = None
@@ -20,7 +20,7 @@ class NumberRange:
 
 @dataclass(frozen=True, slots=True)
 class ExcludeFilter:
-    """Selects records whose field has none of these values."""
+    """Selects log records whose `field` has none of the `values`."""
 
     field: str  # of LogFilters
     values: tuple[str | int, ...]
@@ -28,7 +28,7 @@ class ExcludeFilter:
 
 @dataclass(frozen=True, slots=True)
 class ContainsFilter:
-    """Selects records in which one of the fields contains one of the texts, ignoring ASCII case."""
+    """Selects log records in which one of `fields` contains one of `texts`, ignoring ASCII case."""
 
     fields: tuple[str, ...]  # text fields of LogFilters
     texts: tuple[str, ...]
@@ -36,9 +36,10 @@ class ContainsFilter:
 
 @dataclass(frozen=True, slots=True)
 class LogFilters:
-    """Selects records that match every filter that is set; a tuple matches any of its values.
+    """Selects log records that match all filters that are set.
 
-    An empty gateway selects those of the whole account.
+    A filter with several values matches any of them. An empty `gateway` selects the records of all the account's
+    gateways.
     """
 
     account: str

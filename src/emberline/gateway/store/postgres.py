@@ -1,7 +1,7 @@
 """PostgresStore: a PostgreSQL database that replicas share.
 
-Logs, labels and payloads are partitioned by day (by the time in their ids), and retention drops partitions. A batch of
-records and its rollups are one transaction.
+Logs, labels and payloads are partitioned by day, and retention drops whole partitions. A record's id contains its time
+and so determines the day. A batch of records and its rollups are written in one transaction.
 """
 
 from __future__ import annotations
@@ -197,9 +197,10 @@ class PostgresStore:
             await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
 
     async def _merge_small_users(self, day: AccountDay) -> None:
-        """Merge the smallest users of a day. One replica at a time does it, without waiting for locked rows.
+        """Merge the rollup cells of the users with the lowest cost on a day.
 
-        Waiting could deadlock with a replica that appends records.
+        One replica at a time does this. It skips locked rows: waiting for them could deadlock with a replica that
+        appends records.
         """
         async with self._transaction() as db:
             if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _MERGE_LOCK, day[0]):
@@ -305,12 +306,12 @@ class PostgresStore:
                 await db.execute(save, family, len(steps))
 
     async def _prepare_next_day(self, day: date) -> None:
-        """Create the next day's partitions in advance. After a failure the next batch tries it again."""
+        """Create the next day's partitions in advance. If that fails, it is tried again after the next batch."""
         if day > max(self._partitions):
             try:
                 await self._create_partitions({day})
             except StoreFailed as e:
-                log.warning("Creating log partitions failed, retrying with the next batch: day=%s error=%s", day, e)
+                log.warning("creating log partitions failed, retrying with the next batch: day=%s error=%s", day, e)
 
     async def _create_partitions(self, days: set[date]) -> None:
         if not days:
@@ -339,7 +340,7 @@ class PostgresStore:
 
 
 def _store_error(e: Exception) -> StoreFailed:
-    """Return StoreFailed if the input is invalid, else StoreBusy: a retry may succeed."""
+    """Return StoreFailed if the input is invalid, else StoreBusy, because a retry may succeed."""
     is_invalid_input = isinstance(e, ValueError) or (getattr(e, "sqlstate", None) or "")[:2] in _INVALID_INPUT_CLASSES
     kind = StoreFailed if is_invalid_input else StoreBusy
     return kind(
@@ -353,9 +354,9 @@ def _partition(parent: str, day: date) -> str:
 
 
 async def _attach(db: Connection, parent: str, day: date) -> None:
-    """Create a day's partition as a table of its own, then attach it.
+    """Create a day's partition as a separate table, then attach it to its parent table.
 
-    CREATE TABLE ... PARTITION OF would wait for all readers of the parent, and block new ones meanwhile.
+    CREATE TABLE ... PARTITION OF would wait for all readers of the parent table, and block new readers meanwhile.
     """
     name = _partition(parent, day)
     if await db.fetchval("SELECT to_regclass($1)", name) is None:
@@ -383,7 +384,7 @@ def _check_changed_one(command_tag: str, document: Document) -> None:
 
 
 def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace NUL characters, which a client's text can have and PostgreSQL's TEXT cannot."""
+    """Replace NUL characters in a row's texts: clients can send them, and PostgreSQL's TEXT rejects them."""
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 
 

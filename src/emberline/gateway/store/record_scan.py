@@ -1,7 +1,8 @@
-"""scan_records: reads a page of the log, newest record first, in bounded time.
+"""scan_records: reads a page of log records, newest first, in bounded time.
 
-A day is searched in intervals of time whose length is adapted to how long the last one took. So a filter that almost no
-record matches cannot delay a page: after the timeout the records found so far are returned with a cursor to continue.
+Each query searches one time interval of a day. The length of the next interval depends on how long the last query took.
+So a filter that matches almost no record cannot delay a page: after the timeout, the records found until then are
+returned with a cursor to continue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def day_start_ms(day: date) -> int:
 
 
 def min_id_at(ms: int) -> bytes:
-    """Return the lowest possible id of this millisecond."""
+    """Return the lowest id that a record of this millisecond can have."""
     return min(max(ms, 0), MAX_TIME_MS - 1).to_bytes(6) + bytes(10)
 
 
@@ -43,7 +44,7 @@ async def scan_records(
     timeout_s: float,
     clock: Clock,
 ) -> RecordPage:
-    """Return a page. `days`: the days that have records, in any order."""
+    """Return a page of log records. `days` are the days that have records, in any order."""
     deadline = clock.now() + timeout_s
     high = bytes.fromhex(before) if before else min_id_at(MAX_TIME_MS)
     if filters.until is not None:
@@ -73,7 +74,7 @@ async def scan_records(
 
 
 def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, bytes, bytes]]:
-    """Return the part of each day that lies between two ids, newest first."""
+    """Return (day, first id, end id) for each day between two ids, newest day first."""
     ranges = []
     for day in sorted(days, reverse=True):
         first = day_start_ms(day)
@@ -84,6 +85,6 @@ def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, b
 
 
 def _next_interval(interval: int, took: float, left: float) -> int:
-    """Return the length of the next interval, from the last one's duration and the time that is left."""
+    """Return the length of the next interval from the last query's duration and the time that is left."""
     target = max(min(INTERVAL_TARGET_S, left), INTERVAL_TARGET_S / 4)
     return min(max(round(interval * min(target / max(took, 1e-6), 4.0)), MIN_INTERVAL_MS), UNIT_MS["day"])

@@ -1,7 +1,8 @@
-"""Rollups: counters by minute, hour and day, for a whole gateway and for each value of a dimension.
+"""Rollups: sums by minute, hour and day, for a whole gateway and for each value of a dimension.
 
-They are updated when records are appended, so that a page about a month reads a few hundred cells and no records.
-Latencies are histograms with five buckets per decade; the error of a percentile is below the width of a bucket.
+A dimension is an attribute of requests, such as the model or the key. A rollup row is called a cell. Cells are updated
+when records are appended, so a page about a month reads a few hundred cells and no records. Latencies are histograms
+with five buckets per decade; the error of a percentile is below the width of a bucket.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class RollupQuery:
     limit: int = 10_000  # cells; without over_time, those with the highest cost
 
     def split_by_unit(self) -> list[tuple[RollupUnit, int, int]]:
-        """Return (unit, since, until) of the fewest cells that make up the whole time."""
+        """Return (unit, since, until) of time ranges that cover the query with as few cells as possible."""
         size = UNIT_MS[self.unit]
         units = DIMENSION_UNITS[self.dimension]
         since, until = self.since - self.since % size, -(-self.until // size) * size
@@ -106,7 +107,10 @@ class RollupCell:
         return self.counts[COUNTERS.index(counter)]
 
     def percentiles(self, shares: Sequence[float], of: slice = DURATION_BUCKETS) -> list[float | None]:
-        """Return the percentiles in milliseconds for shares such as 0.99; None if the histogram is empty."""
+        """Return latency percentiles in milliseconds, for shares such as 0.99.
+
+        They are None if the histogram is empty.
+        """
         counts = self.counts[of]
         cumulative = list(accumulate(counts))
         total = cumulative[-1]
@@ -120,10 +124,10 @@ def _interpolate(rank: float, counts: Sequence[int], cumulative: Sequence[int]) 
 
 
 def count_records(records: Iterable[LogRecord]) -> dict[CellKey, Sequence[int]]:
-    """Return what a batch adds to which cells.
+    """Return the counts that a batch of records adds to each rollup cell.
 
-    Most records of a batch differ only in key and user. So equal ones are summed up first, and the sums are then added
-    to the cells of each dimension.
+    Most records of a batch differ only in key and user. So the counts of records that are equal in all other dimensions
+    are summed up first, and the sums are added to the cells of these dimensions.
     """
     groups: dict[_Group, list[int]] = {}
     cells: dict[CellKey, Sequence[int]] = {}
@@ -157,7 +161,7 @@ _GROUPED: tuple[Dimension, ...] = ("all", "provider", "model", "status", "error"
 
 
 def _finest_cell(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> CellKey:
-    """Return the key of the cell in the smallest unit that the dimension has."""
+    """Return the key of the cell in the smallest unit (minute, hour or day) that the dimension has."""
     unit = DIMENSION_UNITS[dimension][0]
     return (unit, start - start % UNIT_MS[unit], account, gateway, dimension, value)
 
@@ -168,7 +172,7 @@ def _add(cells: dict[CellKey, Sequence[int]], key: CellKey, counts: Sequence[int
 
 
 def _with_larger_units(finest: dict[CellKey, Sequence[int]]) -> dict[CellKey, Sequence[int]]:
-    """Return the cells and those of the larger units, which are their sums."""
+    """Return the cells together with the cells of larger units (hour, day), which are their sums."""
     cells = dict(finest)
     for (_, start, account, gateway, dimension, value), counts in finest.items():
         for unit in DIMENSION_UNITS[dimension][1:]:
@@ -177,7 +181,7 @@ def _with_larger_units(finest: dict[CellKey, Sequence[int]]) -> dict[CellKey, Se
 
 
 def _sums(record: LogRecord) -> tuple[int, ...]:
-    """Return a record's counts in the order of SUMS."""
+    """Return the counts that one record adds, in the order of SUMS."""
     usage = record.usage
     return (
         1,

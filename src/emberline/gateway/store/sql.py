@@ -1,4 +1,7 @@
-"""SQL for both databases, which differ only in their placeholders: `?1` or `$1`."""
+"""SQL for SQLite and PostgreSQL, which differ only in their placeholders: `?1` or `$1`.
+
+`placeholder_prefix` is `?` or `$`. Functions return the statement, or the statement with its parameters.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ APPLIED_BATCHES_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older w
 
 
 def select_logs(mark: str, filters: LogFilters, low: bytes, high: bytes, limit: int) -> tuple[str, list[Any]]:
-    """Return the query for records with low <= id < high, newest first."""
+    """Return the query for log records with low <= id < high, newest first."""
     query = SQLQuery(mark)
     query.add_condition("account", "=", filters.account)
     if filters.gateway:
@@ -125,12 +128,12 @@ def select_logs(mark: str, filters: LogFilters, low: bytes, high: bytes, limit: 
 
 
 def select_newest(mark: str) -> str:
-    """Return the query for the newest id. Parameters: lowest id, and the id below which to search."""
+    """Return the query for the newest record id. Its parameters are the lowest id and the end id."""
     return f"SELECT id FROM logs WHERE id >= {mark}1 AND id < {mark}2 ORDER BY id DESC LIMIT 1"
 
 
 def select_log(mark: str, account: str, gateway: str, id: str) -> tuple[str, list[Any]]:
-    """Return the query for one record."""
+    """Return the query for one log record."""
     low = bytes.fromhex(id)
     return select_logs(mark, LogFilters(account, gateway), low, low + b"\0", 1)
 
@@ -150,7 +153,7 @@ def select_rollups(mark: str, rollup_query: RollupQuery) -> tuple[str, list[Any]
 
 
 def _select_whole_time(query: SQLQuery, rollup_query: RollupQuery) -> str:
-    """Return the query for one cell per value, those with the highest cost first."""
+    """Return the query for one sum per value of the dimension over the whole time, highest cost first."""
     table, counters = _cells(rollup_query.dimension)
     conditions = [_rollups_where(query, rollup_query, *piece) for piece in rollup_query.split_by_unit()] or ["1 = 0"]
 
@@ -187,7 +190,7 @@ def _sums(counters: Sequence[str]) -> str:
 
 
 def upsert_rollup(mark: str, dimension: Dimension) -> str:
-    """Return the statement that adds counts to a cell. Parameters: a row of `rollup_values`."""
+    """Return the statement that adds counts to a rollup cell. Its parameters are a row of `rollup_rows`."""
     table, counters = _cells(dimension)
     names = (*CELL_KEY_COLUMNS, *counters)
     added = ", ".join(f"{counter} = {table}.{counter} + excluded.{counter}" for counter in counters)
@@ -196,7 +199,10 @@ def upsert_rollup(mark: str, dimension: Dimension) -> str:
 
 
 def rollup_values(cells: Mapping[CellKey, Sequence[int]], wide: bool) -> list[tuple[Any, ...]]:
-    """Return rows of cells with (`wide`) or without histograms, sorted so that replicas cannot deadlock."""
+    """Return the rows of the cells that have histograms, or of the cells that have none.
+
+    The rows are sorted, so that all replicas lock them in the same order and cannot deadlock.
+    """
     return sorted(
         (unit, account, dimension, start, gateway, value, *counts)
         for (unit, start, account, gateway, dimension, value), counts in cells.items()
@@ -205,20 +211,26 @@ def rollup_values(cells: Mapping[CellKey, Sequence[int]], wide: bool) -> list[tu
 
 
 def next_account(mark: str, table: str) -> str:
-    """Return the query for the next account that has cells of a unit. Parameters: unit, account."""
+    """Return the query for the next account, in alphabetical order, that has cells of a unit.
+
+    Parameters: unit, previous account.
+    """
     return f"SELECT MIN(account) FROM {table} WHERE unit = {mark}1 AND account > {mark}2"
 
 
 def delete_cells(mark: str, table: str) -> str:
-    """Return the statement that deletes old cells, in the order of the primary key.
+    """Return the statement that deletes the cells before a time.
 
-    Parameters: unit, account, dimension, start below which cells are deleted.
+    Parameters, in the order of the primary key: unit, account, dimension, time of the first cell to keep.
     """
     return f"DELETE FROM {table} WHERE unit = {mark}1 AND account = {mark}2 AND dimension = {mark}3 AND start < {mark}4"
 
 
 def expired_cells(start: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
-    """Return table, unit, dimension and first kept start of cells to delete with records before `start`."""
+    """Return which cells to delete together with the log records before `start`.
+
+    An item is (table, unit, dimension, time of the first cell to keep).
+    """
     kept_days: dict[RollupUnit, int] = {"minute": 0, "hour": HOURLY_CELLS_KEPT_DAYS}
     return [
         (_cells(dimension)[0], unit, dimension, start - days * UNIT_MS["day"])
@@ -233,9 +245,9 @@ _USER_ORDER = "micros, requests, gateway, value"
 
 
 def select_small_users(mark: str, kept: int) -> str:
-    """Return the query for a day's users after the `kept` largest, largest first, at most `kept` + 1.
+    """Return the query for the users of a day that are not among the `kept_users` with the highest cost.
 
-    Parameters: account, start, OTHER_USERS.
+    It returns at most `kept_users` + 1 users, highest cost first. Parameters: account, start, OTHER_USERS.
     """
     order = ", ".join(f"{name} DESC" for name in _USER_ORDER.split(", "))
     where = _USERS_OF_DAY.format(mark)
@@ -243,10 +255,10 @@ def select_small_users(mark: str, kept: int) -> str:
 
 
 def delete_small_users(mark: str, *, shared: bool) -> str:
-    """Return the statement that deletes a user of a day and all smaller ones, and returns their counts.
+    """Return the statement that deletes the cells of a user and of all users with a lower cost on a day.
 
-    Parameters: account, start, OTHER_USERS, and the user's micros, requests, gateway, value. `shared`: skip rows that
-    another replica has locked.
+    The statement returns the deleted counts. Parameters: account, start, OTHER_USERS, and the user's micros, requests,
+    gateway and value. `skip_locked`: leave rows that a different replica has locked.
     """
     largest = ", ".join(f"{mark}{i}" for i in range(4, 8))
     where = f"{_USERS_OF_DAY.format(mark)} AND ({_USER_ORDER}) <= ({largest})"

@@ -1,9 +1,10 @@
 """SQLiteStore: a store in a directory of SQLite files.
 
-`gateway.db` has documents, audit entries and rollups, `limits.db` has counters. Every day has a file of records and a
-file of payloads, which retention deletes whole. One thread writes and others read; neither waits for the other.
+`gateway.db` contains documents, audit entries and rollups; `limits.db` contains counters. Every day has one file of log
+records and one file of payloads, and retention deletes whole files. One thread writes and other threads read, without
+waiting for each other.
 
-Records are committed before the rollups that count them: if the process is killed between the two, the rollups lack
+Log records are committed before the rollups that count them. If the process is killed between the two, the rollups lack
 that one batch.
 """
 
@@ -293,7 +294,7 @@ class SQLiteStore:
         return self._directory / f"{kind}-{day.isoformat()}.db"
 
     def _day(self, thread: SQLiteThread, day: date, *, payloads: bool = False) -> sqlite3.Connection:
-        """Return the connection to a day's file for writing; create the file if it does not exist."""
+        """Return a connection for writing to a day's file. The file is created if it does not exist."""
         path = self._path("payloads" if payloads else "logs", day)
         if not path.exists():
             _create_file(path, PAYLOAD_MIGRATIONS if payloads else LOG_MIGRATIONS)
@@ -321,9 +322,9 @@ def _by_day(entries: Iterable[T], record_of: Callable[[T], LogRecord]) -> dict[d
 
 
 def _insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert many rows with one statement.
+    """Insert rows with as few statements as possible.
 
-    Each statement releases Python's global lock, and taking it again interrupts the event loop's thread.
+    Each statement releases Python's GIL, and taking it again interrupts the event loop's thread.
     """
     at = 0
     for count in _ROWS_PER_STATEMENT:
@@ -351,7 +352,10 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def _create_file(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
-    """Create a file that has its tables when it appears. If two processes do so at once, the first wins."""
+    """Create a database file that already has its tables when it appears.
+
+    If two processes create the same file at the same time, the first one is kept.
+    """
     draft = path.with_suffix(f".{os.urandom(8).hex()}")
     make_private(draft)
     with closing(sqlite3.connect(draft, isolation_level=None)) as db:

@@ -28,16 +28,17 @@ class SQLiteThread:
         self._deadline = 0.0
 
     async def run(self, do: Callable[Concatenate[SQLiteThread, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `do(self, ...)` in this thread and return its result. Raise StoreFailed for SQLite's errors."""
+        """Run `operation(self, ...)` in this thread and return its result. Raise StoreFailed on SQLite errors."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._thread, lambda: self._run_with_deadline(lambda: do(self, *args, **kwargs))
         )
 
     def connection(self, path: Path) -> sqlite3.Connection:
-        """Return the connection to a file, which is valid until the next call. Call it only inside `run`.
+        """Return the connection to a file. It is valid until the next call of this method.
 
-        A writing thread creates the file if it does not exist; for a reading thread it must exist.
+        Call the method only inside `run`. A writing thread creates a missing file; for a reading thread the file must
+        exist.
         """
         connection = self._open.pop(path, None)
         if connection is None:

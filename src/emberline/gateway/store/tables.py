@@ -1,7 +1,8 @@
-"""Tables: the schema of both databases, and the conversion between records and rows.
+"""Tables: the schema of both databases, and the conversion between log records and rows.
 
-`{int}`, `{text}`, `{blob}`, ... stand for each database's own types. Text sorts by its bytes in both. Booleans are 0 or
-1. Values that most rows do not have are NULL, so that partial indexes have only the rows with a value.
+`{int}`, `{text}`, `{blob}`, ... in a statement stand for the database's own types. In both databases text sorts by its
+bytes, and booleans are 0 or 1. Values that most rows lack are NULL, so that a partial index contains only the rows that
+have the value.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ def _label(value: object) -> str:
 
 
 def pending_migrations(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
-    """Return the migrations after the first `done`. Raise StoreFailed if there are more in the store."""
+    """Return the migrations that a store still needs after its first `done` migrations.
+
+    Raise StoreFailed if the store has had more migrations than this version of Emberline knows.
+    """
     if done > len(steps):
         raise StoreFailed(
             f"the store has schema version {done}; this version of Emberline supports up to {len(steps)}",
@@ -148,5 +152,5 @@ def pending_migrations(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[
 
 
 def render_migration(step: str, dialect: Mapping[str, str]) -> str:
-    """Return a statement of a migration with the database's own types."""
+    """Return a migration's SQL statement with the type names of one database."""
     return step.format_map(dialect)

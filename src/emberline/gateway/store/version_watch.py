@@ -1,7 +1,7 @@
-"""StoreVersionWatch and StoreCache: caching what was read from the store until the store changes.
+"""StoreVersionWatch and StoreCache: cache values from the store until the store changes.
 
-Every change increases the store's version. A cache checks the version at most every `fresh_s` seconds, so a key revoked
-on one replica is rejected by all replicas after that time.
+Every change increases the store's version. A cache reads the version at most every `fresh_s` seconds, so a key that is
+revoked on one replica is rejected by all replicas after that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ V = TypeVar("V")
 
 
 class StoreVersionWatch:
-    """The store's version. The last one stays valid for `grace_s` seconds if the store does not answer."""
+    """The store's version number.
+
+    If the store does not answer, the last known version stays valid for `grace_s` seconds.
+    """
 
     def __init__(self, store: GatewayStore, clock: Clock, *, fresh_s: float = 0.5, grace_s: float = 30.0) -> None:
         assert 0 <= fresh_s <= grace_s
@@ -36,11 +39,11 @@ class StoreVersionWatch:
 
     @property
     def recent_version(self) -> int | None:
-        """Return the version if it was read less than `fresh_s` seconds ago, else None."""
+        """The version if it was read less than `fresh_s` seconds ago, else None."""
         return self._version if self._clock.now() - self._read_at < self._fresh_s else None
 
     async def version(self) -> int:
-        """Return the version, read again if necessary. Raise StoreFailed if there is none."""
+        """Return the version, reading it again if it is not recent. Raise StoreFailed if no version is valid."""
         now = self._clock.now()
         if now - self._read_at < self._fresh_s:
             return self._version
@@ -59,9 +62,9 @@ class StoreVersionWatch:
             self._version, self._answered_at, self._read_at = version, now, max(self._read_at, now)
 
     async def _read_first(self) -> int:
-        """Read the version when none is known, or the last one is older than `grace_s`.
+        """Read the version when none is known, or when the last known version is older than `grace_s`.
 
-        All callers share one read, with a long timeout: a disk may need seconds to wake up.
+        All callers share one read. It has a long timeout, because a disk may need seconds to wake up.
         """
         if self._pending_read is None:
             self._pending_read = asyncio.create_task(self._read(FIRST_VERSION_TIMEOUT_S))
@@ -83,7 +86,10 @@ class StoreVersionWatch:
 
 
 class StoreCache(Generic[K, V]):
-    """A cache of values from the store, emptied when the store changes. It evicts the oldest entry first."""
+    """A cache of values from the store. It is emptied when the store changes.
+
+    When it is full, the oldest entry is evicted.
+    """
 
     def __init__(self, watch: StoreVersionWatch, max_entries: int = 10_000) -> None:
         self._watch = watch
@@ -92,7 +98,7 @@ class StoreCache(Generic[K, V]):
         self._values: dict[K, V] = {}
 
     async def get(self, key: K, load: Callable[[], Awaitable[V]]) -> V:
-        """Return the cached value, or the result of `load`, which is then cached."""
+        """Return the cached value of `key`. If there is none, call `load` and cache the result."""
         if (version := self._watch.recent_version) is None:
             version = await self._watch.version()
         if version != self._version:
