@@ -13,6 +13,7 @@ from typing import cast
 
 import httptools
 
+from emberline.net.deadline_timer import DeadlineTimer
 from emberline.net.errors import UpstreamBroken, UpstreamTimeout
 
 NO_TIMEOUT_S = math.inf
@@ -28,8 +29,7 @@ class HTTPClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[bool] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # time at which the current wait ends
+        self._timer = DeadlineTimer(loop, self._on_deadline)  # ends the current wait
         self.is_closed = False
         self.idle_since = 0.0
         self._reset(False)
@@ -105,33 +105,12 @@ class HTTPClientConnection(asyncio.Protocol):
         if seconds <= 0:
             waiter.set_result(False)
             return waiter
-        self._deadline = self._loop.time() + seconds
-        if self._deadline < NO_TIMEOUT_S and (self._timer is None or self._deadline < self._timer.when()):
-            self._start_timer()
+        self._timer.set(self._loop.time() + seconds)
         return waiter
 
-    def _start_timer(self) -> None:
-        """Start the one timer of the connection.
-
-        It is moved when it fires too early, not at each wait, which would cost time for every event; firing while no
-        read waits it does nothing.
-        """
-        self._cancel_timer()
-        self._timer = self._loop.call_at(self._deadline, self._on_timer)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._waiter is None or self._waiter.done():
-            return
-        if self._loop.time() >= self._deadline:
+    def _on_deadline(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(False)
-        elif self._deadline < NO_TIMEOUT_S:
-            self._start_timer()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -150,7 +129,7 @@ class HTTPClientConnection(asyncio.Protocol):
             self._wake()
 
     def abort(self) -> None:
-        self._cancel_timer()
+        self._timer.cancel()
         self.is_closed = True
         if self._transport is not None:
             self._transport.abort()
@@ -186,7 +165,7 @@ class HTTPClientConnection(asyncio.Protocol):
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._cancel_timer()
+        self._timer.cancel()
         self.is_closed = True
         if not self.is_complete and self._error is None and not self._message_ended:
             if error is None and self._has_head and not {"content-length", "transfer-encoding"} & self.headers.keys():

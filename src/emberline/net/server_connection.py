@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import math
 import sys
 import termios
 from collections import deque
@@ -18,6 +17,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from emberline.net.deadline_timer import DeadlineTimer
 from emberline.net.request_response_cycle import RequestResponseCycle
 from emberline.net.server_state import ServerState
 
@@ -48,8 +48,7 @@ class HTTPServerConnection(asyncio.Protocol):
         self._bytes_without_progress = 0  # bytes received since the last head or piece of a body
         self._made_progress = False  # the last bytes received had a head or a piece of a body
         self._unread_bytes = 0  # bytes that the client had not read at the last check
-        self._deadline = math.inf  # time at which the connection is closed
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(state.loop, self._on_deadline)  # closes the connection
 
     # -- for the request-response cycles -------------------------------------------------------------------------------
 
@@ -135,8 +134,7 @@ class HTTPServerConnection(asyncio.Protocol):
         self._state.connections.discard(self)
         self._ignores_input = True
         self._parser = None  # breaks a reference cycle
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self.resume_writing()
         for cycle in (self._cycle, self._reading):
             if cycle is not None:
@@ -150,7 +148,7 @@ class HTTPServerConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.is_write_paused = False
         if self._cycle is not None and self._transport is not None and not self._transport.is_closing():
-            self._deadline = math.inf
+            self._timer.clear()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
@@ -237,7 +235,7 @@ class HTTPServerConnection(asyncio.Protocol):
 
     def _start(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._deadline = math.inf  # no limit for a reply, unless the client stops reading
+        self._timer.clear()  # no limit for a reply, unless the client stops reading
         cycle.task = self.loop.create_task(cycle.run())
         self._state.tasks.add(cycle.task)
 
@@ -271,8 +269,7 @@ class HTTPServerConnection(asyncio.Protocol):
 
         assert self._transport is not None
         self._state.connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         socket = WebSocketConnection(self._state, self._scope("websocket", "GET", "1.1"))
         self._transport.set_protocol(socket)
         socket.connection_made(self._transport)
@@ -280,22 +277,10 @@ class HTTPServerConnection(asyncio.Protocol):
         socket.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (self._url, head, rest))
 
     def _close_after(self, seconds: float) -> None:
-        """Close the connection after this time. One timer serves all waits: it is moved when it fires too early."""
-        self._deadline = self.loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._deadline:
-            self._start_timer(self._deadline)
+        self._timer.set(self.loop.time() + seconds)
 
-    def _start_timer(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_at(when, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self.loop.time() < self._deadline:
-            if self._deadline < math.inf:
-                self._start_timer(self._deadline)
-        elif self._cycle is not None and self._count_unread() < self._unread_bytes:
+    def _on_deadline(self) -> None:
+        if self._cycle is not None and self._count_unread() < self._unread_bytes:
             self._watch_reading()
         else:
             self.abort() if self._ignores_input or self._cycle is not None else self.close()

@@ -10,6 +10,7 @@ import asyncio
 import math
 from types import TracebackType
 
+from emberline.net.deadline_timer import DeadlineTimer
 from emberline.server.exchange import ClientDisconnected, Receive
 
 WATCH_DELAY_S = 0.05
@@ -35,20 +36,19 @@ class ClientWatch:
         self._task = task
         self._loop = task.get_loop()
         self._deadline = self._loop.time() + self._timeout_s
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(WATCH_DELAY_S, self._on_timer)
+        self._timer = DeadlineTimer(self._loop, self._on_timer)
+        self._timer.set(self._loop.time() + WATCH_DELAY_S)
         return self
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout from now on."""
         self._deadline = self._loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._deadline:
-            self._set_timer(self._deadline)
+        self._timer.set(min(self._timer.deadline, self._deadline))
 
     def start_watching(self) -> None:
         """Watch for a disconnect, without a timeout. Call it when the body has been read."""
         self._is_watching, self._deadline = True, math.inf
-        if self._timer is None or self._timer.when() > self._loop.time() + WATCH_DELAY_S:
-            self._set_timer(self._loop.time() + WATCH_DELAY_S)
+        self._timer.set(min(self._timer.deadline, self._loop.time() + WATCH_DELAY_S))
 
     def stop_watching(self) -> None:
         """Stop watching. Call it before the reply's last part: servers report its end as a disconnect, too."""
@@ -64,24 +64,16 @@ class ClientWatch:
     def finish(self) -> None:
         """Stop watching and cancel the timeout."""
         self.stop_watching()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _set_timer(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._on_timer)
+        self._timer.cancel()
 
     def _on_timer(self) -> None:
-        self._timer = None
         if self._loop.time() >= self._deadline:
             self._timed_out = True
             self._task.cancel()
             return
         if self._is_watching and self._watcher is None:
             self._watcher = asyncio.create_task(self._wait_for_disconnect())
-        if self._deadline < math.inf:
-            self._set_timer(self._deadline)
+        self._timer.set(self._deadline)
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
