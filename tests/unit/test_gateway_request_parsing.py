@@ -191,7 +191,7 @@ def test_payload_compression_round_trips(size: int, start: bytes) -> None:
 
 def test_request_ids_are_record_ids() -> None:
     ids = RequestIDGenerator()
-    made = [ids.next(1_700_000_000_000 + i) for i in range(1000)]
+    made = [ids.next_id(1_700_000_000_000 + i) for i in range(1000)]
     assert len(set(made)) == 1000 and made == sorted(made) and all(len(id) == 32 for id in made)
     assert created_ms(made[5]) == 1_700_000_000_005
 

@@ -31,7 +31,7 @@ def read_provider_error(
     message = parse_error(body).message
     error = ProviderErrorReply(
         f"provider {provider} answered with status {status}: {message}",
-        reason=_reason(status, body),
+        reason=_refusal_reason(status, body),
         status=status,
         headers=headers,
         body=body,
@@ -43,7 +43,7 @@ def read_provider_error(
     return error
 
 
-def _reason(status: int, body: bytes) -> RefusalReason:
+def _refusal_reason(status: int, body: bytes) -> RefusalReason:
     if status in BUSY_STATUSES:
         return "busy"
     if status >= 500:

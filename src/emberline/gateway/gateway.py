@@ -65,11 +65,11 @@ class SettingsSource(Protocol):
 class IdentitySource(Protocol):
     """Looks up the identity of a gateway key."""
 
-    async def identify(self, token: str) -> Identity | None:
+    async def identify(self, secret: str) -> Identity | None:
         """Return the identity of the key with this secret, or None if it is not a valid gateway key."""
         ...
 
-    async def identity_of(self, id: str) -> Identity | None:
+    async def identity_of(self, key_id: str) -> Identity | None:
         """Return the identity of the key with this id, or None if it expired or was revoked."""
         ...
 
@@ -106,11 +106,11 @@ class Gateway:
         """
         dialect: Dialect = "raw"
         try:
-            target = self._targets.get(inbound.path) or self._target(inbound.path)
+            target = self._targets.get(inbound.path) or self._parse_target(inbound.path)
             dialect = target.dialect
             request = await self.build_request(target, inbound)
             if key_id:
-                request.identity = await self._valid_identity(key_id)
+                request.identity = await self._current_identity(key_id)
             dialect = request.dialect
             reply = await self._handler(request)
             reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), dialect
@@ -132,7 +132,7 @@ class Gateway:
                 log.exception("Realtime session failed with an internal error: path=%s", inbound.path)
             return error_reply("raw", e)
 
-    def _target(self, path: str) -> RequestTarget:
+    def _parse_target(self, path: str) -> RequestTarget:
         target = parse_path(path)
         if len(path) < MAX_CACHED_PATH_CHARS:
             if len(self._targets) >= MAX_CACHED_PATHS:
@@ -149,9 +149,9 @@ class Gateway:
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
         received = _with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
-        identity, headers = await self._identify_and_strip(target, received)
+        identity, headers = await self._identify_and_strip_keys(target, received)
         request = GatewayRequest(
-            id=self._ids.next(round(self._wall_clock.now() * 1e3)),
+            id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
             account=target.account,
             gateway=gateway,
             provider=target.provider,
@@ -184,7 +184,7 @@ class Gateway:
         Raise Unauthorized if the gateway requires a key and the headers have none.
         """
         gateway = target.gateway or RequestOptions.from_headers(headers).gateway_id or DEFAULT_NAME
-        identity, _ = await self._identify_and_strip(target, headers)
+        identity, _ = await self._identify_and_strip_keys(target, headers)
         settings = await self._settings_source.get_settings(target.account, gateway)
         if settings.authentication and identity.kind == "anonymous":
             raise Unauthorized(
@@ -195,9 +195,9 @@ class Gateway:
 
     async def identify(self, headers: dict[str, str]) -> Identity:
         """Return the caller's identity. Raise Unauthorized if the headers have an invalid gateway key."""
-        return (await self._identify_and_strip(RequestTarget("plain"), headers))[0]
+        return (await self._identify_and_strip_keys(RequestTarget("plain"), headers))[0]
 
-    async def _valid_identity(self, key_id: str) -> Identity:
+    async def _current_identity(self, key_id: str) -> Identity:
         """Return what the key may do now, not when the request was queued."""
         if (found := await self._identity_source.identity_of(key_id)) is None:
             raise Unauthorized(
@@ -206,7 +206,7 @@ class Gateway:
             )
         return found
 
-    async def _identify_and_strip(
+    async def _identify_and_strip_keys(
         self, target: RequestTarget, headers: dict[str, str]
     ) -> tuple[Identity, dict[str, str]]:
         """Return the caller's identity, and the headers without gateway keys.
@@ -241,7 +241,7 @@ class Gateway:
             case "native":
                 provider = self._registry.find(target.provider, request.settings)
                 request.dialect = provider.dialect_at(target.endpoint, request.query)
-                fields = _body_fields(request) if request.dialect != "raw" else _raw_body_fields(request)
+                fields = _read_request_fields(request) if request.dialect != "raw" else _read_fields_or_none(request)
                 self._set_body_fields(request, fields)
                 request.model = (
                     provider.model_from_path(target.endpoint) or request.model
@@ -249,9 +249,9 @@ class Gateway:
                 request.stream = request.stream or provider.is_stream_path(target.endpoint, request.query)
             case _:
                 request.is_dialect_endpoint = True
-                self._set_body_fields(request, _body_fields(request))
+                self._set_body_fields(request, _read_request_fields(request))
                 if target.dialect == "gemini":
-                    self._set_gemini(request, target)
+                    self._set_gemini_destination(request, target)
                 if not request.model:
                     raise InvalidRequest(
                         "model is missing or not a string", param="model", hint="GET /v1/models lists the models"
@@ -262,7 +262,7 @@ class Gateway:
                 if target.endpoint == COUNT_TOKENS_ENDPOINT:
                     self._check_can_count_tokens(request)
 
-    def _set_gemini(self, request: GatewayRequest, target: RequestTarget) -> None:
+    def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
         """Take model and stream from the path. Drop the query, because it may have a gateway key."""
         if target.stream and "alt=sse" not in request.query.split("&"):
             raise InvalidRequest(
@@ -321,7 +321,7 @@ def _without_scheme(credential: str) -> str:
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 
-def _body_fields(request: GatewayRequest) -> BodyFields:
+def _read_request_fields(request: GatewayRequest) -> BodyFields:
     if request.body_summary is None:
         return read_body_fields(request.body)
     if request.body_summary.body_fields is None:
@@ -329,8 +329,8 @@ def _body_fields(request: GatewayRequest) -> BodyFields:
     return request.body_summary.body_fields
 
 
-def _raw_body_fields(request: GatewayRequest) -> BodyFields:
+def _read_fields_or_none(request: GatewayRequest) -> BodyFields:
     try:
-        return _body_fields(request) if request.body[:1] == b"{" else BodyFields()
+        return _read_request_fields(request) if request.body[:1] == b"{" else BodyFields()
     except InvalidRequest:
         return BodyFields()  # a provider's own endpoint may take any body

@@ -30,7 +30,7 @@ def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> 
     `allow_private`: provider addresses may be in private networks.
     """
     try:
-        _check_numbers(settings)
+        _check_number_ranges(settings)
         limit_rules(settings)
         warn_about_caller_splits(settings)
         for name, price in settings.prices.items():
@@ -52,7 +52,7 @@ def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> 
         raise InvalidRequest(f"gateway {settings.gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 
 
-def _check_numbers(settings: GatewaySettings) -> None:
+def _check_number_ranges(settings: GatewaySettings) -> None:
     breaker = settings.breaker
     for param, value, is_valid, rule in (
         ("cache_ttl", settings.cache_ttl, settings.cache_ttl >= 0, "0 seconds or more"),

@@ -30,7 +30,7 @@ from emberline.gateway.admin.cloudflare_providers import CloudflareProviderEndpo
 from emberline.gateway.admin.cloudflare_routes import CloudflareRouteEndpoints
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.keys import KeyEndpoints, ProviderKeyEndpoints
-from emberline.gateway.admin.log_query import join_filter_parameters, unknown_parameter
+from emberline.gateway.admin.log_query import find_unknown_parameter, join_filter_parameters
 from emberline.gateway.admin.logs import LogEndpoints
 from emberline.gateway.admin.openapi import openapi_document
 from emberline.gateway.admin.routes import RouteEndpoints
@@ -49,8 +49,8 @@ class AdminAPI:
     def __init__(self, context: AdminContext, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
         self._logs = LogEndpoints(context)
         self._endpoints = [
-            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._document),
-            *gateways.endpoints(context),
+            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._openapi_document),
+            *gateways.gateway_endpoints(context),
             *BudgetUsageEndpoints(context).endpoints(),
             *KeyEndpoints(context).endpoints(),
             *ProviderKeyEndpoints(context).endpoints(),
@@ -110,7 +110,7 @@ class AdminAPI:
         if "account" in path_parameters:
             _check_access(identity, check_name(path_parameters["account"], "account"))
         request = AdminRequest(identity, path_parameters, _read_query(query), body)
-        if name := unknown_parameter(request.query, endpoint.query):
+        if name := find_unknown_parameter(request.query, endpoint.query):
             known = ", ".join(endpoint.query)
             raise InvalidRequest(
                 f"unknown query parameter {name[:80]!r} of {method} {path[:200]}",
@@ -133,7 +133,7 @@ class AdminAPI:
             raise MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method[:20]}", allowed=allowed)
         raise NotFound(f"the management API has no path {path[:200]!r}", hint="GET /admin/openapi.json lists all paths")
 
-    async def _document(self, request: AdminRequest) -> dict[str, Any]:
+    async def _openapi_document(self, request: AdminRequest) -> dict[str, Any]:
         return self._openapi
 
 

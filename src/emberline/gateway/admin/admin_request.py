@@ -75,11 +75,11 @@ def convert_value(value: Any, kind: type[T]) -> T:
         raise to_invalid_request(e) from e
 
 
-def to_invalid_request(e: msgspec.ValidationError) -> InvalidRequest:
+def to_invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
     """Return the error with msgspec's message; its `param` is the path at the end of that message."""
-    if isinstance(e.__cause__, InvalidRequest):
-        return e.__cause__
-    parts = _MESSAGE_AND_PATH.fullmatch(str(e))
+    if isinstance(error.__cause__, InvalidRequest):
+        return error.__cause__
+    parts = _MESSAGE_AND_PATH.fullmatch(str(error))
     assert parts is not None
     message, path = parts[1], parts[2] or ""
     if field := _FIELD.search(message):  # a missing or unknown field is only in the message

@@ -67,28 +67,28 @@ class CloudflareGatewaySpec(StrictStruct, frozen=True, kw_only=True):
     workers_ai_billing_mode: Literal["postpaid"] | None = None  # the provider bills, not the gateway
 
     def apply_to(self, old: GatewaySettings) -> GatewaySettings:
-        rates, retries = self._rates(old), old.retries
+        rates, retries = self._changed_limit_rules(old), old.retries
         return msgspec.structs.replace(
             old,
-            cache_ttl=_or(self.cache_ttl, old.cache_ttl),
-            cache_invalidate_on_update=_or(self.cache_invalidate_on_update, old.cache_invalidate_on_update),
-            authentication=_or(self.authentication, old.authentication),
-            zdr=_or(self.zdr, old.zdr),
-            logs=msgspec.structs.replace(old.logs, collect=_or(self.collect_logs, old.logs.collect)),
+            cache_ttl=_new_or_old(self.cache_ttl, old.cache_ttl),
+            cache_invalidate_on_update=_new_or_old(self.cache_invalidate_on_update, old.cache_invalidate_on_update),
+            authentication=_new_or_old(self.authentication, old.authentication),
+            zdr=_new_or_old(self.zdr, old.zdr),
+            logs=msgspec.structs.replace(old.logs, collect=_new_or_old(self.collect_logs, old.logs.collect)),
             limits=rates,
             retries=RetrySettings(
-                attempts=_or(self.retry_max_attempts, retries.attempts),
+                attempts=_new_or_old(self.retry_max_attempts, retries.attempts),
                 delay=retries.delay if self.retry_delay is None else self.retry_delay / 1e3,
-                backoff=_or(self.retry_backoff, retries.backoff),
+                backoff=_new_or_old(self.retry_backoff, retries.backoff),
             ),
         )
 
-    def _rates(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
+    def _changed_limit_rules(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
         """Return the rules with the rate limit changed; a limit of 0 removes it."""
-        rule = _rate_rule(old)
-        limit = _or(self.rate_limiting_limit, rule.get("limit", 0))
-        interval = _or(self.rate_limiting_interval, rule.get("per", 0))
-        technique = _or(self.rate_limiting_technique, rule.get("technique", "fixed"))
+        rule = _rate_limit_rule(old)
+        limit = _new_or_old(self.rate_limiting_limit, rule.get("limit", 0))
+        interval = _new_or_old(self.rate_limiting_interval, rule.get("per", 0))
+        technique = _new_or_old(self.rate_limiting_technique, rule.get("technique", "fixed"))
         if bool(limit) != bool(interval):
             raise InvalidRequest(
                 f"a rate limit needs both values: rate_limiting_limit is {limit}, rate_limiting_interval is {interval}",
@@ -129,7 +129,9 @@ class CloudflareEndpoints:
             ),
             AdminEndpoint("DELETE", f"{gateways}/{{gateway}}", "Delete a gateway", self.delete_gateway),
             AdminEndpoint("GET", logs, "List a gateway's log records", self.list_logs, query=logs_query),
-            AdminEndpoint("DELETE", logs, "Delete records that match the filters", self._logs.erase, query=erase_query),
+            AdminEndpoint(
+                "DELETE", logs, "Delete records that match the filters", self._logs.erase_records, query=erase_query
+            ),
             AdminEndpoint("GET", f"{logs}/{{id}}", "Get a log record", self._logs.get),
             AdminEndpoint("PATCH", f"{logs}/{{id}}", "Add feedback to a log record", self.edit_log, FeedbackSpec),
             AdminEndpoint("GET", f"{logs}/{{id}}/request", "Get a record's request body", self._logs.get_request),
@@ -184,7 +186,7 @@ class CloudflareEndpoints:
                 param="meta_info",
                 hint="leave meta_info out; /admin/accounts/ACCOUNT/rollups has counts",
             )
-        page, per_page = page_parameters(request, 20)
+        page, per_page = read_page_parameters(request, 20)
         if page * per_page > MAX_PAGED_RECORDS:
             raise InvalidRequest(
                 f"page {page} with {per_page} records per page is beyond the first {MAX_PAGED_RECORDS} records",
@@ -250,7 +252,7 @@ class CloudflareEndpoints:
 
 def gateway_view(stored: StoredView) -> dict[str, Any]:
     settings = convert_value(msgspec.to_builtins(stored.value), GatewaySettings)
-    rate = _rate_rule(settings)
+    rate = _rate_limit_rule(settings)
     return {
         "id": stored.id,
         "modified_at": to_iso_time(stored.updated),
@@ -291,22 +293,22 @@ def error_envelope(error: EmberlineError) -> dict[str, Any]:
     return {"success": False, "errors": [fields], "messages": [], "result": None}
 
 
-def with_path_parameters(request: AdminRequest, added: dict[str, str], body: Any = None) -> AdminRequest:
+def with_path_parameters(request: AdminRequest, added_parameters: dict[str, str], body: Any = None) -> AdminRequest:
     """Return the request with more path parameters and, unless it is None, another body."""
     raw = request.body if body is None else msgspec.json.encode(body)
-    return replace(request, path_parameters={**request.path_parameters, **added}, body=raw)
+    return replace(request, path_parameters={**request.path_parameters, **added_parameters}, body=raw)
 
 
-def paged_result(request: AdminRequest, found: Sequence[Any]) -> PagedResult:
+def paged_result(request: AdminRequest, all_items: Sequence[Any]) -> PagedResult:
     """Return the page of `found` that the query asks for by number."""
-    page, per_page = page_parameters(request, 20)
-    items = list(found[(page - 1) * per_page : page * per_page])
-    return PagedResult(items, {"count": len(items), "page": page, "per_page": per_page, "total_count": len(found)})
+    page, per_page = read_page_parameters(request, 20)
+    items = list(all_items[(page - 1) * per_page : page * per_page])
+    return PagedResult(items, {"count": len(items), "page": page, "per_page": per_page, "total_count": len(all_items)})
 
 
-def page_parameters(request: AdminRequest, default: int) -> tuple[int, int]:
+def read_page_parameters(request: AdminRequest, default_per_page: int) -> tuple[int, int]:
     """Return the query parameters page and per_page."""
-    return request.int_parameter("page", 1, 1, 10_000), request.int_parameter("per_page", default, 1, 100)
+    return request.int_parameter("page", 1, 1, 10_000), request.int_parameter("per_page", default_per_page, 1, 100)
 
 
 def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
@@ -324,7 +326,7 @@ def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
     return with_path_parameters(request, {}, {**body, "headers": found})
 
 
-def _rate_rule(settings: GatewaySettings) -> dict[str, Any]:
+def _rate_limit_rule(settings: GatewaySettings) -> dict[str, Any]:
     return next((dict(each) for each in settings.limits if each.get("name") == RATE_LIMIT_RULE), {})
 
 
@@ -332,5 +334,5 @@ def to_iso_time(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1e3, UTC).isoformat(timespec="milliseconds")
 
 
-def _or(new: Any, old: Any) -> Any:
+def _new_or_old(new: Any, old: Any) -> Any:
     return old if new is None else new

@@ -29,7 +29,7 @@ class AdminEndpoint:
     is_export: bool = False  # the reply is JSON lines: see AdminAPI.export
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
+    def _path_pattern(self) -> re.Pattern[str]:
         text = re.escape(self.path).replace(r"\{", "{").replace(r"\}", "}").replace(r"\*", "*")
         text = re.sub(r"\{(\w+)\*\}", r"(?P<\1>.+)", text)
         return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text))
@@ -39,7 +39,7 @@ class AdminEndpoint:
 
         Raise InvalidRequest if the path is not UTF-8.
         """
-        found = self._pattern.fullmatch(path)
+        found = self._path_pattern.fullmatch(path)
         if found is None:
             return None
         try:

@@ -28,7 +28,14 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
     """Gateways of the configuration file are listed, too, but cannot be changed by the API."""
 
     def __init__(self, context: AdminContext) -> None:
-        super().__init__(context, "gateway", GatewaySettings, path="gateways", id="gateway", check=self._check_value)
+        super().__init__(
+            context,
+            "gateway",
+            GatewaySettings,
+            path_name="gateways",
+            id_parameters="gateway",
+            check_value=self._check_value,
+        )
 
     async def list(self, request: AdminRequest) -> Listing:
         found = await super().list(request)
@@ -50,14 +57,14 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         )
 
     async def patch(self, request: AdminRequest) -> StoredView:
-        self._check_not_configured(request)
+        self._name_if_changeable(request)
         return await super().patch(request)
 
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
-        self._check_not_configured(request)
+        self._name_if_changeable(request)
         return await super().delete(request)
 
-    def _check_not_configured(self, request: AdminRequest) -> str:
+    def _name_if_changeable(self, request: AdminRequest) -> str:
         """Return the gateway's name. Raise Conflict if it is in the configuration file."""
         name = self.document_id(request)
         if (request.account, name) in self._context.configured:
@@ -68,7 +75,7 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         return name
 
     async def _check_value(self, value: GatewaySettings, request: AdminRequest) -> GatewaySettings:
-        name = self._check_not_configured(request)
+        name = self._name_if_changeable(request)
         for field, in_path in (("account", request.account), ("gateway", name)):
             if (in_body := getattr(value, field)) not in (DEFAULT_NAME, in_path):
                 raise InvalidRequest(
@@ -109,7 +116,12 @@ def _configured_view(name: str, settings: GatewaySettings) -> StoredView:
 class CustomProviderEndpoints(DocumentEndpoints[CustomProvider]):
     def __init__(self, context: AdminContext) -> None:
         super().__init__(
-            context, "custom_provider", CustomProvider, path="custom-providers", id="slug", check=self._check_value
+            context,
+            "custom_provider",
+            CustomProvider,
+            path_name="custom-providers",
+            id_parameters="slug",
+            check_value=self._check_value,
         )
 
     async def _check_value(self, value: CustomProvider, request: AdminRequest) -> CustomProvider:
@@ -134,7 +146,9 @@ async def _check_price(value: Price, request: AdminRequest) -> Price:
 
 class BudgetEndpoints(DocumentEndpoints[AccountBudget]):
     def __init__(self, context: AdminContext) -> None:
-        super().__init__(context, "budget", AccountBudget, path="budgets", id="budget", check=self._check_value)
+        super().__init__(
+            context, "budget", AccountBudget, path_name="budgets", id_parameters="budget", check_value=self._check_value
+        )
 
     async def _check_value(self, value: AccountBudget, request: AdminRequest) -> AccountBudget:
         if value.rule.name != (in_path := request.path_parameters["budget"]):
@@ -167,11 +181,13 @@ def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[Accou
         raise InvalidRequest(f"gateway {gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 
 
-def endpoints(context: AdminContext) -> list[AdminEndpoint]:
+def gateway_endpoints(context: AdminContext) -> list[AdminEndpoint]:
     groups: list[DocumentEndpoints[Any]] = [
         GatewayEndpoints(context),
         CustomProviderEndpoints(context),
-        DocumentEndpoints(context, "price", Price, path="prices", id="provider/model*", check=_check_price),
+        DocumentEndpoints(
+            context, "price", Price, path_name="prices", id_parameters="provider/model*", check_value=_check_price
+        ),
         BudgetEndpoints(context),
     ]
     return [endpoint for group in groups for endpoint in group.endpoints()]

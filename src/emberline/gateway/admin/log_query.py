@@ -70,7 +70,7 @@ class SavedFilters(msgspec.Struct, frozen=True):
     filters: list[CloudflareFilter]
 
 
-def parse_filters(request: AdminRequest, gateway: str, more: Sequence[CloudflareFilter] = ()) -> LogFilters:
+def parse_filters(request: AdminRequest, gateway: str, extra_filters: Sequence[CloudflareFilter] = ()) -> LogFilters:
     """Return the filters in a request's query, and `more`, which the query is combined with.
 
     Raise InvalidRequest if a value is invalid or a filter is unknown.
@@ -101,7 +101,7 @@ def parse_filters(request: AdminRequest, gateway: str, more: Sequence[Cloudflare
     }
     if "filters" in request.query:
         _add_filters(fields, decode_json(request.query["filters"].encode(), list[CloudflareFilter]))
-    _add_filters(fields, list(more))
+    _add_filters(fields, list(extra_filters))
     excluded = [id for each in fields["excluded"] if each.field == "id" for id in each.values]
     for id in (*fields.get("id", ()), *excluded):
         if not _ID.fullmatch(id):
@@ -111,19 +111,19 @@ def parse_filters(request: AdminRequest, gateway: str, more: Sequence[Cloudflare
     return LogFilters(request.account, gateway, **fields)
 
 
-def check_filters(asked: Sequence[CloudflareFilter]) -> None:
+def check_filters(filters: Sequence[CloudflareFilter]) -> None:
     """Raise InvalidRequest if one of the filters is invalid."""
-    parse_filters(AdminRequest(ANONYMOUS, {"account": ""}, {}, b""), "", asked)
+    parse_filters(AdminRequest(ANONYMOUS, {"account": ""}, {}, b""), "", filters)
 
 
-def _add_filters(fields: dict[str, Any], asked: list[CloudflareFilter]) -> None:
+def _add_filters(fields: dict[str, Any], filters: list[CloudflareFilter]) -> None:
     pairs: dict[str, str] = {}
-    for each in asked:
+    for each in filters:
         name, values = each.key, each.values
         if not values:
             raise InvalidRequest(f"filter {name[:40]!r} has no value", param="filters")
         if each.operator == "neq":
-            _add_exclusion(fields, name, values)
+            _add_exclusion_filter(fields, name, values)
         elif each.operator == "contains" and name in _TEXTS:
             fields["contains"] += (ContainsFilter((name,), tuple(values)),)
         elif name in _RANGES and each.operator != "contains":
@@ -164,7 +164,7 @@ def _add_filters(fields: dict[str, Any], asked: list[CloudflareFilter]) -> None:
         fields["metadata"] = {**fields["metadata"], pairs["metadata.key"]: pairs["metadata.value"]}
 
 
-def _add_exclusion(fields: dict[str, Any], name: str, values: list[str]) -> None:
+def _add_exclusion_filter(fields: dict[str, Any], name: str, values: list[str]) -> None:
     """Add a filter with the operator neq."""
     if name in _FLAGS:
         fields[name] = not _read_bool(name, values)
@@ -185,9 +185,9 @@ def _read_bool(name: str, values: list[str]) -> bool:
     return values == ["true"]
 
 
-def _narrow_range(range: NumberRange, asked: CloudflareFilter) -> NumberRange:
-    value = _number_reader(asked.key)(asked.values[0], "filters")
-    match asked.operator:
+def _narrow_range(range: NumberRange, filter: CloudflareFilter) -> NumberRange:
+    value = _number_reader(filter.key)(filter.values[0], "filters")
+    match filter.operator:
         case "eq":
             return NumberRange(value, value)
         case "gt":
@@ -198,14 +198,14 @@ def _narrow_range(range: NumberRange, asked: CloudflareFilter) -> NumberRange:
             raise AssertionError("not reached")
 
 
-def join_filter_parameters(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def join_filter_parameters(parameters: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Replace `filters.key=..&filters.operator=..&filters.value=..` by one parameter `filters` of JSON.
 
     `filters.value` may be repeated for one filter; a repeated key or operator begins the next filter.
     """
     found: list[dict[str, Any]] = []
     others = []
-    for name, value in pairs:
+    for name, value in parameters:
         part = name.removeprefix("filters.") if name.startswith("filters.") else ""
         if part not in ("key", "operator", "value"):
             others.append((name, value))
@@ -254,7 +254,9 @@ def _read_micros(text: str, param: str) -> int:
     raise InvalidRequest(f"{param} is {text[:40]!r}; it must be an amount in dollars", param=param)
 
 
-def unknown_parameter(query: Mapping[str, str], known: tuple[str, ...]) -> str | None:
+def find_unknown_parameter(query: Mapping[str, str], known_parameters: tuple[str, ...]) -> str | None:
     """Return the first parameter of the query that an endpoint does not have, or None."""
-    prefixes = tuple(name[:-1] for name in known if name.endswith("*"))
-    return next((name for name in query if name not in known and not (prefixes and name.startswith(prefixes))), None)
+    prefixes = tuple(name[:-1] for name in known_parameters if name.endswith("*"))
+    return next(
+        (name for name in query if name not in known_parameters and not (prefixes and name.startswith(prefixes))), None
+    )

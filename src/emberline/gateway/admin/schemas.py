@@ -60,7 +60,7 @@ class KeyView(StrictStruct, frozen=True, kw_only=True):
     secret: str | None = None  # only in the reply to the key's creation
 
     @staticmethod
-    def of(key: StoredKey, secret: str | None = None) -> KeyView:
+    def from_stored_key(key: StoredKey, secret: str | None = None) -> KeyView:
         names = [name for name in KeyView.__struct_fields__ if name != "secret"]
         return KeyView(**{name: getattr(key, name) for name in names}, secret=secret)
 

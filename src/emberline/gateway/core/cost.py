@@ -44,14 +44,14 @@ def compute_cost(usage: Usage, price: Price | None) -> int | None:
     left, total = usage.input, usage.output * price.output
     if not (usage.cached_read or usage.cache_write or usage.audio or usage.image):  # the usual case
         return _round_to_micros(total + left * price.input)
-    for tokens, own in _special_input(usage, price):
+    for tokens, own in _separately_priced_input(usage, price):
         billed = min(tokens, left)
         left -= billed
         total += billed * (price.input if own is None else own)
     return _round_to_micros(total + left * price.input)
 
 
-def _special_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
+def _separately_priced_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
     """Return tokens and price of each kind of input that may have its own price."""
     long = price.cache_write if price.cache_write_long is None else price.cache_write_long
     return (
@@ -63,5 +63,5 @@ def _special_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], 
     )
 
 
-def _round_to_micros(per_million: int) -> int:
-    return (per_million + MILLION // 2) // MILLION
+def _round_to_micros(micros_times_million: int) -> int:
+    return (micros_times_million + MILLION // 2) // MILLION

@@ -38,13 +38,15 @@ class Identity:
         return allows_model(self.allowed_providers, self.allowed_models, provider, model)
 
 
-def allows_model(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
+def allows_model(
+    provider_patterns: tuple[str, ...], model_patterns: tuple[str, ...], provider: str, model: str
+) -> bool:
     """Return whether the patterns allow the model. Those of models match "model" or "provider/model"."""
-    if providers is ALLOW_ALL is models:  # the usual case
+    if provider_patterns is ALLOW_ALL is model_patterns:  # the usual case
         return True
-    if not _matches_any(provider, providers):
+    if not _matches_any(provider, provider_patterns):
         return False
-    return _matches_any(model, models) or _matches_any(f"{provider}/{model}", models)
+    return _matches_any(model, model_patterns) or _matches_any(f"{provider}/{model}", model_patterns)
 
 
 def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:

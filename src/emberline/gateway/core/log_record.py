@@ -15,18 +15,18 @@ EndState = Literal["complete", "cut", "error", "left"]
 MetadataValue = str | int | float | bool
 
 
-def new_record_id(ms: int) -> str:
+def new_record_id(time_ms: int) -> str:
     """Return an id of 48 bits of time and 80 random bits, in hex."""
-    return f"{ms:012x}{os.urandom(10).hex()}"
+    return f"{time_ms:012x}{os.urandom(10).hex()}"
 
 
-def created_ms(id: str) -> int:
+def created_ms(record_id: str) -> int:
     """Return the time in an id, in milliseconds since 1970."""
-    return int(id[:12], 16)
+    return int(record_id[:12], 16)
 
 
-def day_of(ms: int) -> date:
-    return datetime.fromtimestamp(ms / 1000, UTC).date()
+def utc_day(time_ms: int) -> date:
+    return datetime.fromtimestamp(time_ms / 1000, UTC).date()
 
 
 class LogRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,13 +58,13 @@ def parse_path(path: str) -> RequestTarget:
         check_path(plain, segments[4:] if native else ())
     match plain.strip("/").split("/"):
         case ["v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain("/".join(rest))
+            return _plain_target("/".join(rest))
         case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain("/".join(rest), account)
+            return _plain_target("/".join(rest), account)
         case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain("/".join(rest), account)
+            return _plain_target("/".join(rest), account)
         case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
-            return _gemini(version, "/".join(rest))
+            return _gemini_target(version, "/".join(rest))
         case ["v1", account, gateway]:
             return RequestTarget("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
@@ -106,7 +106,7 @@ def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
     return None
 
 
-def check_path(path: str, arns: Sequence[str] = (), param: str | None = None) -> None:
+def check_path(path: str, arn_segments: Sequence[str] = (), param: str | None = None) -> None:
     """Raise InvalidRequest for a path that another server may read as another path.
 
     Those are paths with dot segments, backslashes or encoded slashes, at any level of encoding. `arns`: segments that
@@ -115,7 +115,7 @@ def check_path(path: str, arns: Sequence[str] = (), param: str | None = None) ->
     decoded = _decode_fully(path)
     if "\\" in decoded or any(segment in (".", "..") for segment in decoded.split("/")):
         what = "a backslash" if "\\" in decoded else "a dot segment"
-    elif decoded.count("/") != path.count("/") + sum(map(_arn_slashes, arns)):
+    elif decoded.count("/") != path.count("/") + sum(map(_count_arn_slashes, arn_segments)):
         what = "an encoded slash"
     else:
         return
@@ -134,22 +134,24 @@ def _decode_fully(path: str) -> str:
     return path
 
 
-def _arn_slashes(segment: str) -> int:
+def _count_arn_slashes(segment: str) -> int:
     """Return the number of slashes in an ARN that is encoded once, and 0 for any other segment."""
     name = unquote(segment)
     return name.count("/") if name.startswith("arn:") else 0
 
 
-def _gemini(version: str, rest: str) -> RequestTarget:
-    name, _, action = rest.rpartition(":")
+def _gemini_target(version: str, path_rest: str) -> RequestTarget:
+    name, _, action = path_rest.rpartition(":")
     model = unquote(name)
     if not 0 < len(model) <= MAX_MODEL_NAME_CHARS:
         raise InvalidRequest(
             f"the model in the path has {len(model)} characters; 1 to {MAX_MODEL_NAME_CHARS} are allowed", param="model"
         )
     streams = GEMINI_ACTIONS[f":{action}"]
-    return RequestTarget("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)
+    return RequestTarget(
+        "plain", endpoint=f"{version}/models/{path_rest}", dialect="gemini", model=model, stream=streams
+    )
 
 
-def _plain(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
+def _plain_target(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
     return RequestTarget("plain", account, None, "", endpoint, DIALECT_ENDPOINTS[endpoint])

@@ -34,14 +34,14 @@ class BodyFields(msgspec.Struct):
         for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if _is_positive_int(limit):
                 return limit
-        return self._generation_int("maxOutputTokens")
+        return self._generation_config_int("maxOutputTokens")
 
     @property
     def choice_count(self) -> int:
         """Return the number of choices that the client requests."""
-        return self.n if _is_positive_int(self.n) else self._generation_int("candidateCount") or 1
+        return self.n if _is_positive_int(self.n) else self._generation_config_int("candidateCount") or 1
 
-    def _generation_int(self, name: str) -> int | None:
+    def _generation_config_int(self, name: str) -> int | None:
         value = self.generation.get(name) if isinstance(self.generation, dict) else None
         return value if _is_positive_int(value) else None
 
@@ -87,7 +87,7 @@ def check_duplicate_keys(body: bytes) -> None:
         text = body.decode("utf-8", "replace")
         try:
             # parse_int=len: int() refuses numbers with very many digits
-            json.loads(text, object_pairs_hook=_check_pairs, parse_int=len, strict=False)
+            json.loads(text, object_pairs_hook=_check_key_uniqueness, parse_int=len, strict=False)
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
 
@@ -100,9 +100,9 @@ def _has_same_quotes(body: bytes, encoded: bytes) -> bool:
     return body.count(b'"') == encoded.count(b'"') and b"\\u0022" not in body
 
 
-def _check_pairs(pairs: list[tuple[str, Any]]) -> None:
+def _check_key_uniqueness(key_value_pairs: list[tuple[str, Any]]) -> None:
     names = set()
-    for name, _ in pairs:
+    for name, _ in key_value_pairs:
         if name in names:
             raise InvalidRequest(
                 f"an object in the body has the key {name[:100]!r} twice", param=name[:100], hint="write it once"

@@ -24,16 +24,16 @@ def estimate_input_tokens(body: bytes) -> int:
         found = msgspec.json.decode(body)
     except JSON_DECODE_ERRORS:
         return max(1, len(body) // BYTES_PER_TOKEN)
-    return max(1, len(body) // BYTES_PER_TOKEN - _excess_of_data(found))
+    return max(1, len(body) // BYTES_PER_TOKEN - _overestimate_for_data(found))
 
 
-def _excess_of_data(found: Any) -> int:
+def _overestimate_for_data(value: Any) -> int:
     """Return the tokens by which the estimate by bytes is too high for images and other encoded data."""
-    match found:
-        case str() if len(found) >= MAX_WORD_CHARS and " " not in found[:MAX_WORD_CHARS]:
-            return max(0, len(found) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)
+    match value:
+        case str() if len(value) >= MAX_WORD_CHARS and " " not in value[:MAX_WORD_CHARS]:
+            return max(0, len(value) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)
         case list():
-            return sum(map(_excess_of_data, found))
+            return sum(map(_overestimate_for_data, value))
         case dict():
-            return sum(map(_excess_of_data, found.values()))
+            return sum(map(_overestimate_for_data, value.values()))
     return 0

@@ -62,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     def merge_later(self, later: Usage) -> Usage:
         """Return this usage updated with that of a later event of the same stream."""
-        return _consistent(
+        return _make_consistent_usage(
             input=max(self.input, later.input),
             cached_read=max(self.cached_read, later.cached_read),
             cache_write=max(self.cache_write, later.cache_write),
@@ -74,7 +74,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-def _consistent(
+def _make_consistent_usage(
     *,
     input: int,
     output: int,
@@ -102,7 +102,7 @@ def _consistent(
     )
 
 
-def _count(data: Mapping[str, Any], *names: str) -> int:
+def _read_count(data: Mapping[str, Any], *names: str) -> int:
     """Return the first of these fields that is a count, or 0. Some providers write 12.0."""
     for name in names:
         value = data.get(name)
@@ -113,114 +113,120 @@ def _count(data: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _read_object(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = data.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _chat(data: Mapping[str, Any]) -> Usage | None:
+def _read_chat_usage(data: Mapping[str, Any]) -> Usage | None:
     if "prompt_tokens" not in data and "completion_tokens" not in data:
         return None
-    input, output = _count(data, "prompt_tokens"), _count(data, "completion_tokens")
-    into, out = _part(data, "prompt_tokens_details"), _part(data, "completion_tokens_details")
+    input, output = _read_count(data, "prompt_tokens"), _read_count(data, "completion_tokens")
+    into, out = _read_object(data, "prompt_tokens_details"), _read_object(data, "completion_tokens_details")
     # xAI and Gemini's OpenAI endpoint count reasoning tokens, which they bill, in total_tokens only.
-    hidden = max(0, _count(data, "total_tokens") - input - output)
-    cached = _count(data, "prompt_cache_hit_tokens", "cached_tokens")
+    hidden = max(0, _read_count(data, "total_tokens") - input - output)
+    cached = _read_count(data, "prompt_cache_hit_tokens", "cached_tokens")
     if not (into or out or hidden):
-        return _consistent(input=input, cached_read=cached, output=output)
-    return _consistent(
+        return _make_consistent_usage(input=input, cached_read=cached, output=output)
+    return _make_consistent_usage(
         input=input,
-        cached_read=_count(into, "cached_tokens") or cached,
-        cache_write=_count(into, "cache_write_tokens", "cache_creation_tokens"),
+        cached_read=_read_count(into, "cached_tokens") or cached,
+        cache_write=_read_count(into, "cache_write_tokens", "cache_creation_tokens"),
         output=output + hidden,
-        reasoning=max(_count(out, "reasoning_tokens"), hidden),
-        audio=_count(into, "audio_tokens"),
-        image=_count(into, "image_tokens"),
+        reasoning=max(_read_count(out, "reasoning_tokens"), hidden),
+        audio=_read_count(into, "audio_tokens"),
+        image=_read_count(into, "image_tokens"),
     )
 
 
-def _responses(data: Mapping[str, Any]) -> Usage | None:
+def _read_responses_usage(data: Mapping[str, Any]) -> Usage | None:
     if "input_tokens" not in data and "output_tokens" not in data:
         return None
-    into, out = _part(data, "input_tokens_details"), _part(data, "output_tokens_details")
-    return _consistent(
-        input=_count(data, "input_tokens"),
-        cached_read=_count(into, "cached_tokens"),
-        cache_write=_count(into, "cache_write_tokens"),
-        output=_count(data, "output_tokens"),
-        reasoning=_count(out, "reasoning_tokens"),
-        audio=_count(into, "audio_tokens"),
-        image=_count(into, "image_tokens"),
+    into, out = _read_object(data, "input_tokens_details"), _read_object(data, "output_tokens_details")
+    return _make_consistent_usage(
+        input=_read_count(data, "input_tokens"),
+        cached_read=_read_count(into, "cached_tokens"),
+        cache_write=_read_count(into, "cache_write_tokens"),
+        output=_read_count(data, "output_tokens"),
+        reasoning=_read_count(out, "reasoning_tokens"),
+        audio=_read_count(into, "audio_tokens"),
+        image=_read_count(into, "image_tokens"),
     )
 
 
-def _anthropic(data: Mapping[str, Any]) -> Usage | None:
+def _read_anthropic_usage(data: Mapping[str, Any]) -> Usage | None:
     if "input_tokens" not in data and "output_tokens" not in data:
         return None
-    read, write = _count(data, "cache_read_input_tokens"), _count(data, "cache_creation_input_tokens")
-    return _consistent(
-        input=_count(data, "input_tokens") + read + write,
+    read, write = _read_count(data, "cache_read_input_tokens"), _read_count(data, "cache_creation_input_tokens")
+    return _make_consistent_usage(
+        input=_read_count(data, "input_tokens") + read + write,
         cached_read=read,
         cache_write=write,
-        cache_write_long=_count(_part(data, "cache_creation"), "ephemeral_1h_input_tokens"),
-        output=_count(data, "output_tokens"),
-        reasoning=_count(_part(data, "output_tokens_details"), "thinking_tokens", "reasoning_tokens"),
+        cache_write_long=_read_count(_read_object(data, "cache_creation"), "ephemeral_1h_input_tokens"),
+        output=_read_count(data, "output_tokens"),
+        reasoning=_read_count(_read_object(data, "output_tokens_details"), "thinking_tokens", "reasoning_tokens"),
     )
 
 
-def _gemini(data: Mapping[str, Any]) -> Usage | None:
+def _read_gemini_usage(data: Mapping[str, Any]) -> Usage | None:
     if not any(name in data for name in ("promptTokenCount", "candidatesTokenCount", "totalTokenCount")):
         return None
-    thoughts = _count(data, "thoughtsTokenCount")
-    return _consistent(
-        input=_count(data, "promptTokenCount") + _count(data, "toolUsePromptTokenCount"),
-        cached_read=_count(data, "cachedContentTokenCount"),
-        output=_count(data, "candidatesTokenCount") + thoughts,
+    thoughts = _read_count(data, "thoughtsTokenCount")
+    return _make_consistent_usage(
+        input=_read_count(data, "promptTokenCount") + _read_count(data, "toolUsePromptTokenCount"),
+        cached_read=_read_count(data, "cachedContentTokenCount"),
+        output=_read_count(data, "candidatesTokenCount") + thoughts,
         reasoning=thoughts,
-        audio=_modality(data, "AUDIO"),
-        image=_modality(data, "IMAGE"),
+        audio=_count_modality_tokens(data, "AUDIO"),
+        image=_count_modality_tokens(data, "IMAGE"),
     )
 
 
-def _modality(data: Mapping[str, Any], modality: str) -> int:
+def _count_modality_tokens(data: Mapping[str, Any], modality: str) -> int:
     details = data.get("promptTokensDetails")
     rows = [row for row in details if isinstance(row, Mapping)] if isinstance(details, list) else []
-    return sum(_count(row, "tokenCount") for row in rows if row.get("modality") == modality)
+    return sum(_read_count(row, "tokenCount") for row in rows if row.get("modality") == modality)
 
 
-def _converse(data: Mapping[str, Any]) -> Usage | None:
+def _read_converse_usage(data: Mapping[str, Any]) -> Usage | None:
     """Read Bedrock's Converse: as with Anthropic, inputTokens does not include cached tokens."""
     if "inputTokens" not in data and "outputTokens" not in data:
         return None
-    read, write = _count(data, "cacheReadInputTokens"), _count(data, "cacheWriteInputTokens")
-    return _consistent(
-        input=_count(data, "inputTokens") + read + write,
+    read, write = _read_count(data, "cacheReadInputTokens"), _read_count(data, "cacheWriteInputTokens")
+    return _make_consistent_usage(
+        input=_read_count(data, "inputTokens") + read + write,
         cached_read=read,
         cache_write=write,
-        output=_count(data, "outputTokens"),
+        output=_read_count(data, "outputTokens"),
     )
 
 
-def _cohere(data: Mapping[str, Any]) -> Usage | None:
+def _read_cohere_usage(data: Mapping[str, Any]) -> Usage | None:
     """Read Cohere's usage, which bills `billed_units`; they may be fewer than `tokens`."""
-    billed = _part(data, "billed_units") or _part(data, "tokens")
-    return _responses(billed) if billed else None
+    billed = _read_object(data, "billed_units") or _read_object(data, "tokens")
+    return _read_responses_usage(billed) if billed else None
 
 
-def _raw(data: Mapping[str, Any]) -> Usage | None:
+def _read_unknown_usage(data: Mapping[str, Any]) -> Usage | None:
     """Read the usage of an endpoint with an unknown dialect: the first format that fits."""
     excludes_cache = "cache_read_input_tokens" in data or "cache_creation_input_tokens" in data
-    readers = (_chat, _gemini, _converse, _cohere, _anthropic if excludes_cache else _responses)
+    readers = (
+        _read_chat_usage,
+        _read_gemini_usage,
+        _read_converse_usage,
+        _read_cohere_usage,
+        _read_anthropic_usage if excludes_cache else _read_responses_usage,
+    )
     return next((usage for read in readers if (usage := read(data)) is not None), None)
 
 
 USAGE_READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
-    "openai-chat": _chat,
-    "openai-responses": _responses,
-    "openai-embeddings": _chat,
-    "anthropic": _anthropic,
-    "gemini": _gemini,
-    "raw": _raw,
+    "openai-chat": _read_chat_usage,
+    "openai-responses": _read_responses_usage,
+    "openai-embeddings": _read_chat_usage,
+    "anthropic": _read_anthropic_usage,
+    "gemini": _read_gemini_usage,
+    "raw": _read_unknown_usage,
 }
 # Where a reply or an event of a stream has its usage: (enclosing object, or "" for the top level; field).
 USAGE_LOCATIONS: Mapping[str, tuple[tuple[str, str], ...]] = {

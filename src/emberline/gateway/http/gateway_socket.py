@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -46,11 +46,11 @@ SUBPROTOCOL_HEADERS = {  # subprotocol that a browser sends in place of a header
 Json = dict[str, Any]
 
 
-class _Create(msgspec.Struct, tag_field="type", tag="universal.create", forbid_unknown_fields=True):
+class _CreateMessage(msgspec.Struct, tag_field="type", tag="universal.create", forbid_unknown_fields=True):
     request: dict[str, msgspec.Raw]
 
 
-_MESSAGE = msgspec.json.Decoder(_Create)
+_MESSAGE = msgspec.json.Decoder(_CreateMessage)
 
 
 class GatewaySocket:
@@ -67,18 +67,18 @@ class GatewaySocket:
         connect = await self._receive()
         assert connect["type"] == "websocket.connect"
         try:
-            self._headers, plain, chosen = read_handshake(self._scope)
-            target = self._target()
+            self._headers, subprotocols, accepted = read_handshake(self._scope)
+            target = self._parse_target()
             if target.kind == "native":
                 await RealtimeSocket(self._gateway, target, self._receive, self._send).run(
-                    self._path, self._scope["query_string"].decode("latin-1"), self._headers, plain, chosen
+                    self._path, self._scope["query_string"].decode("latin-1"), self._headers, subprotocols, accepted
                 )
                 return
             await self._gateway.authenticate(target, self._headers)
         except EmberlineError as e:
-            await self._refuse(e)
+            await self._refuse_handshake(e)
             return
-        await self._send({"type": "websocket.accept", "subprotocol": chosen})
+        await self._send({"type": "websocket.accept", "subprotocol": accepted})
         try:
             while (message := await self._receive())["type"] == "websocket.receive":
                 await self._start_request(message.get("text") or message.get("bytes") or "")
@@ -87,7 +87,7 @@ class GatewaySocket:
                 task.cancel()
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
-    def _target(self) -> RequestTarget:
+    def _parse_target(self) -> RequestTarget:
         match self._path.strip("/").split("/"):
             case ["v1", account, gateway, provider]:
                 return RequestTarget("native", account, gateway, provider)
@@ -99,7 +99,7 @@ class GatewaySocket:
             )
         return target
 
-    async def _refuse(self, error: EmberlineError) -> None:
+    async def _refuse_handshake(self, error: EmberlineError) -> None:
         shaped = openai_error(error)
         headers = [(b"content-type", b"application/json")]
         await self._send({"type": "websocket.http.response.start", "status": shaped.status, "headers": headers})
@@ -124,13 +124,13 @@ class GatewaySocket:
             return
         self._without_id += not id
         name = id or f"\0{self._without_id}"  # eventIds are printable, so no client uses such a name
-        self._open[name] = task = asyncio.create_task(self._answer(body, id))
+        self._open[name] = task = asyncio.create_task(self._answer_request(body, id))
         task.add_done_callback(lambda _: self._open.pop(name, None))
 
-    async def _answer(self, body: bytes, id: str) -> None:
-        headers = {**self._headers, **({"cf-aig-event-id": id} if id else {})}
+    async def _answer_request(self, body: bytes, event_id: str) -> None:
+        headers = {**self._headers, **({"cf-aig-event-id": event_id} if event_id else {})}
         reply = await self._gateway.answer(InboundRequest("POST", self._path, "", headers, body))
-        metadata = _metadata(reply, id)
+        metadata = _reply_metadata(reply, event_id)
         try:
             async with asyncio.timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S):
                 await self._send_reply(reply, metadata)
@@ -157,7 +157,7 @@ class GatewaySocket:
             await self._send_message("universal.created", metadata)
             splitter = RawEventSplitter() if metadata["contentType"].startswith(EVENT_STREAM_TYPE) else None
             async for chunk in reply.body:
-                for part in [chunk] if splitter is None else _payloads(splitter.push(chunk)):
+                for part in [chunk] if splitter is None else _event_payloads(splitter.push(chunk)):
                     await self._send_response("universal.stream", {"eventId": metadata["eventId"]}, part)
             if reply.ended == "cut":
                 error = {"code": reply.error, "message": "the stream broke off before its end"}
@@ -165,21 +165,26 @@ class GatewaySocket:
                 return
         await self._send_message("universal.done", metadata)
 
-    async def _send_response(self, type: str, metadata: Json, body: bytes, **more: Any) -> None:
+    async def _send_response(self, message_type: str, metadata: Json, body: bytes, **more: Any) -> None:
         """Send a message with a provider's response; a large one is encoded in another process."""
-        text = await offload.run_by_size(len(body), encode_message, type, metadata, body, more)
+        text = await offload.run_by_size(len(body), encode_message, message_type, metadata, body, more)
         await self._send({"type": "websocket.send", "text": text})
 
-    async def _send_message(self, type: str, metadata: Json, **more: Any) -> None:
-        text = msgspec.json.encode({"type": type, "metadata": metadata, **more}).decode()
+    async def _send_message(self, message_type: str, metadata: Json, **more: Any) -> None:
+        text = msgspec.json.encode({"type": message_type, "metadata": metadata, **more}).decode()
         await self._send({"type": "websocket.send", "text": text})
 
 
-def read_handshake(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
-    """Return the headers of a handshake, its subprotocols, and the subprotocol to accept.
+class Handshake(NamedTuple):
+    headers: dict[str, str]  # with keys that the client sent as subprotocols
+    subprotocols: list[str]  # without those keys
+    accepted_subprotocol: str | None  # browsers require that one of the offered is accepted
 
-    The headers include keys that were sent as subprotocols, and the subprotocols do not. One must be accepted if any
-    is offered, because browsers require it.
+
+def read_handshake(scope: Scope) -> Handshake:
+    """Return the headers and subprotocols of a WebSocket handshake.
+
+    A key that the client sent as a subprotocol is moved to the headers.
     """
     headers = {
         name.decode("latin-1").lower(): value.decode("latin-1")
@@ -192,7 +197,7 @@ def read_handshake(scope: Scope) -> tuple[dict[str, str], list[str], str | None]
             header, prefix = SUBPROTOCOL_HEADERS[name]
             headers[header] = prefix + value
     plain = [each for each in offered if each.partition(".")[0] not in SUBPROTOCOL_HEADERS]
-    return headers, plain, next(iter([*plain, *offered]), None)
+    return Handshake(headers, plain, next(iter([*plain, *offered]), None))
 
 
 def read_message(message: str | bytes) -> tuple[str, bytes]:
@@ -204,15 +209,17 @@ def read_message(message: str | bytes) -> tuple[str, bytes]:
             f"the message is not a valid universal.create: {e}",
             hint='send {"type": "universal.create", "request": {...}}',
         ) from e
-    id = _event_id(request)
+    id = _pop_event_id(request)
     return id, msgspec.json.encode([request])
 
 
-def encode_message(type: str, metadata: Json, body: bytes, more: Json) -> str:
-    return msgspec.json.encode({"type": type, "metadata": metadata, **more, "response": _to_json(body)}).decode()
+def encode_message(message_type: str, metadata: Json, body: bytes, extra_fields: Json) -> str:
+    return msgspec.json.encode(
+        {"type": message_type, "metadata": metadata, **extra_fields, "response": _decode_json_or_text(body)}
+    ).decode()
 
 
-def _event_id(request: dict[str, msgspec.Raw]) -> str:
+def _pop_event_id(request: dict[str, msgspec.Raw]) -> str:
     """Remove the eventId from the request, which then is a step, and return it."""
     if (encoded := request.pop("eventId", None)) is None:
         return ""
@@ -222,10 +229,10 @@ def _event_id(request: dict[str, msgspec.Raw]) -> str:
     return id
 
 
-def _metadata(reply: GatewayReply, id: str) -> Json:
+def _reply_metadata(reply: GatewayReply, event_id: str) -> Json:
     head = reply.headers
     return {
-        "eventId": id or head.get("cf-aig-event-id", ""),
+        "eventId": event_id or head.get("cf-aig-event-id", ""),
         "logId": head.get("cf-aig-log-id", ""),
         "cacheStatus": head.get("cf-aig-cache-status", ""),
         "step": head.get("cf-aig-step", ""),
@@ -234,12 +241,12 @@ def _metadata(reply: GatewayReply, id: str) -> Json:
     }
 
 
-def _payloads(events: list[bytes]) -> list[bytes]:
+def _event_payloads(events: list[bytes]) -> list[bytes]:
     found = (parse_event(event)[1] for event in events)
     return [payload for payload in found if payload and payload != b"[DONE]"]
 
 
-def _to_json(body: bytes) -> Any:
+def _decode_json_or_text(body: bytes) -> Any:
     """Return decoded JSON; else the body as text; else, if it is not UTF-8, as base64."""
     try:
         return msgspec.json.decode(body)

@@ -132,7 +132,7 @@ async def build_gateway(
         try_fallbacks,
     )
     settings_store = SettingsStore(configured, store, watch, config.engine, require_keys=require_keys)
-    keys = KeyStore(store, watch, wall, _configured_keys(config))
+    keys = KeyStore(store, watch, wall, _identities_by_key(config))
     breakers = attempts.breakers
     realtime = RealtimeHandler(
         registry, ProviderKeySelector(vault), upstream, prices, clock, breakers, max_message_bytes=config.max_body
@@ -145,7 +145,7 @@ async def build_gateway(
     _start_task(stack, Retention(store, configured, wall).run())
     _start_task(stack, _reload_catalogue(catalogue))
     queue = await stack.enter_async_context(
-        BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).running()
+        BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).run_in_background()
     )
     run_handler = RunHandler(gateway, queue, clock)
     return GatewayApp(
@@ -154,10 +154,10 @@ async def build_gateway(
 
 
 def _outer_layers(
-    config: GatewayConfig, metrics: GatewayMetrics, spans: RequestTracing | None, log_writer: LogWriter, clock: Clock
+    config: GatewayConfig, metrics: GatewayMetrics, tracing: RequestTracing | None, log_writer: LogWriter, clock: Clock
 ) -> tuple[Layer, ...]:
     """Return the layers around every call and every realtime session."""
-    traced = [] if spans is None else [trace_calls(spans.tracer, payloads=config.otlp_payloads)]
+    traced = [] if tracing is None else [trace_calls(tracing.tracer, records_payloads=config.otlp_payloads)]
     return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_permissions)
 
 
@@ -206,7 +206,7 @@ async def _reload_catalogue(catalogue: CatalogueFiles) -> None:
             log.warning("Reloading the price catalogue failed, the last one stays in use: error=%s", e)
 
 
-def _configured_keys(config: GatewayConfig) -> dict[str, Identity]:
+def _identities_by_key(config: GatewayConfig) -> dict[str, Identity]:
     """Return the configured API keys; without any, the admin key in `admin_file`, created if missing."""
     tokens = config.api_keys or (
         SecretFile(config.admin_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),

@@ -47,13 +47,13 @@ class CacheLayer:
         self,
         store: CacheStore,
         clock: Clock,
-        make_semantic: Callable[[], SemanticCache] | None = None,
+        make_semantic_cache: Callable[[], SemanticCache] | None = None,
         *,
         max_wait_s: float = MAX_SHARED_WAIT_S,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
     ) -> None:
         """`make_semantic` is called when a gateway first uses the semantic cache."""
-        self._store, self._clock, self._make_semantic = store, clock, make_semantic
+        self._store, self._clock, self._make_semantic = store, clock, make_semantic_cache
         self._max_wait_s, self._max_entry_bytes = max_wait_s, max_entry_bytes
         self.semantic: SemanticCache | None = None
         self._in_flight = SingleFlight()
@@ -65,7 +65,7 @@ class CacheLayer:
             return find_or_forward(_CacheLookup(call, cache_key(call), ttl_s)) if ttl_s else inner(call)
 
         async def find_or_forward(lookup: _CacheLookup) -> GatewayReply:
-            return await self._find_or_wait(lookup) or await self._forward(lookup, inner)
+            return await self._find_or_wait(lookup) or await self._forward_call(lookup, inner)
 
         return handle
 
@@ -74,7 +74,7 @@ class CacheLayer:
         deadline = min(self._clock.now() + self._max_wait_s, lookup.call.deadline)
         waited = False
         while True:
-            if (found := await self._find(lookup)) is not None:
+            if (found := await self._find_reply(lookup)) is not None:
                 self.stats.hits += 1
                 self.stats.shared += waited
                 return found
@@ -86,7 +86,7 @@ class CacheLayer:
                 return None
             waited = True
 
-    async def _find(self, lookup: _CacheLookup) -> GatewayReply | None:
+    async def _find_reply(self, lookup: _CacheLookup) -> GatewayReply | None:
         entry = await self._load_entry(lookup.key)
         return entry.to_reply() if entry is not None else None
 
@@ -94,7 +94,7 @@ class CacheLayer:
         data = await self._store.get(key)
         return CacheEntry.decode(data) if data is not None else None
 
-    async def _forward(self, lookup: _CacheLookup, inner: Handler) -> GatewayReply:
+    async def _forward_call(self, lookup: _CacheLookup, inner: Handler) -> GatewayReply:
         first = self._in_flight.get(lookup.key) is None  # otherwise that one failed or is too slow: send this one too
         flight = self._in_flight.start(lookup.key) if first else None
         try:
@@ -103,15 +103,15 @@ class CacheLayer:
                 semantic_lookup is not None
                 and (similar := await self._serve_similar(lookup, semantic_lookup)) is not None
             ):
-                self._finish_flight(lookup, flight, "stored")
+                self._resolve_waiting_calls(lookup, flight, "stored")
                 return similar
             self.stats.misses += 1
             reply = await inner(lookup.call)
         except BaseException as e:
-            self._finish_flight(lookup, flight, "left" if isinstance(e, asyncio.CancelledError) else "failed")
+            self._resolve_waiting_calls(lookup, flight, "left" if isinstance(e, asyncio.CancelledError) else "failed")
             raise
         if reply.status != 200 or reply.error:
-            self._finish_flight(lookup, flight, "failed")
+            self._resolve_waiting_calls(lookup, flight, "failed")
             return reply
         # The body is captured now, because outer layers may replace it before the reply ends.
         body = reply.body if isinstance(reply.body, bytes) else RecordedStream(reply.body, self._max_entry_bytes)
@@ -125,7 +125,7 @@ class CacheLayer:
                     entry = await self._store_reply(lookup, reply, body)
                     outcome = "failed" if entry is None else "stored"
             finally:
-                self._finish_flight(lookup, flight, outcome)
+                self._resolve_waiting_calls(lookup, flight, outcome)
             if entry is not None and semantic_lookup is not None:
                 await self._index_reply(lookup, semantic_lookup, entry)
 
@@ -177,11 +177,11 @@ class CacheLayer:
         self.stats.stored += 1
         return entry
 
-    def _finish_flight(
-        self, lookup: _CacheLookup, flight: asyncio.Future[FlightOutcome] | None, outcome: FlightOutcome
+    def _resolve_waiting_calls(
+        self, lookup: _CacheLookup, shared_call: asyncio.Future[FlightOutcome] | None, outcome: FlightOutcome
     ) -> None:
-        if flight is not None:
-            self._in_flight.finish(lookup.key, flight, outcome)
+        if shared_call is not None:
+            self._in_flight.finish(lookup.key, shared_call, outcome)
 
 
 def cache_ttl_s(call: GatewayRequest) -> int:

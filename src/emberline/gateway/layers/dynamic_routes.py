@@ -61,7 +61,9 @@ class DynamicRouteLayer:
             cached[1][name] = CompiledRoute.compile(name, RouteGraph.parse(settings.routes[name]))
         return cached[1][name]
 
-    async def reserve(self, call: GatewayRequest, traversal: RouteTraversal, element: RateLimitElement) -> Reservation:
+    async def reserve_quota(
+        self, call: GatewayRequest, traversal: RouteTraversal, element: RateLimitElement
+    ) -> Reservation:
         rule = quota_rule(traversal.route.name, element)
         amount = 1
         if rule.amount == "micros" and (model := traversal.expected_model()) is not None:
@@ -71,7 +73,7 @@ class DynamicRouteLayer:
             [claim], self._wall.now(), call.deadline - self._clock.now() + RESERVATION_GRACE_S
         )
 
-    def settle(self, reservations: list[Reservation], used: Mapping[LimitUnit, int]) -> None:
+    def settle_reservations(self, reservations: list[Reservation], used: Mapping[LimitUnit, int]) -> None:
         for reservation in reservations:
             self._limiter.settle(reservation, used)
         reservations.clear()
@@ -104,7 +106,7 @@ class _RouteRun:
                     f"route {self._traversal.route.name!r} ended before it reached a model"
                 )
         except BaseException:
-            self._layer.settle(self._reservations, {"requests": 1})
+            self._layer.settle_reservations(self._reservations, {"requests": 1})
             if self._reply is not None:
                 await self._reply.close()
             raise
@@ -112,18 +114,18 @@ class _RouteRun:
         return self._reply
 
     async def _settle_on_end(self, reply: GatewayReply) -> None:
-        self._layer.settle(self._reservations, {"requests": 1, "micros": reply.micros or 0})
+        self._layer.settle_reservations(self._reservations, {"requests": 1, "micros": reply.micros or 0})
 
     async def _try_rate_limit(self, element: RateLimitElement) -> bool:
         try:
-            self._reservations.append(await self._layer.reserve(self._call, self._traversal, element))
+            self._reservations.append(await self._layer.reserve_quota(self._call, self._traversal, element))
         except LimitExceeded as e:
             self._last_error = e
             return False
         return True
 
     async def _try_model(self, element: ModelElement) -> bool:
-        call = call_for_model(self._call, element, self._models_tried, last=not self._traversal.has_fallback)
+        call = call_for_model(self._call, element, self._models_tried, is_last=not self._traversal.has_fallback)
         self._models_tried += 1
         try:
             call.access_granted = is_permitted(call, DYNAMIC, self._traversal.route.name)
@@ -141,7 +143,9 @@ class _RouteRun:
         return True
 
 
-def call_for_model(call: GatewayRequest, element: ModelElement, number: int, *, last: bool = True) -> GatewayRequest:
+def call_for_model(
+    call: GatewayRequest, element: ModelElement, step_number: int, *, is_last: bool = True
+) -> GatewayRequest:
     """Return the call as if it had named this model, without credentials for another provider."""
     target = element.properties
     options = replace(call.options, max_attempts=target.retries + 1)
@@ -153,8 +157,8 @@ def call_for_model(call: GatewayRequest, element: ModelElement, number: int, *, 
         headers={name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS},
         options=options,
         steps=(RequestStep(target.provider, target.model),),
-        step_index=number,
-        is_last_step=last,
+        step_index=step_number,
+        is_last_step=is_last,
     )
 
 

@@ -111,7 +111,7 @@ class GuardedCall:
         bodies = [s.body if each is None or each.body is None else each.body
                   for s, each in zip(call.steps, results, strict=True)]  # fmt: skip
         call.redacted_bodies.append(b"[%b]" % b",".join(body for body in bodies if body is not None))
-        steps = [await _with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
+        steps = [await _step_with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
         return call.with_changes(steps=tuple(steps)), text
 
     async def _inspect_body(
@@ -249,7 +249,7 @@ class GuardedCall:
             self._call.reply_headers[FINDINGS_HEADER] = json.dumps(value)  # ASCII only, as a header requires
 
 
-async def _with_body(step: RequestStep, body: bytes | None) -> RequestStep:
+async def _step_with_body(step: RequestStep, body: bytes | None) -> RequestStep:
     if body is step.body or body is None:
         return step
     summary = await offload.run(len(body), summarize_body, body) if len(body) >= LARGE_INPUT_BYTES else None

@@ -43,11 +43,11 @@ class _HedgedCall:
     async def run(self, hedge_after_s: float) -> GatewayReply:
         winner: GatewayReply | None = None
         try:
-            first = self._start(self.call)
+            first = self._start_call(self.call)
             await asyncio.wait({first}, timeout=hedge_after_s)
             if not first.done():
                 step = self.call.steps[1]
-                self._start(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
+                self._start_call(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
                 winner = await self._first_reply()
             winner = winner or first.result()  # raises the error of the first attempt
             extra_cost = await self._cancel_losers(winner)
@@ -57,7 +57,7 @@ class _HedgedCall:
         winner.close_callbacks.append(extra_cost.add_to_reply)
         return winner
 
-    def _start(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
+    def _start_call(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
         task = asyncio.ensure_future(self.inner(call.with_changes(hedge_delay_s=None)))
         self.attempts[task] = call, self.clock.now()
         return task

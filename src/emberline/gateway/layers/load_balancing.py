@@ -75,7 +75,7 @@ def _resolve_pool(call: GatewayRequest, balancer: LoadBalancer, estimator: CostE
         raise Forbidden(f"this key or gateway allows no member of pool {call.model!r}"[:300])
     costs = [_member_cost(call, each, estimator) if pool.choose == "cheapest" else None for each in members]
     draw = random.Random(_affinity_seed(call)).random
-    order = balancer.order(pool, members, costs, draw, stream=call.stream, now=now)
+    order = balancer.order_members(pool, members, costs, draw, stream=call.stream, now=now)
     steps = tuple(_member_step(call, member) for member in order)
     return call.with_changes(
         provider=order[0].provider,

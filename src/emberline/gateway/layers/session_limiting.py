@@ -17,7 +17,7 @@ from emberline.gateway.limits.rule import Claim
 from emberline.gateway.realtime.handler import RealtimeReply
 
 
-def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall: Clock) -> Layer:
+def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall_clock: Clock) -> Layer:
     """Return the layer for realtime sessions. `clock` is monotonic; `wall` is in seconds since the epoch."""
 
     def layer(inner: Handler) -> Handler:
@@ -25,7 +25,7 @@ def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, 
             claims = claim_builder.claims_for(call)
             if not claims:
                 return await inner(call)
-            reservations = _SessionReservations(call, limiter, clock, wall)
+            reservations = _SessionReservations(call, limiter, clock, wall_clock)
             await reservations.reserve(claims)
             try:
                 reply = await inner(call)

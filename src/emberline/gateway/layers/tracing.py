@@ -17,7 +17,7 @@ from emberline.trace.tracer import Tracer
 MAX_PAYLOAD_BYTES = 1 << 16  # of a prompt or a completion
 
 
-def trace_calls(tracer: Tracer, *, payloads: bool) -> Layer:
+def trace_calls(tracer: Tracer, *, records_payloads: bool) -> Layer:
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
             span = _start_span(tracer, call)
@@ -29,7 +29,7 @@ def trace_calls(tracer: Tracer, *, payloads: bool) -> Layer:
                 )
                 raise
             chunks: list[bytes] | None = None
-            if payloads and span.context.is_sampled and not _is_private(call):
+            if records_payloads and span.context.is_sampled and not _payload_is_private(call):
                 if isinstance(reply.body, bytes):
                     chunks = [reply.body[:MAX_PAYLOAD_BYTES]]
                 else:
@@ -58,7 +58,7 @@ def _start_span(tracer: Tracer, call: GatewayRequest) -> Span:
     return span
 
 
-def _is_private(call: GatewayRequest) -> bool:
+def _payload_is_private(call: GatewayRequest) -> bool:
     options, settings = call.options, call.settings
     zdr = settings.zdr if options.zdr is None else options.zdr
     return zdr or options.collect_payload is False

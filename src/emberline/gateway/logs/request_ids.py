@@ -15,11 +15,11 @@ class RequestIDGenerator:
         self._process = os.urandom(5).hex()
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))  # a random start, if two processes' bits agree
 
-    def next(self, ms: int) -> str:
+    def next_id(self, time_ms: int) -> str:
         """Return a new id. `ms`: milliseconds since 1970."""
-        return f"{ms:012x}{self._process}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
+        return f"{time_ms:012x}{self._process}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
 
 
-def created_seconds(id: str) -> int:
+def created_seconds(request_id: str) -> int:
     """Return when the request arrived, in seconds since 1970."""
-    return int(id[:12], 16) // 1000
+    return int(request_id[:12], 16) // 1000

@@ -138,10 +138,10 @@ class RealtimeHandler:
         return reply
 
 
-def model_from_setup(first: str | bytes) -> str | None:
+def model_from_setup(first_message: str | bytes) -> str | None:
     """Return the model that the first message of a Gemini session names, None if it names none."""
     try:
-        message = msgspec.json.decode(first)
+        message = msgspec.json.decode(first_message)
     except JSON_DECODE_ERRORS:
         return None
     match message:

@@ -20,7 +20,7 @@ CLOSE_TIMEOUT_S = 1.0  # for the provider to close its side
 DEFAULT_PORTS = {"ws": 80, "wss": 443}
 
 
-class _Connect(connect):
+class _ConnectWithoutRedirects(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc  # a redirect would send the provider's key to another host
 
@@ -71,7 +71,7 @@ async def open_websocket(
         async with asyncio.timeout(timeout_s):
             port = parts.port or DEFAULT_PORTS[parts.scheme]
             checked = await upstream.connect_to_public(parts.hostname or "", port) if request.public_only else None
-            connection = await _Connect(
+            connection = await _ConnectWithoutRedirects(
                 url,
                 additional_headers=headers,
                 user_agent_header=request.headers.get("user-agent"),

@@ -134,12 +134,12 @@ class RouteGraph(GraphStruct, frozen=True):
         if sum(isinstance(each, StartElement) for each in self.elements) != 1:
             raise _invalid_route("the route must have exactly one start element")
         for element in self.elements:
-            for to in _successors(element):
+            for to in _next_element_ids(element):
                 if to not in known:
                     raise _invalid_route(f"element {element.id!r} points to element {to!r}, which does not exist")
             match element:
                 case PercentageElement():
-                    _check_shares(element)
+                    _check_percentages(element)
                 case ConditionalElement():
                     _check_condition(element.properties.condition, element.id)
                 case RateLimitElement():
@@ -156,19 +156,20 @@ class RouteGraph(GraphStruct, frozen=True):
         """Return the ids that can be reached from the start. Raises InvalidRequest if there is a cycle."""
         reached: set[str] = set()
 
-        def visit(id: str, trail: tuple[str, ...]) -> None:
-            if id in trail:
-                raise _invalid_route(f"the route has a cycle: {' -> '.join([*trail[trail.index(id) :], id])}")
-            if id not in reached:
-                for to in _successors(elements[id]):
-                    visit(to, (*trail, id))
-                reached.add(id)
+        def visit(element_id: str, path: tuple[str, ...]) -> None:
+            if element_id in path:
+                cycle = [*path[path.index(element_id) :], element_id]
+                raise _invalid_route(f"the route has a cycle: {' -> '.join(cycle)}")
+            if element_id not in reached:
+                for next_id in _next_element_ids(elements[element_id]):
+                    visit(next_id, (*path, element_id))
+                reached.add(element_id)
 
         visit(self.start_element.id, ())
         return reached
 
 
-def _successors(element: Element) -> Iterator[str]:
+def _next_element_ids(element: Element) -> Iterator[str]:
     match element:
         case StartElement():
             yield element.outputs.next.element_id
@@ -183,7 +184,7 @@ def _successors(element: Element) -> Iterator[str]:
                 yield element.outputs.fallback.element_id
 
 
-def _check_shares(element: PercentageElement) -> None:
+def _check_percentages(element: PercentageElement) -> None:
     for name in element.outputs:
         if name != "else" and not _SHARE.fullmatch(name):
             raise _invalid_route(
@@ -199,61 +200,64 @@ def _check_shares(element: PercentageElement) -> None:
         )
 
 
-def _check_condition(condition: object, id: str, depth: int = 0) -> None:
+def _check_condition(condition: object, element_id: str, depth: int = 0) -> None:
     if not isinstance(condition, Mapping) or not condition or depth > MAX_CONDITION_DEPTH:
         raise _invalid_route(
-            f"element {id!r}: a condition must be a non-empty object, nested at most {MAX_CONDITION_DEPTH} deep"
+            f"element {element_id!r}: a condition must be a non-empty object, nested at most {MAX_CONDITION_DEPTH} deep"
         )
     for name, value in condition.items():
         if name in ("$and", "$or"):
             if not isinstance(value, list) or not value:
-                raise _invalid_route(f"element {id!r}: {name} must be a list of conditions")
+                raise _invalid_route(f"element {element_id!r}: {name} must be a list of conditions")
             for each in value:
-                _check_condition(each, id, depth + 1)
+                _check_condition(each, element_id, depth + 1)
         elif name == "$not":
-            _check_condition(value, id, depth + 1)
+            _check_condition(value, element_id, depth + 1)
         elif name.partition(".")[0] not in FACT_SOURCES:
             raise _invalid_route(
-                f"element {id!r}: a condition cannot use {name[:80]!r}", f"paths begin with {', '.join(FACT_SOURCES)}"
+                f"element {element_id!r}: a condition cannot use {name[:80]!r}",
+                f"paths begin with {', '.join(FACT_SOURCES)}",
             )
         elif isinstance(value, Mapping):
-            _check_comparisons(value, id)
+            _check_comparisons(value, element_id)
 
 
-def _check_comparisons(comparisons: Mapping[str, Any], id: str) -> None:
+def _check_comparisons(comparisons: Mapping[str, Any], element_id: str) -> None:
     for operator, value in comparisons.items():
         if operator not in COMPARISONS:
             raise _invalid_route(
-                f"element {id!r}: unknown operator {operator[:40]!r}", f"operators: {', '.join(COMPARISONS)}"
+                f"element {element_id!r}: unknown operator {operator[:40]!r}", f"operators: {', '.join(COMPARISONS)}"
             )
         if operator in ("$in", "$nin") and not isinstance(value, list):
-            raise _invalid_route(f"element {id!r}: {operator} must be a list")
+            raise _invalid_route(f"element {element_id!r}: {operator} must be a list")
         if operator in ("$gt", "$gte", "$lt", "$lte") and not isinstance(value, str | int | float):
-            raise _invalid_route(f"element {id!r}: {operator} must be a number or a string")
+            raise _invalid_route(f"element {element_id!r}: {operator} must be a number or a string")
         if operator == "$exists" and not isinstance(value, bool):
-            raise _invalid_route(f"element {id!r}: $exists must be true or false")
+            raise _invalid_route(f"element {element_id!r}: $exists must be true or false")
         if operator == "$regex":
-            _check_pattern(value, id)
+            _check_pattern(value, element_id)
     if not comparisons:
-        raise _invalid_route(f"element {id!r}: a comparison has no operator")
+        raise _invalid_route(f"element {element_id!r}: a comparison has no operator")
 
 
-def _check_pattern(value: object, id: str) -> None:
+def _check_pattern(value: object, element_id: str) -> None:
     try:
         if not isinstance(value, str):
             raise ValueError("it is not a string")
         parse_pattern(value)
     except ValueError as e:
-        raise _invalid_route(f"element {id!r}: $regex {str(value)[:80]!r} is not supported: {e}") from None
+        raise _invalid_route(f"element {element_id!r}: $regex {str(value)[:80]!r} is not supported: {e}") from None
 
 
-def _check_quota(quota: QuotaProperties, id: str) -> None:
+def _check_quota(quota: QuotaProperties, element_id: str) -> None:
     if quota.key and quota.key not in DIMENSIONS and not quota.key.startswith("metadata."):
         raise _invalid_route(
-            f"element {id!r}: key {quota.key[:80]!r} is not supported", "use metadata.<name>, user or key"
+            f"element {element_id!r}: key {quota.key[:80]!r} is not supported", "use metadata.<name>, user or key"
         )
     if quota.limit_type == "count" and not quota.limit.is_integer():
-        raise _invalid_route(f"element {id!r}: limit is {quota.limit:g}; a limit of requests must be an integer")
+        raise _invalid_route(
+            f"element {element_id!r}: limit is {quota.limit:g}; a limit of requests must be an integer"
+        )
 
 
 def _invalid_route(message: str, hint: str | None = None) -> InvalidRequest:

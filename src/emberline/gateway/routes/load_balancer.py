@@ -60,12 +60,12 @@ class LoadBalancer:
     def __init__(self) -> None:
         self._health_by_member: dict[MemberKey, MemberHealth] = {}
 
-    def order(
+    def order_members(
         self,
         pool: ModelPool,
         members: Sequence[PoolMember],
         costs: Sequence[int | None],
-        draw: Callable[[], float],
+        random_fraction: Callable[[], float],
         *,
         stream: bool,
         now: float,
@@ -75,11 +75,11 @@ class LoadBalancer:
         `costs` are the micro-dollars of this call at each member, None if unknown. `draw` returns a random number in
         [0, 1).
         """
-        order = sorted(range(len(members)), key=lambda i: _weighted_draw(members[i].weight, draw()))
+        order = sorted(range(len(members)), key=lambda i: _weighted_sort_key(members[i].weight, random_fraction()))
         match pool.choose:
             case "cheapest":
                 order.sort(key=lambda i: math.inf if (cost := costs[i]) is None else cost)
-            case "fastest" if draw() >= EXPLORATION_SHARE:
+            case "fastest" if random_fraction() >= EXPLORATION_SHARE:
                 order.sort(key=lambda i: self._average_latency(members[i], stream))
         order.sort(key=lambda i: self._backoff_left(members[i], now))
         return [members[i] for i in order]
@@ -120,6 +120,6 @@ class LoadBalancer:
         return 0.0 if health is None else max(0.0, health.backoff_until - now)
 
 
-def _weighted_draw(weight: float, draw: float) -> float:
+def _weighted_sort_key(weight: float, random_fraction: float) -> float:
     """Return a sort key by which each member comes first in proportion to its weight."""
-    return -math.log(1.0 - draw) / weight if weight else math.inf
+    return -math.log(1.0 - random_fraction) / weight if weight else math.inf

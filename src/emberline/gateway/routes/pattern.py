@@ -55,7 +55,7 @@ class Pattern:
         begin = self.whole.first_positions
         state, done = begin, self.whole.can_be_empty
         for character in text:
-            state, done = self._step(state, character)
+            state, done = self._consume_character(state, character)
             if done and not self.anchored_at_end:
                 return True
             if not self.anchored_at_start:
@@ -64,12 +64,12 @@ class Pattern:
                 return False
         return done
 
-    def _step(self, state: int, character: str) -> tuple[int, bool]:
+    def _consume_character(self, active_positions: int, character: str) -> tuple[int, bool]:
         """Return the positions that may come after this character, and whether a match ends with it."""
-        cached = self._steps.get((state, character))
+        cached = self._steps.get((active_positions, character))
         if cached is not None:
             return cached
-        following, ends, left = 0, False, state
+        following, ends, left = 0, False, active_positions
         while left:
             bit = left & -left
             position = bit.bit_length() - 1
@@ -79,7 +79,7 @@ class Pattern:
             left ^= bit
         if len(self._steps) >= MAX_CACHED_STEPS:
             self._steps.clear()
-        self._steps[state, character] = following, ends
+        self._steps[active_positions, character] = following, ends
         return following, ends
 
     # -- for the parser ------------------------------------------------------------------------------------------------
@@ -93,21 +93,21 @@ class Pattern:
         return PatternFragment(False, bit, bit)
 
     def concatenate(self, before: PatternFragment, after: PatternFragment) -> PatternFragment:
-        self._link(before.last_positions, after.first_positions)
+        self._link_positions(before.last_positions, after.first_positions)
         first = before.first_positions | after.first_positions if before.can_be_empty else before.first_positions
         last = before.last_positions | after.last_positions if after.can_be_empty else after.last_positions
         return PatternFragment(before.can_be_empty and after.can_be_empty, first, last)
 
-    def repeat(self, fragment: PatternFragment) -> PatternFragment:
+    def repeat_fragment(self, fragment: PatternFragment) -> PatternFragment:
         """Let the fragment repeat, once or more."""
-        self._link(fragment.last_positions, fragment.first_positions)
+        self._link_positions(fragment.last_positions, fragment.first_positions)
         return fragment
 
-    def _link(self, ends: int, to: int) -> None:
-        while ends:
-            bit = ends & -ends
-            self.follow[bit.bit_length() - 1] |= to
-            ends ^= bit
+    def _link_positions(self, end_positions: int, next_positions: int) -> None:
+        while end_positions:
+            bit = end_positions & -end_positions
+            self.follow[bit.bit_length() - 1] |= next_positions
+            end_positions ^= bit
 
 
 def character_class(letter: str) -> CharacterTest | None:

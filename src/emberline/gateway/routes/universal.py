@@ -48,7 +48,7 @@ class _StepTarget(msgspec.Struct, forbid_unknown_fields=True):
     config: dict[str, Any] = {}
 
 
-class _Step(_StepTarget, forbid_unknown_fields=True, kw_only=True):
+class _StepJSON(_StepTarget, forbid_unknown_fields=True, kw_only=True):
     query: msgspec.Raw
 
 
@@ -61,7 +61,7 @@ class ParsedStep(msgspec.Struct):
     body_summary: BodySummary | None = None  # only for a large query
 
 
-_STEPS_DECODER = msgspec.json.Decoder(list[_Step])
+_STEPS_DECODER = msgspec.json.Decoder(list[_StepJSON])
 
 
 async def read_steps(
@@ -69,7 +69,7 @@ async def read_steps(
 ) -> tuple[RequestStep, ...]:
     """Return the steps of the body. A large body is parsed in another process. Raises InvalidRequest."""
     parsed = await offload.run_by_size(len(body), decode_steps, body)
-    steps = tuple(_make_step(step, request_options, settings, registry) for step in parsed)
+    steps = tuple(_build_step(step, request_options, settings, registry) for step in parsed)
     if virtual := [step for step in steps if step.provider in VIRTUAL_PROVIDERS and len(steps) > 1]:
         raise InvalidRequest(
             f"{virtual[0].provider}/{virtual[0].model[:80]} is a route or a pool, which must be the only step",
@@ -89,7 +89,7 @@ def decode_steps(body: bytes) -> list[ParsedStep]:
     return [_parse_step(step) for step in steps]
 
 
-def _parse_step(step: _Step) -> ParsedStep:
+def _parse_step(step: _StepJSON) -> ParsedStep:
     size = len(msgspec.json.encode((step.headers, step.config)))
     if size > MAX_STEP_OPTIONS_BYTES:
         raise InvalidRequest(
@@ -106,7 +106,7 @@ def _parse_step(step: _Step) -> ParsedStep:
     return ParsedStep(target, query, summary.body_fields, summary)
 
 
-def _make_step(
+def _build_step(
     parsed: ParsedStep, request_options: RequestOptions, settings: GatewaySettings, registry: ProviderRegistry
 ) -> RequestStep:
     target, query, fields = parsed.target, parsed.query, parsed.body_fields

@@ -72,7 +72,7 @@ class RunHandler:
     async def answer(self, inbound: InboundRequest) -> GatewayReply:
         """Answer a request. Errors are sent in the envelope of Workers AI."""
         try:
-            run = await self._read(inbound)
+            run = await self._parse_inbound(inbound)
             if run.request_id is not None:
                 found = await self._queue.read_result(run.account, run.request_id, run.identity)
                 return GatewayReply(
@@ -88,7 +88,7 @@ class RunHandler:
             reply.body = sse.dumps(failure_envelope(code, str(e)))
             return reply
 
-    async def _read(self, inbound: InboundRequest) -> _RunRequest:
+    async def _parse_inbound(self, inbound: InboundRequest) -> _RunRequest:
         if inbound.method != "POST":
             raise MethodNotAllowed(f"/ai/run takes POST, not {inbound.method[:20]}", allowed="POST")
         match = _PATH.fullmatch(inbound.path)
@@ -144,7 +144,7 @@ class RunHandler:
         raise AssertionError("not reached")
 
 
-def _read(body: bytes, path_model: str) -> tuple[str, Json, Json]:
+def _decode_run_body(body: bytes, path_model: str) -> tuple[str, Json, Json]:
     """Return the model, its input and its options. `path_model`: the model, if the path names it."""
     try:
         decoded = msgspec.json.decode(body, type=dict)
@@ -157,22 +157,22 @@ def _read(body: bytes, path_model: str) -> tuple[str, Json, Json]:
 
 
 def read_outline(body: bytes, path_model: str) -> RunOutline:
-    model, input, options = _read(body, path_model)
+    model, input, options = _decode_run_body(body, path_model)
     id = str(input["request_id"])[:MAX_BATCH_ID_CHARS] if "request_id" in input else None
     return RunOutline(model, id, {name: value if isinstance(value, bool) else None for name, value in options.items()})
 
 
 def read_run_request(body: bytes, path_model: str) -> EncodedRequest:
-    model, input, _ = _read(body, path_model)
+    model, input, _ = _decode_run_body(body, path_model)
     return encode_request(model, input)
 
 
 def read_native_body(body: bytes, path_model: str) -> bytes:
-    return msgspec.json.encode(_read(body, path_model)[1])
+    return msgspec.json.encode(_decode_run_body(body, path_model)[1])
 
 
 def read_batch(body: bytes, path_model: str) -> PackedRequests:
-    model, input, _ = _read(body, path_model)
+    model, input, _ = _decode_run_body(body, path_model)
     if unknown := input.keys() - {"requests"}:
         name = min(unknown)[:80]
         raise InvalidRequest(f"a batch cannot have the field {name!r} beside requests", param=name)

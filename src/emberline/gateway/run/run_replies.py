@@ -72,26 +72,26 @@ def error_reply_envelope(reply: GatewayReply) -> Json:
     return failure_envelope(_CODES.get(reply.status, FAILED_CODE), parse_error(reply.body).message)
 
 
-def rewrite_reply(kind: RunEndpoint, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
+def rewrite_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
     """Return whether the reply is valid, and its encoded envelope."""
-    envelope = parse_reply(kind, body, wants_json)
+    envelope = parse_reply(endpoint, body, wants_json)
     return envelope["success"], sse.dumps(envelope)
 
 
-def parse_reply(kind: RunEndpoint, body: bytes, wants_json: bool) -> Json:
+def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
     """Return the envelope for the body of a successful reply; it has an error if the body is invalid."""
     try:
-        return success_envelope(build_result(kind, msgspec.json.decode(body), wants_json))
+        return success_envelope(build_result(endpoint, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS) as e:
-        return failure_envelope(FAILED_CODE, f"the provider's reply to {kind} is invalid: {e!r}")
+        return failure_envelope(FAILED_CODE, f"the provider's reply to {endpoint} is invalid: {e!r}")
 
 
-def build_result(kind: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
+def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
     """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if invalid."""
-    match kind:
+    match endpoint:
         case "embeddings":
             vectors = [row["embedding"] for row in reply["data"]]
-            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _usage(reply)
+            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _result_usage(reply)
         case "responses":
             return reply
     message = reply["choices"][0]["message"]
@@ -100,15 +100,15 @@ def build_result(kind: RunEndpoint, reply: Json, wants_json: bool = False) -> Js
         with contextlib.suppress(*JSON_DECODE_ERRORS):
             converted["response"] = msgspec.json.decode(message["content"])
     if calls := message.get("tool_calls"):
-        converted["tool_calls"] = [_tool_call(each["function"]) for each in calls]
-    return converted | _usage(reply)
+        converted["tool_calls"] = [_result_tool_call(each["function"]) for each in calls]
+    return converted | _result_usage(reply)
 
 
-def _usage(reply: Json) -> Json:
+def _result_usage(reply: Json) -> Json:
     return {"usage": reply["usage"]} if reply.get("usage") else {}
 
 
-def _tool_call(function: Json) -> Json:
+def _result_tool_call(function: Json) -> Json:
     arguments: Any = function.get("arguments") or "{}"
     with contextlib.suppress(*JSON_DECODE_ERRORS):
         arguments = msgspec.json.decode(arguments)
@@ -153,6 +153,6 @@ class RunStream:
             call["arguments"] += function.get("arguments") or ""
         converted = sse.data_event({"response": delta["content"]}) if delta.get("content") else b""
         if choice.get("finish_reason") and self._tools:
-            calls, self._tools = [_tool_call(call) for call in self._tools.values()], {}
+            calls, self._tools = [_result_tool_call(call) for call in self._tools.values()], {}
             converted += sse.data_event({"response": "", "tool_calls": calls})
         return converted

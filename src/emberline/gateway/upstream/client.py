@@ -11,7 +11,6 @@ from emberline.gateway.upstream.ssrf import PublicResolver, open_public_socket
 from emberline.net.client_response import HTTPClientResponse
 from emberline.net.connection_pool import HTTPConnectionPool
 
-Incoming = HTTPClientResponse  # what UpstreamClient.send returns
 IDLE_CONNECTION_S = 15.0  # after which an unused connection is closed
 VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forwarded, so that it rejects control requests
 

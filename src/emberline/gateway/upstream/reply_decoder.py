@@ -37,17 +37,17 @@ class ReplyDecoder:
 class DecodedReply(HTTPClientResponse):
     """A reply that is read through a decoder."""
 
-    __slots__ = ("_decoder", "_ended", "_incoming")
+    __slots__ = ("_decoder", "_ended", "_response")
 
-    def __init__(self, incoming: HTTPClientResponse, decoder: ReplyDecoder) -> None:
-        self._incoming = incoming
+    def __init__(self, response: HTTPClientResponse, decoder: ReplyDecoder) -> None:
+        self._response = response
         self._decoder = decoder
         self._ended = False
         self.status = 200  # Replicate answers 201, which clients of OpenAI's chat do not expect
-        self.headers, self.content_type = incoming.headers, incoming.content_type
-        if incoming.content_type == decoder.stream_content_type:
+        self.headers, self.content_type = response.headers, response.content_type
+        if response.content_type == decoder.stream_content_type:
             self.content_type = EVENT_STREAM
-            self.headers = {**incoming.headers, "content-type": EVENT_STREAM}
+            self.headers = {**response.headers, "content-type": EVENT_STREAM}
 
     async def read(self, timeout_s: float = NO_TIMEOUT_S) -> bytes:
         loop = asyncio.get_running_loop()
@@ -56,18 +56,18 @@ class DecodedReply(HTTPClientResponse):
             remaining = deadline - loop.time()
             if remaining <= 0:
                 raise UpstreamTimeout(f"the provider sent no complete event for {timeout_s:.3g} s within a reply")
-            data = await self._incoming.read(remaining)
+            data = await self._response.read(remaining)
             self._ended = not data
             if output := self._decoder.push(data) if data else self._decoder.end():
                 return output
         return b""
 
     async def read_all(self, timeout_s: float = NO_TIMEOUT_S, max_bytes: int = sys.maxsize) -> bytes:
-        body = await self._incoming.read_all(timeout_s, max_bytes)
+        body = await self._response.read_all(timeout_s, max_bytes)
         return await offload.run_by_size(len(body), self._decoder.decode_body, body)
 
     def close(self) -> None:
-        self._incoming.close()
+        self._response.close()
 
 
 class BufferedReply(HTTPClientResponse):
