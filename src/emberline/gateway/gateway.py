@@ -70,7 +70,7 @@ class IdentitySource(Protocol):
         ...
 
     async def identity_of(self, key_id: str) -> Identity | None:
-        """Return the identity of the key with this id, or None if it expired or was revoked."""
+        """Return the identity of the key with this id, or None if the key expired or was revoked."""
         ...
 
 
@@ -100,9 +100,10 @@ class Gateway:
         self._targets: dict[str, RequestTarget] = {}  # cache, by path
 
     async def answer(self, inbound: InboundRequest, key_id: str | None = None) -> GatewayReply:
-        """Answer a request; every failure becomes an error reply.
+        """Answer a request. Every failure becomes an error reply.
 
-        `key_id` is the key that a queued request was submitted with; "" means that it was submitted without a key.
+        `key_id` is set only for a request from the batch queue: the id of the key that queued the request, or "" if no
+        key was used.
         """
         dialect: Dialect = "raw"
         try:
@@ -121,7 +122,7 @@ class Gateway:
             return error_reply(dialect, e)
 
     async def open_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
-        """Open a realtime session at a provider. Return the open session, or an error reply."""
+        """Open a realtime session at a provider. Return the open session, or an error reply if that failed."""
         try:
             request = await self.build_request(target, inbound)
             request.model, request.stream = model, True
@@ -141,10 +142,12 @@ class Gateway:
         return target
 
     async def build_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
-        """Return the request for the layers, or raise an EmberlineError that says why it is refused."""
+        """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
         began = self._clock.now()
         if inbound.method != "POST" and target.kind != "native":
-            raise MethodNotAllowed(f"{inbound.path[:200]} takes POST, not {inbound.method[:20]}", allowed="POST")
+            raise MethodNotAllowed(
+                f"{inbound.path[:200]} must be called with POST, not {inbound.method[:20]}", allowed="POST"
+            )
         options = RequestOptions.from_headers(inbound.headers)
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
@@ -179,7 +182,7 @@ class Gateway:
         return request
 
     async def authenticate(self, target: RequestTarget, headers: dict[str, str]) -> tuple[Identity, GatewaySettings]:
-        """Return the caller's identity and the gateway's settings for a request that no provider gets.
+        """Return the caller's identity and the gateway's settings, for a request that is not sent to a provider.
 
         Raise Unauthorized if the gateway requires a key and the headers have none.
         """
@@ -198,10 +201,13 @@ class Gateway:
         return (await self._identify_and_strip_keys(RequestTarget("plain"), headers))[0]
 
     async def _current_identity(self, key_id: str) -> Identity:
-        """Return what the key may do now, not when the request was queued."""
+        """Return the present identity of the key that queued a request.
+
+        Raise Unauthorized if the key expired or was revoked.
+        """
         if (found := await self._identity_source.identity_of(key_id)) is None:
             raise Unauthorized(
-                f"API key {key_id[:80]!r} of this queued request expired or was revoked",
+                f"API key {key_id[:80]!r}, which queued this request, expired or was revoked",
                 hint="create a new key at /keys and submit the request again",
             )
         return found
@@ -211,8 +217,8 @@ class Gateway:
     ) -> tuple[Identity, dict[str, str]]:
         """Return the caller's identity, and the headers without gateway keys.
 
-        Providers never see gateway keys, not even invalid ones. If the path names a provider, the usual headers have
-        the provider's key unless the value is a gateway key.
+        Providers never receive gateway keys, not even invalid ones. If the path names a provider, the usual key headers
+        contain the provider's key, unless their value is a gateway key.
         """
         identity, removed = None, [*GATEWAY_KEY_HEADERS]
         for name in KEY_HEADERS:
@@ -231,7 +237,7 @@ class Gateway:
         return identity or ANONYMOUS, forwarded
 
     async def _set_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
-        """Set the provider, model and dialect from the path, the body's model, or the body's steps."""
+        """Set the request's provider, model and dialect from the path, or from the body's model or steps."""
         match target.kind:
             case "universal":
                 steps = await read_steps(request.body, request.options, request.settings, self._registry)
@@ -254,7 +260,7 @@ class Gateway:
                     self._set_gemini_destination(request, target)
                 if not request.model:
                     raise InvalidRequest(
-                        "model is missing or not a string", param="model", hint="GET /v1/models lists the models"
+                        "model must be set to a string", param="model", hint="GET /v1/models lists the models"
                     )
                 request.provider, request.model = resolve_model(
                     request.model, request.settings, require_provider=target.kind == "compat"
@@ -263,17 +269,17 @@ class Gateway:
                     self._check_can_count_tokens(request)
 
     def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
-        """Take model and stream from the path. Drop the query, because it may have a gateway key."""
+        """Set the model and the stream flag from Gemini's path. Remove the query, which may contain a gateway key."""
         if target.stream and "alt=sse" not in request.query.split("&"):
             raise InvalidRequest(
-                "streamGenerateContent needs alt=sse: a stream is sent as events, not as a JSON list",
+                "alt must be sse for streamGenerateContent: the gateway streams server-sent events, not a JSON list",
                 param="alt",
                 hint="add ?alt=sse to the URL",
             )
         request.model, request.stream, request.query = target.model, target.stream, ""
 
     def _check_can_count_tokens(self, request: GatewayRequest) -> None:
-        """Raise InvalidRequest unless the provider has Anthropic's protocol, the only one with count_tokens."""
+        """Raise InvalidRequest unless the provider uses Anthropic's protocol, the only protocol with count_tokens."""
         if request.provider not in VIRTUAL_PROVIDERS:
             provider = self._registry.find(request.provider, request.settings)
             if provider.supports("anthropic", request.model):
@@ -287,9 +293,10 @@ class Gateway:
         )
 
     def _set_first_step(self, request: GatewayRequest, first: RequestStep, *, is_only_step: bool) -> None:
-        """Set the destination to the first step.
+        """Set the request's destination to its first step.
 
-        A single compat step becomes a compat request, so that it can name a dynamic route or a pool.
+        A request with a single compat step is treated like a compat request, so that it can name a dynamic route or a
+        pool.
         """
         assert first.endpoint is not None and first.dialect is not None and first.body is not None
         self._set_body_fields(request, first.body_fields or read_body_fields(first.body))
@@ -311,13 +318,13 @@ class Gateway:
 
 
 def _with_query_key(inbound: InboundRequest) -> dict[str, str]:
-    """Return the headers with the key that Gemini's clients may send as the query parameter `key`."""
+    """Return the headers. Add the key that Gemini's clients may send as the query parameter `key`."""
     key = dict(parse_qsl(inbound.query)).get("key")
     return {**inbound.headers, "x-goog-api-key": key} if key else inbound.headers
 
 
 def _without_scheme(credential: str) -> str:
-    """Return the credential without "Bearer ", in any case of letters."""
+    """Return the credential without the prefix "Bearer ", which is matched in any letter case."""
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 

@@ -1,7 +1,7 @@
-"""ModelLister: the models that a caller can use.
+"""ModelLister: lists the models that a caller can use.
 
-Self-hosted servers are queried for their models. The models of other providers come from the catalogue, if there is a
-key for the provider. A server that does not answer adds no models.
+Self-hosted servers are asked for their models. Models of other providers are taken from the price catalogue, if there
+is a key for the provider. A server that does not answer contributes no models.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ModelLister:
     async def list_models(
         self, settings: GatewaySettings, identity: Identity, *, with_provider: bool = False
     ) -> list[ServedModel]:
-        """Return the models that this caller may use, under the names that requests take.
+        """Return the models that the caller may use, under the names that requests use.
 
-        `with_provider`: names always begin with the provider, also those of the default provider.
+        `with_provider`: every name begins with its provider, even for models of the default provider.
         """
         providers = [slug for slug, each in settings.providers.items() if each.enabled]
         found = await asyncio.gather(*(self._models_of_provider(slug, settings) for slug in providers))

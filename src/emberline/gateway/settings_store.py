@@ -1,7 +1,7 @@
 """SettingsStore: the complete settings of every gateway.
 
 They combine the gateway's own settings, from the configuration file or the store, with the custom providers, budgets,
-routes and prices of its account. StoreVersionWatch says how soon a change is seen.
+routes and prices of its account. StoreVersionWatch decides how soon a change takes effect.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SettingsStore:
         *,
         require_keys: bool = False,
     ) -> None:
-        """`configured` gateways come from the configuration file; the store cannot change them.
+        """`configured`: the gateways of the configuration file, which the store cannot change.
 
-        `require_keys`: every gateway requires a key, whatever its settings say.
+        `require_keys`: every gateway requires a key, even if its settings do not.
         """
         self._require_keys = require_keys
         self._configured = configured
@@ -117,7 +117,7 @@ def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _read_stored_settings(document: Document) -> GatewaySettings:
-    """Return the stored settings with public provider addresses required.
+    """Return the stored settings, in which provider addresses are restricted to public ones.
 
     A user of the management API is not the operator, and must not reach private addresses.
     """
@@ -143,21 +143,21 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def read_configured_gateways(config: Mapping[str, Any], engine_url: str) -> dict[tuple[str, str], GatewaySettings]:
-    """Return the gateways of the `[gateways.NAME]` tables, and always the default gateway.
+    """Return the gateways of the `[gateways.NAME]` tables, and always a default gateway.
 
     Raise InvalidRequest if a table has an invalid value or names a provider key that cannot be read.
     """
     tables = config.get("gateways", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise InvalidRequest(
-            "gateways in the configuration must be tables", param="gateways", hint="write [gateways.NAME] tables"
+            "gateways in the configuration file must be tables", param="gateways", hint="write [gateways.NAME] tables"
         )
     gateways = {}
     for name, table in {DEFAULT_NAME: {}, **tables}.items():
         settings = GatewaySettings.parse({"gateway": name, **table})
         if settings.gateway != name:
             raise InvalidRequest(
-                f"the table [gateways.{name}] has gateway = {settings.gateway[:80]!r}, which is another name",
+                f"gateway in the table [gateways.{name}] must be {name!r}, not {settings.gateway[:80]!r}",
                 param="gateway",
                 hint="leave `gateway` out of the table",
             )
@@ -171,7 +171,7 @@ def read_configured_gateways(config: Mapping[str, Any], engine_url: str) -> dict
 
 
 def with_engine_provider(settings: GatewaySettings, engine_url: str) -> GatewaySettings:
-    """Return the settings with the provider `emberline` at `engine`, unless they define that provider."""
+    """Return the settings with a provider `emberline` at `engine_url`, unless they define a provider of that name."""
     if "emberline" in settings.providers:
         return settings
     default = {"emberline": ProviderSettings(base_url=engine_url)}

@@ -1,7 +1,8 @@
-"""BudgetUsageEndpoints: how much of each budget is used now, as the limiter counts it.
+"""BudgetUsageEndpoints: how much of each budget is used now, as counted by the limiter.
 
-A budget is counted separately for every gateway and, if it has `split`, for each value. Only the log has the values:
-those of its newest records are listed.
+Every gateway has its own count of a budget. A budget with `split` has a separate count for each value of the split
+attribute, for example for each user. The limiter cannot list these values, so they are taken from the newest log
+records.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class BudgetUsageEndpoints:
         ]
 
     async def list_usage(self, request: AdminRequest) -> Listing:
-        """Return the usage of all budgets, the most used one first."""
+        """Return the usage of all budgets, sorted by the used share, highest first."""
         now, only_gateway = self._context.now_ms(), request.query.get("gateway", "")
         rules = {gateway: rules for gateway, rules in (await self._rules_by_gateway(request.account)).items() if rules}
         has_split = any(rule.split for of_gateway in rules.values() for rule in of_gateway)
@@ -63,7 +64,7 @@ class BudgetUsageEndpoints:
         return Listing(sorted(views, key=lambda view: view.used / max(1, view.limit), reverse=True))
 
     async def _rules_by_gateway(self, account: str) -> dict[str, list[LimitRule]]:
-        """Return the rules of each gateway: its own budgets and the account's budgets for it."""
+        """Return the budget rules that apply to each gateway: the gateway's own and those of the account."""
         found = {name: settings for (owner, name), settings in self._context.configured.items() if owner == account}
         for document in await self._context.list_all("gateway", account):
             found.setdefault(document.id, decode_json(document.body, GatewaySettings))
@@ -76,7 +77,7 @@ class BudgetUsageEndpoints:
     async def _budget_views(
         self, full_name: str, gateway: str, rules: Iterable[LimitRule], records: Sequence[LogRecord], now: int
     ) -> list[BudgetUsageView]:
-        """`full_name`: account/gateway, as limits name a gateway."""
+        """Return the usage of one gateway's budgets. `full_name` is ACCOUNT/GATEWAY, the name that limits use."""
         claims: list[Claim] = []
         splits: list[dict[str, str]] = []
         for rule in rules:
@@ -93,7 +94,10 @@ def _budget_rules_for_gateway(budgets: Iterable[AccountBudget], gateway: str) ->
 
 
 def _split_combinations(rule: LimitRule, full_name: str, records: Sequence[LogRecord]) -> list[dict[str, str]]:
-    """Return the combinations of `split` values that a rule counts separately, newest first; [{}] without `split`."""
+    """Return the values of the rule's `split` attributes that occur in the records, newest first.
+
+    Return [{}] for a rule without `split`.
+    """
     if not rule.split:
         return [{}]
     found: dict[tuple[str, ...], None] = {}
@@ -105,7 +109,7 @@ def _split_combinations(rule: LimitRule, full_name: str, records: Sequence[LogRe
 
 
 def _record_attributes(record: LogRecord, full_name: str) -> dict[str, str]:
-    """Return the attributes of a record that rules can split by; compare limits/claims.py."""
+    """Return the attributes of a log record that rules can split by, named as in limits/claims.py."""
     attributes = {"gateway": full_name, "key": record.key_id, "user": record.user}
     attributes |= {"model": record.model, "provider": record.provider}
     for name, value in record.metadata.items():

@@ -1,4 +1,4 @@
-"""CatalogueEndpoints: the known providers, and the models of the price catalogue."""
+"""CatalogueEndpoints: lists the known providers and the models of the price catalogue."""
 
 from __future__ import annotations
 

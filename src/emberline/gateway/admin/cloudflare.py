@@ -1,7 +1,7 @@
-"""The management API with Cloudflare's paths, names, pages and envelope, over the same store.
+"""The management API in Cloudflare's form: the same data under Cloudflare's paths, field names and reply envelope.
 
-Fields for features that the gateway does not have (log push, a limit of log rows, ...) are accepted only with the value
-that turns the feature off.
+A field of a feature that this gateway lacks, such as log push, is accepted only with the value that disables the
+feature.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}  # HTTP status -> Cloudf
 
 
 class PagedResult(msgspec.Struct, frozen=True):
-    """A result with a `result_info` beside it."""
+    """A list of results. The reply contains the page numbers in `result_info`."""
 
     result: list[Any]
     info: dict[str, Any]
 
 
 class NamedResult(msgspec.Struct, frozen=True):
-    """A result that Cloudflare's clients also expect under another name."""
+    """A result that the reply contains twice: as `result` and as the field `name`, which Cloudflare's clients read."""
 
     name: str
     result: Any
@@ -84,14 +84,17 @@ class CloudflareGatewaySpec(StrictStruct, frozen=True, kw_only=True):
         )
 
     def _changed_limit_rules(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
-        """Return the rules with the rate limit changed; a limit of 0 removes it."""
+        """Return the gateway's limit rules with Cloudflare's rate limit changed.
+
+        A limit of 0 removes the rate limit.
+        """
         rule = _rate_limit_rule(old)
         limit = _new_or_old(self.rate_limiting_limit, rule.get("limit", 0))
         interval = _new_or_old(self.rate_limiting_interval, rule.get("per", 0))
         technique = _new_or_old(self.rate_limiting_technique, rule.get("technique", "fixed"))
         if bool(limit) != bool(interval):
             raise InvalidRequest(
-                f"a rate limit needs both values: rate_limiting_limit is {limit}, rate_limiting_interval is {interval}",
+                f"rate_limiting_limit and rate_limiting_interval must be set together, not {limit} and {interval}",
                 param=RATE_LIMIT_RULE,
                 hint="set both above 0, or both to 0 for no limit",
             )
@@ -162,7 +165,7 @@ class CloudflareEndpoints:
     async def create_gateway(self, request: AdminRequest) -> dict[str, Any]:
         spec = request.decode_body(CloudflareGatewaySpec)
         if spec.id is None:
-            raise InvalidRequest("the new gateway has no id", param="id", hint="set id, the gateway's name")
+            raise InvalidRequest("id must be set for a new gateway", param="id", hint="set id to the gateway's name")
         create = with_path_parameters(request, {"gateway": spec.id}, spec.apply_to(GatewaySettings(logs=LogSettings())))
         return gateway_view(await self._gateways.create(create))
 
@@ -208,7 +211,10 @@ class CloudflareEndpoints:
         return PagedResult([record_view(each) for each in records], info)
 
     async def edit_log(self, request: AdminRequest) -> dict[str, Any]:
-        """Add feedback. Unlike LogEndpoints.patch it accepts a body without fields, which changes nothing."""
+        """Add feedback to a log record.
+
+        A body without fields changes nothing, whereas LogEndpoints.patch rejects such a body.
+        """
         return await (
             self._logs.get(request)
             if request.decode_body(FeedbackSpec) == FeedbackSpec()
@@ -216,7 +222,7 @@ class CloudflareEndpoints:
         )
 
     async def _saved_filters(self, request: AdminRequest, gateway: str) -> list[log_query.CloudflareFilter]:
-        """Return the filters of the dataset that the query names."""
+        """Return the stored filters of the dataset that the query parameter `dataset` names."""
         if not (id := request.query.get("dataset")):
             return []
         document = await self._context.get_document("dataset", request.account, f"{gateway}/{id}")
@@ -276,7 +282,7 @@ def provider_view(stored: StoredView) -> dict[str, Any]:
 
 
 def success_envelope(result: Any) -> dict[str, Any]:
-    """Return Cloudflare's envelope for a result, with the extra fields of PagedResult and NamedResult."""
+    """Return Cloudflare's reply envelope with the result, and with the extra fields of PagedResult and NamedResult."""
     success = {"success": True, "errors": [], "messages": []}
     if isinstance(result, PagedResult):
         return {**success, "result": result.result, "result_info": result.info}
@@ -294,13 +300,13 @@ def error_envelope(error: EmberlineError) -> dict[str, Any]:
 
 
 def with_path_parameters(request: AdminRequest, added_parameters: dict[str, str], body: Any = None) -> AdminRequest:
-    """Return the request with more path parameters and, unless it is None, another body."""
+    """Return a copy of the request with more path parameters and, unless `body` is None, a new body."""
     raw = request.body if body is None else msgspec.json.encode(body)
     return replace(request, path_parameters={**request.path_parameters, **added_parameters}, body=raw)
 
 
 def paged_result(request: AdminRequest, all_items: Sequence[Any]) -> PagedResult:
-    """Return the page of `found` that the query asks for by number."""
+    """Return the page of `all_items` that the query parameters page and per_page select."""
     page, per_page = read_page_parameters(request, 20)
     items = list(all_items[(page - 1) * per_page : page * per_page])
     return PagedResult(items, {"count": len(items), "page": page, "per_page": per_page, "total_count": len(all_items)})
@@ -312,7 +318,7 @@ def read_page_parameters(request: AdminRequest, default_per_page: int) -> tuple[
 
 
 def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
-    """Decode `headers` of a custom provider, which Cloudflare's clients send as a string of JSON."""
+    """Return the request with `headers` decoded, which Cloudflare's clients send as a string of JSON."""
     body = request.decode_body(dict[str, Any])
     if not isinstance(headers := body.get("headers"), str):
         return request
@@ -321,7 +327,7 @@ def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
     except JSON_DECODE_ERRORS as e:
         hint = 'send an object such as {"x-name": "value"}, or the same as a string'
         raise InvalidRequest(
-            f"headers is {headers[:80]!r}, which is not a JSON object of strings: {e}", param="headers", hint=hint
+            f"headers must be a JSON object of strings, not {headers[:80]!r}: {e}", param="headers", hint=hint
         ) from e
     return with_path_parameters(request, {}, {**body, "headers": found})
 

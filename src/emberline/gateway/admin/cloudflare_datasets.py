@@ -1,6 +1,6 @@
-"""DatasetEndpoints: Cloudflare's datasets, which are stored filters of a gateway's log.
+"""DatasetEndpoints: Cloudflare's datasets. A dataset is a stored set of filters for a gateway's log.
 
-The log is read through a dataset with the query parameter `dataset=ID`.
+The query parameter `dataset=ID` applies these filters when the log is read.
 """
 
 from __future__ import annotations

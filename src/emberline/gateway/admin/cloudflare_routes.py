@@ -1,7 +1,7 @@
 """CloudflareRouteEndpoints: dynamic routes, their versions and deployments, at Cloudflare's paths.
 
-Routes belong to the account and name the gateways that they apply to; below a gateway only its routes are visible. The
-id of a route is its name.
+A route belongs to the account and lists the gateways that it applies to. A path below a gateway shows only the routes
+of that gateway. The name of a route is also its id.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class CloudflareRouteEndpoints:
         if await self._context.store.get("route", request.account, name) is not None:
             raise Conflict(
                 f"account {request.account!r} has a route {name!r} already",
-                hint="choose another name: all gateways of an account share the names of routes",
+                hint="choose a different name: all gateways of an account share the names of routes",
             )
         route = RouteSpec(elements=_read_elements(spec.elements), gateways=(_gateway_in_path(request),))
         create = with_path_parameters(request, {"route": name}, route)
@@ -123,7 +123,9 @@ class CloudflareRouteEndpoints:
         document, name = await self._route_document(request), check_name(request.decode_body(RouteRename).name, "name")
         if name != document.id:
             if await self._context.store.get("route", request.account, name) is not None:
-                raise Conflict(f"account {request.account!r} has a route {name!r} already", hint="choose another name")
+                raise Conflict(
+                    f"account {request.account!r} has a route {name!r} already", hint="choose a different name"
+                )
             await self._move_to_name(request, document, name)
         return NamedResult("route", await self.get(with_path_parameters(request, {"route": name})))
 
@@ -175,7 +177,10 @@ class CloudflareRouteEndpoints:
         return await self.get(request)
 
     async def _route_view(self, request: AdminRequest, document: Document, version: RouteVersion | None = None) -> Json:
-        """Return the route with this version; by default with the deployed or else the newest one."""
+        """Return the JSON of a route with this version.
+
+        The default is the deployed version, or the newest version if none is deployed.
+        """
         route = decode_route(document)
         first = await self._route_version(request, document, 1)
         version = version or await self._route_version(request, document, route.deployed or route.latest)
@@ -193,14 +198,17 @@ class CloudflareRouteEndpoints:
         }
 
     async def _route_document(self, request: AdminRequest) -> Document:
-        """Return the route. Raise NotFound if it does not apply to the gateway of the path."""
+        """Return the document of the route in the path.
+
+        Raise NotFound if the route does not apply to the gateway in the path.
+        """
         document = await self._routes.get_document(request)
         if not _applies_to(
             await self._route_version(request, document, decode_route(document).latest), _gateway_in_path(request)
         ):
             raise NotFound(
                 f"gateway {_gateway_in_path(request)!r} has no route {document.id[:80]!r}",
-                hint="the account's route of this name applies to other gateways only",
+                hint="list the gateway's routes; a route of this name may apply to other gateways",
             )
         return document
 
@@ -230,7 +238,7 @@ def _named_page(request: AdminRequest, field_name: str, all_items: list[Json]) -
 
 
 def _stored_deployments(document: Document) -> tuple[Deployment, ...]:
-    """Return the deployments, oldest first. Documents of earlier releases have only the last one."""
+    """Return a route's deployments, oldest first. Documents of earlier releases contain only the last deployment."""
     route = decode_route(document)
     if route.deployed is None or route.deployments:
         return route.deployments
@@ -257,12 +265,14 @@ def _version_view(version: RouteVersion, route: StoredRoute) -> Json:
 
 def _read_version_id(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text) <= 8:
-        raise NotFound(f"the route has no version {text[:80]!r}", hint="a version_id is a number from 1")
+        raise NotFound(
+            f"version_id must be a version number from 1, not {text[:80]!r}", hint="list the route's versions"
+        )
     return int(text)
 
 
 def _read_elements(elements: list[Json]) -> tuple[Element, ...]:
-    """Return the elements of a route from those of Cloudflare's SDK."""
+    """Convert the elements of a route from the JSON of Cloudflare's SDK."""
     renamed = []
     for element in elements:
         kind = element.get("type")
@@ -272,7 +282,7 @@ def _read_elements(elements: list[Json]) -> tuple[Element, ...]:
 
 
 def _to_sdk_element(element: Element) -> Json:
-    """Return an element with the names of Cloudflare's SDK."""
+    """Convert an element of a route to the JSON of Cloudflare's SDK."""
     view: Json = msgspec.to_builtins(element)
     view = _rename_properties(view, lambda names: {ours: sdk for sdk, ours in names.items()})
     if view["type"] == "end":
@@ -281,7 +291,10 @@ def _to_sdk_element(element: Element) -> Json:
 
 
 def _rename_properties(element: Json, orient_names: Callable[[dict[str, str]], dict[str, str]]) -> Json:
-    """Rename properties. `direction` returns its argument, SDK names -> our names, or the inverse."""
+    """Return the element with its properties renamed between Cloudflare's SDK and this API.
+
+    `orient_names` receives the table from SDK names to our names, and returns that table or its inverse.
+    """
     names = orient_names(_PROPERTIES.get(str(element.get("type")), {}))
     properties = element.get("properties")
     if not isinstance(properties, dict):

@@ -38,9 +38,10 @@ class DocumentEndpoints(Generic[T]):
         id_parameters: str,
         check_value: Callable[[T, AdminRequest], Awaitable[T]],
     ) -> None:
-        """`path`: part of the URL, such as budgets; `id`: path parameters, such as budget or provider/model.
+        """`path_name`: part of the URL, such as budgets.
 
-        `check` returns the value to store, or raises InvalidRequest.
+        `id_parameters`: the path parameters that form a document's id. Examples of `id_parameters` are budget and
+        provider/model. `check_value` returns the value to store, or raises InvalidRequest.
         """
         self._context = context
         self._kind = kind
@@ -70,7 +71,7 @@ class DocumentEndpoints(Generic[T]):
         ]
 
     def document_id(self, request: AdminRequest) -> str:
-        """Return the document's id, made from the path parameters."""
+        """Return the document's id, joined from the path parameters."""
         return "/".join(
             request.path_parameters[part.rstrip("*")]
             if part.endswith("*")
@@ -123,7 +124,7 @@ class DocumentEndpoints(Generic[T]):
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): objects are merged, null removes, every other value replaces."""
+    """Apply a JSON merge patch (RFC 7396): objects are merged, null removes a field, other values replace it."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}

@@ -1,4 +1,7 @@
-"""Endpoints for gateway keys and provider keys. A secret is shown or received only once."""
+"""Endpoints for gateway keys and provider keys.
+
+The secret of a gateway key is shown only when the key is created. The secret of a provider key is never shown.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ class KeyEndpoints:
     def _check_key_spec(self, spec: KeySpec) -> None:
         if spec.expires is not None and spec.expires <= self._context.now_ms():
             raise InvalidRequest(
-                f"expires is {spec.expires}, which is in the past",
+                f"expires must be in the future, not {spec.expires}",
                 param="expires",
                 hint="give a future time in milliseconds since 1970",
             )
@@ -126,7 +129,7 @@ class ProviderKeyEndpoints:
         key_id, secret = _provider_key_id(request), request.decode_body(ProviderKeySpec).secret
         if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
             raise InvalidRequest(
-                f"the key for {key_id.id!r} has spaces around it, line breaks or characters that are not ASCII",
+                f"secret of provider key {key_id.id!r} must be ASCII without line breaks and surrounding spaces",
                 param="secret",
                 hint="copy the key again, without spaces and line breaks",
             )

@@ -1,4 +1,4 @@
-"""LogEndpoints: the request log and the rollups."""
+"""LogEndpoints: reads, exports, rates and deletes log records, and reads rollups (sums over many records)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ class LogEndpoints:
         before = request.query.get("before", "")
         if before and (len(before) != 32 or not set(before) <= _HEX):
             raise InvalidRequest(
-                f"before is {before[:80]!r}, which is not a cursor", param="before", hint="use the cursor of a page"
+                f"before must be the cursor of a page, not {before[:80]!r}",
+                param="before",
+                hint="copy `cursor` of the last page",
             )
         filters = log_query.parse_filters(request, gateway, extra_filters)
         return await self._context.store.read_page(filters, before=before, limit=limit, timeout_s=timeout_s)
@@ -131,10 +133,10 @@ class LogEndpoints:
     async def read_sorted_page(
         self, request: AdminRequest, gateway: str, limit: int, extra_filters: Sequence[log_query.CloudflareFilter] = ()
     ) -> RecordPage:
-        """Return the first page in the order of the query's order_by and order_by_direction.
+        """Return the first page of log records in the order of the query parameters order_by and order_by_direction.
 
-        For another order than by time, newest first, all matching records are read and sorted. Raise InvalidRequest if
-        they are too many.
+        The store sorts only by time, newest first. For any other order all matching records are read and sorted here.
+        Raise InvalidRequest if too many records match.
         """
         order_by, direction = _read_order(request)
         if (order_by, direction) == ("created_at", "desc"):
@@ -142,8 +144,8 @@ class LogEndpoints:
         page = await self.read_page(request, gateway, MAX_SORTED_RECORDS, extra_filters, SORT_TIMEOUT_S)
         if page.has_more:
             raise InvalidRequest(
-                f"the records cannot be sorted by {order_by} {direction}: more than {MAX_SORTED_RECORDS} match the"
-                " filters, or they cannot be read in time",
+                f"log records cannot be sorted by {order_by} {direction}: more than {MAX_SORTED_RECORDS} records"
+                " match, or reading them takes too long",
                 param="order_by",
                 hint="narrow start_date and end_date, or order by created_at desc",
             )
@@ -151,7 +153,7 @@ class LogEndpoints:
         return RecordPage(records[:limit], len(records) > limit)
 
     async def erase_records(self, request: AdminRequest) -> EraseResult:
-        """Delete the first matching records, at most one page. The audit entry has the query."""
+        """Delete the first matching log records, at most one page. The audit entry contains the query."""
         filters = log_query.parse_filters(request, _gateway_in_path(request) or request.query.get("gateway", ""))
         limit = request.int_parameter("limit", MAX_ERASED_RECORDS, 1, MAX_ERASED_RECORDS)
         if _read_order(request) == ("created_at", "desc"):
@@ -163,9 +165,10 @@ class LogEndpoints:
         return EraseResult(len(page.records), page.has_more)
 
     def export_lines(self, request: AdminRequest) -> AsyncIterator[bytes]:
-        """Return all matching records as JSON lines, newest first, one page per item.
+        """Return all matching log records as JSON lines, newest first.
 
-        Raise InvalidRequest at once if a filter is invalid.
+        Each item of the iterator has the lines of one page. Raise InvalidRequest at once, before the first item is
+        read, if a filter is invalid.
         """
         return self._read_json_lines(log_query.parse_filters(request, request.query.get("gateway", "")))
 
@@ -181,7 +184,7 @@ class LogEndpoints:
             before = page.cursor
 
     async def reject_json_reply(self, request: AdminRequest) -> None:
-        raise AssertionError("an export is read with AdminAPI.export")
+        raise AssertionError("AdminAPI.handle was called for an export, which only AdminAPI.export can answer")
 
     async def get(self, request: AdminRequest) -> dict[str, Any]:
         return record_view(await self._find_record(request))
@@ -189,7 +192,9 @@ class LogEndpoints:
     async def patch(self, request: AdminRequest) -> dict[str, Any]:
         spec = request.decode_body(FeedbackSpec)
         if spec == FeedbackSpec():
-            raise InvalidRequest("the body has no field to change", hint="set feedback, score or metadata")
+            raise InvalidRequest(
+                "the body must contain feedback, score or metadata", hint="set at least one of these fields"
+            )
         feedback = Feedback(spec.feedback, spec.score, dict(spec.metadata) if spec.metadata is not None else None)
         new = await self._context.store.add_feedback(
             request.account, _gateway_in_path(request), _record_id(request), feedback
@@ -213,15 +218,14 @@ class LogEndpoints:
         dimension = next((each for each in DIMENSION_UNITS if each == request.query.get("dimension", "all")), None)
         if dimension is None:
             raise InvalidRequest(
-                f"dimension is {request.query['dimension'][:40]!r}; it must be one of {', '.join(DIMENSION_UNITS)}",
+                f"dimension must be one of {', '.join(DIMENSION_UNITS)}, not {request.query['dimension'][:40]!r}",
                 param="dimension",
             )
         units = DIMENSION_UNITS[dimension]
         unit = next((each for each in units if each == request.query.get("unit", units[-1])), None)
         if unit is None:
             raise InvalidRequest(
-                f"unit is {request.query['unit'][:40]!r}; with dimension={dimension} it must be one of"
-                f" {', '.join(units)}",
+                f"unit must be one of {', '.join(units)} for dimension={dimension}, not {request.query['unit'][:40]!r}",
                 param="unit",
             )
         now = self._context.now_ms()
@@ -255,15 +259,15 @@ class LogEndpoints:
         if found is None:
             raise NotFound(
                 f"log record {request.path_parameters['id'][:80]!r} does not exist or has no stored bodies",
-                hint="bodies are stored if logs.payloads is true and neither zdr nor the request forbids it",
+                hint="bodies are stored if logs.payloads is true, unless zdr or the request disables it",
             )
         return found.request, found.response
 
 
 def record_view(record: LogRecord) -> dict[str, Any]:
-    """Return a record with Cloudflare's names where it has some.
+    """Return a log record as JSON, with Cloudflare's field names where Cloudflare has the field.
 
-    `micros` is the exact cost; `cost` is the same in dollars, for display.
+    `micros` is the exact cost in micro-dollars. `cost` is the same amount in dollars, for display.
     """
     usage = record.usage
     fields = msgspec.to_builtins(record)
@@ -284,7 +288,10 @@ def record_view(record: LogRecord) -> dict[str, Any]:
 
 
 def rollup_cell_view(cell: RollupCell, with_percentiles: bool) -> dict[str, Any]:
-    """Return a cell; `wide`: with percentiles of its histograms."""
+    """Return the JSON of a rollup cell (one row of summed usage).
+
+    `with_percentiles`: include percentiles computed from the cell's histograms.
+    """
     fields: dict[str, Any] = {"start": cell.start, "value": cell.value, **dict(zip(SUMS, cell.counts, strict=False))}
     if with_percentiles:
         for what, buckets in (("duration", DURATION_BUCKETS), ("first_byte", FIRST_BYTE_BUCKETS)):
@@ -297,12 +304,12 @@ def _read_order(request: AdminRequest) -> tuple[str, str]:
     order_by = request.query.get("order_by", "created_at")
     if order_by not in _SORT_KEYS:
         raise InvalidRequest(
-            f"order_by is {order_by[:40]!r}; it must be one of {', '.join(_SORT_KEYS)}", param="order_by"
+            f"order_by must be one of {', '.join(_SORT_KEYS)}, not {order_by[:40]!r}", param="order_by"
         )
     direction = request.query.get("order_by_direction", request.query.get("direction", "desc"))
     if direction not in ("asc", "desc"):
         raise InvalidRequest(
-            f"order_by_direction is {direction[:40]!r}; it must be asc or desc", param="order_by_direction"
+            f"order_by_direction must be asc or desc, not {direction[:40]!r}", param="order_by_direction"
         )
     return order_by, direction
 
@@ -323,7 +330,7 @@ def _record_not_found(request: AdminRequest) -> NotFound:
 
 
 def _decode_json_or_text(payload: bytes) -> Any:
-    """Return decoded JSON; else the payload as text."""
+    """Return the payload as decoded JSON, or as text if the payload is not JSON."""
     try:
         return msgspec.json.decode(payload)
     except JSON_DECODE_ERRORS:

@@ -1,6 +1,7 @@
-"""RouteEndpoints: routes, which are named graphs with immutable versions.
+"""RouteEndpoints: dynamic routes.
 
-A deployment sets the number of the version in use; a rollback sets the number that was deployed before.
+A route is a named graph of models and conditions with immutable versions. Requests use the deployed version. A rollback
+deploys the version that was deployed before.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class RouteEndpoints:
         route = decode_route(document)
         if not route.history:
             raise Conflict(
-                f"route {document.id!r} cannot be rolled back: it has no earlier deployment",
+                f"route {document.id!r} cannot be rolled back because no earlier version was deployed",
                 hint="deploy a version with POST /deploy",
             )
         version, history = route.history[-1], route.history[:-1]
@@ -144,7 +145,10 @@ class RouteEndpoints:
         return {"id": document.id, "deleted": True}
 
     async def _read_route_spec(self, request: AdminRequest) -> tuple[str, RouteSpec]:
-        """Return the route's name and the checked new version. Raise InvalidRequest if it is invalid."""
+        """Return the route's name and the new version in the request's body.
+
+        Raise InvalidRequest if the version is invalid.
+        """
         name, spec = check_name(request.path_parameters["route"], "route"), request.decode_body(RouteSpec)
         RouteGraph(elements=spec.elements).validate()
         known = await self._account_providers(request.account)
@@ -158,7 +162,7 @@ class RouteEndpoints:
         return name, spec
 
     async def _account_providers(self, account: str) -> set[str]:
-        """Return the providers that at least one gateway of the account has."""
+        """Return the slugs of all known providers and of the providers that a gateway of the account defines."""
         stored = [decode_json(each.body, GatewaySettings) for each in await self._context.list_all("gateway", account)]
         configured = [settings for (owner, _), settings in self._context.configured.items() if owner == account]
         return {POOL, *PROVIDERS_BY_SLUG, *(slug for each in (*stored, *configured) for slug in each.providers)}
@@ -196,7 +200,7 @@ class RouteEndpoints:
 
 
 def append_deployment(route: StoredRoute, version: int, now: int) -> tuple[Deployment, ...]:
-    """Return the route's deployments with a new one at the end."""
+    """Return the route's deployments with a new deployment of `version` appended."""
     number = route.deployments[-1].number + 1 if route.deployments else len(route.history) + 1
     return (*route.deployments, Deployment(number=number, version=version, at=now))[-MAX_DEPLOYMENTS:]
 
@@ -207,7 +211,7 @@ def version_document_id(name: str, number: int) -> str:
 
 def _read_version_number(text: str) -> int:
     if not text.isdecimal() or len(text) > 8:
-        raise InvalidRequest(f"version {text[:80]!r} is not a version number", param="version")
+        raise InvalidRequest(f"version must be a version number from 1, not {text[:80]!r}", param="version")
     return int(text)
 
 

@@ -1,6 +1,6 @@
-"""BodySummary: what the layers need to know about a large request body.
+"""BodySummary: facts about a large request body that the layers need.
 
-It is computed once, in another process, so that no layer decodes a large body on the event loop.
+The summary is computed once, in a child process, so that no layer decodes the large body on the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BodySummary(msgspec.Struct, frozen=True):
 
 
 def summarize_body(body: bytes) -> BodySummary:
-    """Return the summary of a body, valid or not."""
+    """Return the summary of a request body, which may be invalid JSON."""
     fields, error = None, ""
     try:
         fields = _without_large_values(read_body_fields(body))
@@ -36,7 +36,7 @@ def summarize_body(body: bytes) -> BodySummary:
 
 
 def _without_large_values(fields: BodyFields) -> BodyFields:
-    """Return the fields without values of invalid types, which may be large to copy between processes."""
+    """Return the fields without values of unexpected types, which could be too large to copy between processes."""
     return BodyFields(
         *(_drop_large_value(getattr(fields, name), keeps_objects=True) for name in BodyFields.__struct_fields__)
     )

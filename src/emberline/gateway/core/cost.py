@@ -1,7 +1,8 @@
 """The cost of a request in whole micro-dollars (1 USD = 1,000,000), from a `Usage` and a `Price`.
 
 Every input token is billed exactly once: as read from a cache, written to a cache, audio, image, or text. An unknown
-price is None, and so is a cost that needs it; a price of 0 is a known price (self-hosted models).
+price is None, and a cost that depends on an unknown price is None. A price of 0 is a known price, for example of a
+self-hosted model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Micro-dollars per million tokens. Cached, audio and image tokens without a price cost `input`."""
+    """Prices in micro-dollars per million tokens.
+
+    Cached, audio and image tokens without a price of their own cost as much as `input`.
+    """
 
     input: int
     output: int
@@ -29,14 +33,14 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class LongPrice:
-    """The price of a whole request whose input is longer than `above` tokens."""
+    """The price of all tokens of a request whose input is longer than `above` tokens."""
 
     above: int
     price: Price
 
 
 def compute_cost(usage: Usage, price: Price | None) -> int | None:
-    """Return the cost in micro-dollars, or None if the price is unknown. It is rounded half up once."""
+    """Return the cost in micro-dollars, or None if the price is unknown. The total is rounded once, half up."""
     if price is None:
         return None
     if price.long is not None and usage.input > price.long.above:
@@ -52,7 +56,7 @@ def compute_cost(usage: Usage, price: Price | None) -> int | None:
 
 
 def _separately_priced_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
-    """Return tokens and price of each kind of input that may have its own price."""
+    """Return the token count and the price of each kind of input that may have its own price (cached, audio, image)."""
     long = price.cache_write if price.cache_write_long is None else price.cache_write_long
     return (
         (usage.cached_read, price.cached_read),

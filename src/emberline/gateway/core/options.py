@@ -1,7 +1,7 @@
 """RequestOptions: options of one request, set in `cf-aig-*` headers and `x-emberline-continue`.
 
-An option that is not set is None. Options of a step override those of the request, and these override the gateway's
-settings. An invalid value is an error and never replaced by a default.
+An option that is not set is None. Options of a step (one provider and model to try) override the request's options,
+which override the gateway's settings. An invalid value is rejected, never replaced by a default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Metadata: TypeAlias = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class CustomCost:
-    """A cost set by the client in place of the catalogue's: a price, or the cost of the whole request."""
+    """A cost set by the client instead of the catalogue price: a price per token, or the cost of the whole request."""
 
     price: Price | None = None
     micros: int | None = None  # micro-dollars
@@ -64,9 +64,9 @@ class RequestOptions:
 
     @staticmethod
     def from_headers(headers: Mapping[str, str]) -> RequestOptions:
-        """Return the options in the headers of a request or a step; header names are in lower case.
+        """Read the options from the headers of a request or of a step.
 
-        Raise InvalidRequest if a value is invalid.
+        Header names must be in lower case. Raise InvalidRequest if a value is invalid.
         """
         if _HEADERS.keys().isdisjoint(headers):
             return NO_OPTIONS
@@ -76,11 +76,11 @@ class RequestOptions:
                 try:
                     values[field] = read(text.strip())
                 except ValueError as e:
-                    raise InvalidRequest(f"the header {name} is {text[:80]!r}: {e}", param=name) from e
+                    raise InvalidRequest(f"header {name} has the invalid value {text[:80]!r}: {e}", param=name) from e
         return RequestOptions(**values)
 
     def merged_over(self, defaults: RequestOptions) -> RequestOptions:
-        """Return these options, completed with those of `defaults` where they are not set."""
+        """Return a copy of these options. An option that is not set here takes its value from `defaults`."""
         merged = {
             f.name: getattr(defaults if getattr(self, f.name) is None else self, f.name) for f in fields(RequestOptions)
         }
@@ -105,7 +105,7 @@ def _integer_reader(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 def _milliseconds_reader(minimum: int, maximum: int) -> Callable[[str], float]:
-    """Return a reader of milliseconds that returns seconds."""
+    """Return a function that parses a number of milliseconds and returns seconds."""
     read = _integer_reader(minimum, maximum)
     return lambda text: read(text) / 1e3
 
@@ -155,14 +155,14 @@ def _read_ttl_s(text: str) -> int:
 
 
 def _read_ttl_ms(text: str) -> int:
-    """Return seconds: the older header is in milliseconds."""
+    """Parse a time to live in milliseconds, the unit of an older header, and return seconds."""
     return _read_ttl_s(str(_integer_reader(0, MAX_CACHE_TTL_S * 1000)(text) // 1000))
 
 
 def _read_metadata(text: str) -> Metadata:
     found = _read_json_object(text)
     if len(found) > MAX_METADATA_ENTRIES:
-        raise ValueError(f"the object has {len(found)} entries; at most {MAX_METADATA_ENTRIES} are allowed")
+        raise ValueError(f"the object must have at most {MAX_METADATA_ENTRIES} entries, not {len(found)}")
     for name, value in found.items():
         if not isinstance(value, str | int | float | bool):
             raise ValueError(f"the value of {name[:40]!r} must be a string, a number or a boolean")
@@ -184,24 +184,30 @@ def _read_custom_cost(text: str) -> CustomCost:
 
 
 def _read_scaled_dollars(value: object, decimal_places: int) -> int:
-    """Return dollars times 10**scale, rounded half up. Decimal, because a float is not exact."""
+    """Return dollars times 10**decimal_places, rounded half up.
+
+    Decimal arithmetic is used because floats are inexact.
+    """
     try:
         scaled = Decimal(str(value)).scaleb(decimal_places)
         if isinstance(value, bool) or not scaled.is_finite() or not 0 <= scaled < 10**18:
-            raise ValueError(f"the cost {str(value)[:40]!r} must be a number of dollars, 0 or more")
+            raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}")
     except InvalidOperation:
-        raise ValueError(f"the cost {str(value)[:40]!r} must be a number of dollars, 0 or more") from None
+        raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}") from None
     return int(scaled.to_integral_value("ROUND_HALF_UP"))
 
 
 def _read_json_object(text: str) -> dict[str, Any]:
-    """Decode a header. Servers decode headers as Latin-1, and JSON is UTF-8, so it is decoded again."""
+    """Decode a JSON object in a header.
+
+    Servers decode header bytes as Latin-1, so the text is first converted back to bytes and decoded as UTF-8.
+    """
     with suppress(UnicodeError):
         text = text.encode("latin-1").decode()
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
     except JSON_DECODE_ERRORS as e:
-        raise ValueError(f"the value must be a JSON object ({e})") from e
+        raise ValueError(f"the value must be a JSON object: {e}") from e
     return found
 
 

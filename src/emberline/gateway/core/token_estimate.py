@@ -1,6 +1,6 @@
-"""Estimates of a request's input tokens, for use before the provider has counted them.
+"""Estimates the number of input tokens of a request.
 
-They are needed before a request is sent, and for a stream that broke off before its usage arrived.
+The estimate is used before the request is sent, and for a stream that broke off before the provider reported its usage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ MAX_WORD_CHARS = 2000  # a longer string without spaces is encoded data, not tex
 
 
 def estimate_input_tokens(body: bytes) -> int:
-    """Return an estimate of at least 1. The JSON syntax stands for the tokens that chat templates add."""
+    """Return the estimated number of input tokens, at least 1.
+
+    The bytes of JSON syntax count as text, which makes up for the tokens that chat templates add.
+    """
     if len(body) < MAX_WORD_CHARS:
         return max(1, len(body) // BYTES_PER_TOKEN)
     try:
@@ -28,7 +31,7 @@ def estimate_input_tokens(body: bytes) -> int:
 
 
 def _overestimate_for_data(value: Any) -> int:
-    """Return the tokens by which the estimate by bytes is too high for images and other encoded data."""
+    """Return the number of tokens by which the estimate from bytes is too high for images and other encoded data."""
     match value:
         case str() if len(value) >= MAX_WORD_CHARS and " " not in value[:MAX_WORD_CHARS]:
             return max(0, len(value) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)

@@ -1,10 +1,12 @@
 """Usage: the tokens that a request used, in the same form for every provider.
 
-Providers differ in what their counts include. Here the parts are always subsets: `cached_read`, `cache_write`, `audio`
-and `image` of `input`; `cache_write_long` (cached for an hour) of `cache_write`; `reasoning` of `output`. `Usage.parse`
-ensures this for any provider's counts: a part that exceeds its whole is reduced, never billed twice, never an error.
+Providers differ in what their counts include. Here `input` includes `cached_read`, `cache_write`, `audio` and `image`;
+`cache_write` includes `cache_write_long` (cached for an hour); `output` includes `reasoning`. `Usage.parse` ensures
+this for the counts of every provider. A part that exceeds its whole is reduced to the whole, so that no token is billed
+twice.
 
-A stream may have several usage objects. Each is cumulative, so `merge_later` takes the larger of every count.
+A stream may report its usage several times, each time for the whole stream up to that event. `merge_later` therefore
+takes the larger of two counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ MAX_TOKENS = 1 << 53  # a larger count is invalid and ignored
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Numbers of tokens."""
+    """Token counts of a request."""
 
     input: int = 0
     cached_read: int = 0
@@ -42,12 +44,15 @@ class Usage(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(dialect: str, data: object) -> Usage | None:
-        """Return the usage in a dialect's decoded usage object, or None if it has no token counts."""
+        """Return the usage in a decoded usage object of this dialect, or None if it has no token counts."""
         return USAGE_READERS[dialect](data) if isinstance(data, dict | Mapping) else None  # `dict |`: a faster check
 
     @staticmethod
     def find_in(dialect: str, event: object) -> Usage | None:
-        """Return the usage in a decoded reply or in one decoded event of a stream, or None."""
+        """Return the usage in a decoded reply, or in one decoded event of a stream.
+
+        Return None if there is no usage.
+        """
         if not isinstance(event, Mapping):
             return None
         for outer, name in USAGE_LOCATIONS[dialect]:
@@ -57,11 +62,11 @@ class Usage(msgspec.Struct, frozen=True):
         return None
 
     def plus(self, other: Usage) -> Usage:
-        """Return the sum of this usage and that of another request."""
+        """Return the sum of this usage and the usage of a different request."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
     def merge_later(self, later: Usage) -> Usage:
-        """Return this usage updated with that of a later event of the same stream."""
+        """Return this usage updated with the usage in a later event of the same stream."""
         return _make_consistent_usage(
             input=max(self.input, later.input),
             cached_read=max(self.cached_read, later.cached_read),
@@ -85,7 +90,7 @@ def _make_consistent_usage(
     audio: int = 0,
     image: int = 0,
 ) -> Usage:
-    """Return the usage with every part reduced to at most its whole."""
+    """Return the usage with each part reduced to at most its whole, for example `cached_read` to at most `input`."""
     if not (cached_read or cache_write or reasoning or audio or image):  # the usual case
         return Usage(input=input, output=output)
     cached_read = min(cached_read, input)
@@ -103,7 +108,7 @@ def _make_consistent_usage(
 
 
 def _read_count(data: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a count, or 0. Some providers write 12.0."""
+    """Return the first of the named fields that is a valid count, or 0. A float such as 12.0 is a valid count."""
     for name in names:
         value = data.get(name)
         if type(value) is int and 0 <= value <= MAX_TOKENS:  # type(): True is not a count
@@ -189,7 +194,7 @@ def _count_modality_tokens(data: Mapping[str, Any], modality: str) -> int:
 
 
 def _read_converse_usage(data: Mapping[str, Any]) -> Usage | None:
-    """Read Bedrock's Converse: as with Anthropic, inputTokens does not include cached tokens."""
+    """Read the usage of Bedrock's Converse API. As in Anthropic's API, inputTokens does not include cached tokens."""
     if "inputTokens" not in data and "outputTokens" not in data:
         return None
     read, write = _read_count(data, "cacheReadInputTokens"), _read_count(data, "cacheWriteInputTokens")
@@ -202,13 +207,13 @@ def _read_converse_usage(data: Mapping[str, Any]) -> Usage | None:
 
 
 def _read_cohere_usage(data: Mapping[str, Any]) -> Usage | None:
-    """Read Cohere's usage, which bills `billed_units`; they may be fewer than `tokens`."""
+    """Read Cohere's usage from `billed_units`, which can be fewer than `tokens`, or else from `tokens`."""
     billed = _read_object(data, "billed_units") or _read_object(data, "tokens")
     return _read_responses_usage(billed) if billed else None
 
 
 def _read_unknown_usage(data: Mapping[str, Any]) -> Usage | None:
-    """Read the usage of an endpoint with an unknown dialect: the first format that fits."""
+    """Read the usage of an endpoint whose dialect is unknown, with the first format that matches."""
     excludes_cache = "cache_read_input_tokens" in data or "cache_creation_input_tokens" in data
     readers = (
         _read_chat_usage,

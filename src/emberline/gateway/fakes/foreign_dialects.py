@@ -1,4 +1,4 @@
-"""Fake replies of APIs that are none of the gateway's dialects: Cohere, Bedrock, Replicate, Google tokens."""
+"""Fake replies of provider APIs for which the gateway has no dialect: Cohere, Bedrock, Replicate, Google's OAuth."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FakeCohereReply(FakeReply):
 
 
 class FakeBedrockInvokeReply(FakeReply):
-    """Claude through Bedrock's InvokeModel API."""
+    """A reply of Claude through Bedrock's InvokeModel API."""
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__("anthropic", path, request, words)
@@ -80,7 +80,7 @@ class FakeBedrockInvokeReply(FakeReply):
 
 
 class FakeBedrockConverseReply(FakeBedrockInvokeReply):
-    """Bedrock's Converse API."""
+    """A reply of Bedrock's Converse API."""
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__(path, request, words)
@@ -116,9 +116,9 @@ class FakeBedrockConverseReply(FakeBedrockInvokeReply):
 
 
 class FakeReplicateReply(FakeReply):
-    """Replicate: creates a prediction, reports its status or streams it.
+    """A reply of Replicate: a created prediction, its status or its stream.
 
-    The URLs of a prediction contain its word count.
+    The URLs in the reply contain the number of words, so that later requests for the prediction need no stored state.
     """
 
     def __init__(self, path: str, host: str, request: Json, words: int) -> None:
@@ -152,7 +152,7 @@ class FakeReplicateReply(FakeReply):
 
 
 class FakeGeminiListReply(FakeReply):
-    """Gemini's stream without server-sent events: one JSON list."""
+    """A streamed reply of Gemini without server-sent events: one JSON list."""
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__("gemini", path, request, words)
@@ -163,7 +163,7 @@ class FakeGeminiListReply(FakeReply):
 
 
 class FakeCohereEmbeddingReply(FakeReply):
-    """Cohere's embeddings."""
+    """An embeddings reply of Cohere."""
 
     def __init__(self, request: Json) -> None:
         super().__init__("raw", "", request, 0)
@@ -177,7 +177,7 @@ class FakeCohereEmbeddingReply(FakeReply):
 
 
 class FakeGoogleTokenReply(FakeReply):
-    """An access token of Google's OAuth endpoint."""
+    """A reply of Google's OAuth endpoint with an access token."""
 
     def __init__(self) -> None:
         super().__init__("raw", "", {}, 0)
@@ -187,7 +187,7 @@ class FakeGoogleTokenReply(FakeReply):
 
 
 def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
-    """Return the reply for a request path. `host` is the fake provider's own address."""
+    """Return the fake reply to a request at this path. `host` is the fake provider's own address."""
     bare = path.partition("?")[0]
     if bare.endswith("/v2/chat"):
         return FakeCohereReply("raw", path, request, words)

@@ -42,8 +42,6 @@ FAULT_DELAY_S = 0.05
 
 @dataclass(slots=True)
 class ReceivedRequest:
-    """A request as it was received."""
-
     method: str
     path: str
     headers: dict[str, str]
@@ -57,11 +55,13 @@ class ReceivedRequest:
 
 @dataclass
 class FakeProvider:
-    """A fake provider on a port of this machine.
+    """A fake provider that listens on a local port.
 
-    `script` has one fault for each of the next requests; after them `fault` applies to all. "" is no fault.
+    `script` lists the faults of the next requests, one fault for each request. All later requests get `fault`. An empty
+    string means no fault.
 
-    A request whose model is named like a fault gets that fault ("cut@5": after five pieces of content).
+    A request whose model is the name of a fault gets that fault. "cut@5" cuts the connection after five pieces of
+    content.
     """
 
     fault: str = ""
@@ -100,9 +100,10 @@ class FakeProvider:
     async def _answer_request(
         self, first_byte: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bytes | None:
-        """Answer one request, whose first byte is given.
+        """Answer one request, whose first byte was already read.
 
-        Returns the first byte of the next request, b"" if it has not arrived, or None if the connection is closed.
+        Return the first byte of the next request, b"" if that byte has not arrived, or None if the connection is
+        closed.
         """
         if first_byte == b"\x16":  # a TLS handshake
             await _send_response(writer, 400, "text/plain", b"this is a plain HTTP port")
@@ -147,7 +148,7 @@ class FakeProvider:
         return self.script.pop(0) if self.script else self.fault, self.fault_after
 
     async def _apply_control_request(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        """Set attributes from the JSON of a request to /fake, and return the counters."""
+        """Set attributes of this object from the JSON of a request to /fake, and reply with the counters."""
         for name, value in request.json.items():
             setattr(self, name, value)
         counts = {name: getattr(self, name) for name in ("count", "running", "gone", "fault", "script")}
@@ -158,7 +159,7 @@ class FakeProvider:
     async def _send_reply(
         self, request: ReceivedRequest, fault: str, fault_after: int, writer: asyncio.StreamWriter
     ) -> bool:
-        """Send the reply, with its fault. Returns whether the connection can be used again."""
+        """Send the reply, with the fault if there is one. Return whether the connection can be reused."""
         if fault == "silent":
             await asyncio.sleep(FOREVER_S)
         reply = make_reply(request.path, request.headers.get("host", ""), request.json, self.words)

@@ -1,7 +1,8 @@
-"""FakeReply: numbered words in any dialect, whole or as events, with consistent usage.
+"""FakeReply: a reply of numbered words in any dialect, whole or as a stream of events, with consistent usage.
 
-If the request has tools, the reply calls the first one. If the request ends with an assistant turn that broke off, the
-reply continues with the next word."""
+If the request has tools, the reply calls the first tool. If the request ends with an incomplete assistant message, the
+reply continues with the next word.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ class FakeReply:
         return "".join(self._reply_pieces())
 
     def set_text(self, text: str) -> None:
-        """Send this text, if it is not empty, in pieces of a few letters instead of numbered words."""
+        """Reply with this text, in pieces of a few letters, instead of numbered words.
+
+        An empty text changes nothing.
+        """
         self._text_pieces = [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]
         self.words = len(self._text_pieces) or self.words
 
@@ -128,7 +132,7 @@ class FakeReply:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        """Yield each event, and whether it has content."""
+        """Yield each event of the stream, and whether the event has content."""
         match self._dialect:
             case "anthropic":
                 return self._message_events()
@@ -245,7 +249,7 @@ class FakeReply:
 
 
 def _words_already_sent(request: dict[str, Any]) -> int:
-    """Return the number of words in the assistant turn that is to be continued."""
+    """Return the number of words in the assistant message that the reply must continue."""
     turns = request.get("messages") or request.get("contents") or request.get("input")
     earlier = [turn for turn in turns if CONTINUE_INSTRUCTION not in str(turn)] if isinstance(turns, list) else []
     last = earlier[-1] if earlier and isinstance(earlier[-1], dict) else {}

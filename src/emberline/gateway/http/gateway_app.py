@@ -1,4 +1,7 @@
-"""GatewayApp: the gateway's ASGI application: requests, management API, dashboard, health, metrics."""
+"""GatewayApp: the gateway's ASGI application.
+
+It serves requests to models, the management API, the dashboard, health checks and metrics.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class GatewayApp:
         files: dict[str, File],
         require_keys: bool = False,
     ) -> None:
-        """Create the application. `require_keys`: metrics require a key, too."""
+        """Create the application. If `require_keys` is true, /metrics requires a key, too."""
         self._config = config
         self._gateway = gateway
         self._run_handler = run_handler
@@ -120,7 +123,7 @@ class GatewayApp:
         self._replies.count(exchange.path if exchange.path in self._pages else "other", exchange.status or 499)
 
     def _find_page_handler(self, exchange: Exchange, path: str) -> PageHandler | None:
-        """Return the handler of a page, or None for a request to a model."""
+        """Return the handler of a page, health check or management path, or None for a request to a model."""
         if exchange.method in ("GET", "HEAD"):
             if (page := self._pages.get(exchange.path)) is not None:
                 return page
@@ -144,7 +147,7 @@ class GatewayApp:
         except TimeoutError:
             if body is None:
                 raise _body_timeout_error() from None
-            log.warning("Reply cut off, the client did not read it in time: path=%s", exchange.path)
+            log.warning("Reply cut off because the client did not read in time: path=%s", exchange.path)
             raise ReplyInterrupted from None
 
     async def _send_and_close(self, exchange: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
@@ -180,7 +183,7 @@ class GatewayApp:
     async def _send_in_chunks(
         self, exchange: Exchange, reply: GatewayReply, content_type: str, headers: dict[str, str]
     ) -> None:
-        """Send a large reply as fast as the client reads it, so that the server need not buffer it."""
+        """Send a large reply in chunks as fast as the client reads, so that the server does not buffer all of it."""
         assert isinstance(reply.body, bytes)
         await exchange.start_reply(reply.status, content_type, headers, len(reply.body))
         for at in range(0, len(reply.body), SEND_CHUNK_BYTES):
@@ -231,7 +234,7 @@ class GatewayApp:
     async def _send_metrics(self, exchange: Exchange) -> None:
         if self._require_keys and (await self._gateway.identify(_request_headers(exchange))).kind != "token":
             raise Unauthorized(
-                "/metrics requires a gateway token and the request has none", hint="send Authorization: Bearer TOKEN"
+                "/metrics requires a gateway key and the request has none", hint="send Authorization: Bearer KEY"
             )
         text = render_exposition([*self._metrics.families(), self._replies.family()])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
@@ -255,9 +258,9 @@ def _body_timeout_error() -> InvalidRequest:
 
 
 def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
-    """Raise UnsupportedMediaType for JSON with another content type.
+    """Raise UnsupportedMediaType if the body is JSON but the content type is a different one.
 
-    A provider's own path also takes forms and binary data.
+    A provider's own path also accepts forms and binary data.
     """
     if not body or exchange.headers.get(b"content-type") == b"application/json":  # the usual case
         return
@@ -270,7 +273,7 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
 
 
 def _client_origin(exchange: Exchange) -> str:
-    """Return the scheme and host by which the client reached the gateway, or the proxy before it."""
+    """Return the scheme and host of the gateway, or of the proxy in front of it, as the client sees them."""
     scheme = "https" if exchange.header("x-forwarded-proto") == "https" else "http"
     return f"{scheme}://{exchange.header('host')}"
 
@@ -284,7 +287,10 @@ def _decode_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
 
 
 async def _send_shutdown_error(exchange: Exchange, reply: GatewayReply) -> None:
-    """End an open stream with the dialect's error event when the gateway stops; log the request as a 503."""
+    """End an open stream with the dialect's error event because the gateway is shutting down.
+
+    Log the request as a 503.
+    """
     error = ShuttingDown()
 
     async def set_error(reply: GatewayReply) -> None:

@@ -17,7 +17,7 @@ MAX_MODEL_LABELS = 1000  # different values of the label `model`; all further mo
 
 
 class GatewayMetrics:
-    """Counts requests as the outermost layer."""
+    """Counts requests. Its layer must be the outermost one."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GatewayMetrics:
         self._duration.observe(self._clock.now() - request.started_at)
 
     def _model_label(self, model: str) -> str:
-        """Return the model's name, or "other" after too many names: clients choose them."""
+        """Return the model's name, or "other" once there are too many names, because clients choose the names."""
         if model not in self._models:
             if len(self._models) >= MAX_MODEL_LABELS:
                 return "other"

@@ -1,7 +1,7 @@
 """GatewaySocket: the gateway over a WebSocket, with Cloudflare's protocol.
 
-A path that names a provider opens that provider's own realtime protocol (see realtime_socket.py). On other sockets
-several requests may be open, distinguished by their eventId:
+A path that names a provider opens that provider's own realtime protocol (see realtime_socket.py). On all other paths a
+WebSocket carries several requests at a time, distinguished by their eventId:
 
     {"type": "universal.create", "request": {"eventId", "provider", "endpoint", "headers", "query", "config"}}
     {"type": "universal.created", "metadata": {...}, "response"}      with the response, unless it is a stream
@@ -94,7 +94,7 @@ class GatewaySocket:
         target = parse_path(self._path)
         if target.kind not in ("universal", "native"):
             raise NotFound(
-                f"the path {self._path[:200]!r} does not take WebSockets",
+                f"the path {self._path[:200]!r} does not accept WebSockets",
                 hint="use /v1/ACCOUNT/GATEWAY, or /v1/ACCOUNT/GATEWAY/PROVIDER for a provider's realtime protocol",
             )
         return target
@@ -112,12 +112,14 @@ class GatewaySocket:
             id, body = await offload.run_by_size(len(message), read_message, message)
             if len(self._open) >= MAX_OPEN_REQUESTS:
                 raise InvalidRequest(
-                    f"too many requests on this WebSocket: {MAX_OPEN_REQUESTS} are open",
+                    f"this WebSocket has {MAX_OPEN_REQUESTS} open requests, the highest allowed number",
                     hint="wait for a universal.done message",
                 )
             if id and id in self._open:
                 raise InvalidRequest(
-                    f"eventId {id[:80]!r} is used by an open request", param="eventId", hint="choose another eventId"
+                    f"eventId {id[:80]!r} is used by an open request",
+                    param="eventId",
+                    hint="choose a different eventId",
                 )
         except EmberlineError as e:
             await self._send_message("universal.error", {"eventId": id}, error=_error_fields(e))
@@ -135,7 +137,7 @@ class GatewaySocket:
             async with asyncio.timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S):
                 await self._send_reply(reply, metadata)
         except TimeoutError:
-            log.warning("WebSocket reply cut off, the client did not read it in time: path=%s", self._path)
+            log.warning("WebSocket reply cut off because the client did not read in time: path=%s", self._path)
         except asyncio.CancelledError:
             reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"
             raise
@@ -166,7 +168,7 @@ class GatewaySocket:
         await self._send_message("universal.done", metadata)
 
     async def _send_response(self, message_type: str, metadata: Json, body: bytes, **more: Any) -> None:
-        """Send a message with a provider's response; a large one is encoded in another process."""
+        """Send a message that contains a provider's response. A large response is encoded in a child process."""
         text = await offload.run_by_size(len(body), encode_message, message_type, metadata, body, more)
         await self._send({"type": "websocket.send", "text": text})
 
@@ -201,12 +203,12 @@ def read_handshake(scope: Scope) -> Handshake:
 
 
 def read_message(message: str | bytes) -> tuple[str, bytes]:
-    """Return the eventId of a request, and the request as an encoded list of one step."""
+    """Return the eventId of a message, and its request encoded as a JSON list with one step."""
     try:
         request = _MESSAGE.decode(message).request
     except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(
-            f"the message is not a valid universal.create: {e}",
+            f"the message is not a valid universal.create message: {e}",
             hint='send {"type": "universal.create", "request": {...}}',
         ) from e
     id = _pop_event_id(request)
@@ -220,12 +222,12 @@ def encode_message(message_type: str, metadata: Json, body: bytes, extra_fields:
 
 
 def _pop_event_id(request: dict[str, msgspec.Raw]) -> str:
-    """Remove the eventId from the request, which then is a step, and return it."""
+    """Remove the eventId from the request and return it. The remaining fields form a step of the universal endpoint."""
     if (encoded := request.pop("eventId", None)) is None:
         return ""
     id = msgspec.json.decode(encoded)
     if not isinstance(id, str) or not 0 < len(id) <= 512 or not (id.isascii() and id.isprintable()):
-        raise InvalidRequest(f"eventId is {id!r:.80}; it must be 1 to 512 printable ASCII characters", param="eventId")
+        raise InvalidRequest(f"eventId must have 1 to 512 printable ASCII characters, not {id!r:.80}", param="eventId")
     return id
 
 
@@ -247,7 +249,7 @@ def _event_payloads(events: list[bytes]) -> list[bytes]:
 
 
 def _decode_json_or_text(body: bytes) -> Any:
-    """Return decoded JSON; else the body as text; else, if it is not UTF-8, as base64."""
+    """Return the body as decoded JSON, else as text, else (if it is not UTF-8) as base64."""
     try:
         return msgspec.json.decode(body)
     except JSON_DECODE_ERRORS:

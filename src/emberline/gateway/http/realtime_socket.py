@@ -1,7 +1,7 @@
-"""RealtimeSocket: connects a client's WebSocket with a provider's.
+"""RealtimeSocket: connects a client's WebSocket with a provider's WebSocket.
 
-Messages are passed in both directions unchanged, as fast as the receiver reads them. When one side closes, the other is
-closed with the same code.
+Messages are forwarded unchanged in both directions, as fast as the receiver reads. When one side closes, the other side
+is closed with the same code.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class RealtimeSocket:
     async def run(
         self, path: str, query: str, headers: dict[str, str], offered_protocols: list[str], default_protocol: str | None
     ) -> None:
-        """Open the session, accept the client's socket and pass messages until one side closes.
+        """Open the session, accept the client's WebSocket and forward messages until one side closes.
 
-        `offered`: the client's subprotocols. `chosen` is accepted if the provider accepts none.
+        `offered_protocols`: the client's subprotocols. `default_protocol` is accepted if the provider accepts none of
+        them.
         """
         sent = {**headers, SUBPROTOCOL_HEADER: ", ".join(offered_protocols)} if offered_protocols else headers
         self._model = _model_in_query(query)
@@ -97,7 +98,10 @@ class RealtimeSocket:
             await asyncio.gather(to_provider, to_client, return_exceptions=True)
 
     async def _wait_for_end(self, directions: tuple[asyncio.Task[CloseReason], ...], timeouts: TimeoutSettings) -> str:
-        """Wait until one direction ends. Return "", or which timeout passed first."""
+        """Wait until forwarding ends in one direction or a timeout passes.
+
+        Return a text that names the timeout, or "".
+        """
         until = self._now() + timeouts.session
         while (left := min(until, self._last_message + timeouts.idle) - self._now()) > 0:
             done, _ = await asyncio.wait(directions, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +112,7 @@ class RealtimeSocket:
         return f"idle timeout: no message for {timeouts.idle:.3g} s"
 
     async def _forward_to_provider(self, reply: RealtimeReply) -> CloseReason:
-        """Pass messages on until the client closes. Return the close code and reason."""
+        """Forward messages to the provider until the client closes. Return the close code and reason."""
         is_first = True
         while (event := await self._receive())["type"] == "websocket.receive":
             self._last_message = self._now()
@@ -120,7 +124,10 @@ class RealtimeSocket:
         return event.get("code") or ABNORMAL_CLOSURE, event.get("reason") or ""
 
     async def _forward_to_client(self, reply: RealtimeReply) -> CloseReason:
-        """Pass messages on until the provider closes. Raise LimitExceeded if the session exceeds a limit."""
+        """Forward messages to the client until the provider closes. Return the close code and reason.
+
+        Raise LimitExceeded if the session exceeds a limit.
+        """
         while (message := await reply.websocket.receive()) is not None:
             self._last_message = self._now()
             await self._send_to_client(
@@ -131,7 +138,7 @@ class RealtimeSocket:
         return reply.websocket.close_code_and_reason
 
     async def _close_both_sides(self, reply: RealtimeReply, close_reason: CloseReason) -> None:
-        """Close both sides if they are open."""
+        """Close the client's and the provider's WebSocket unless they are closed already."""
         code, reason = close_reason[0], close_reason[1].encode()[:MAX_REASON_BYTES].decode(errors="ignore")
         code = {NO_STATUS: NORMAL_CLOSURE, ABNORMAL_CLOSURE: GOING_AWAY}.get(code, code)
         with suppress(TimeoutError):
@@ -149,8 +156,14 @@ async def _model_in_setup(first_message: str | bytes) -> str | None:
 
 
 def _model_in_query(query: str) -> str:
-    """Return the model in the URL. Raise InvalidRequest for several: the provider may read another one."""
+    """Return the model in the URL's query.
+
+    Raise InvalidRequest if the query names several models, because the provider may use a different one than the
+    gateway.
+    """
     models = parse_qs(query, keep_blank_values=True).get("model", [""])
     if len(models) > 1:
-        raise InvalidRequest(f"the URL has {len(models)} model parameters", param="model", hint="give one model")
+        raise InvalidRequest(
+            f"the URL must have one query parameter model, not {len(models)}", param="model", hint="give one model"
+        )
     return models[0]

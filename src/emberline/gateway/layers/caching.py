@@ -1,6 +1,8 @@
-"""CacheLayer: answers a repeated call from the cache. Only complete, successful replies are stored.
+"""CacheLayer: answers a repeated request from the cache. Only complete, successful replies are stored.
 
-Of equal calls that arrive together one is sent and the others wait for its reply. If it fails, each of them is sent."""
+If equal requests arrive together, one of them is sent, and the others wait for its reply. If that request fails, each
+of the waiting requests is sent.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class CacheLayer:
         max_wait_s: float = MAX_SHARED_WAIT_S,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
     ) -> None:
-        """`make_semantic` is called when a gateway first uses the semantic cache."""
+        """`make_semantic_cache` is called when a gateway uses the semantic cache for the first time."""
         self._store, self._clock, self._make_semantic = store, clock, make_semantic_cache
         self._max_wait_s, self._max_entry_bytes = max_wait_s, max_entry_bytes
         self.semantic: SemanticCache | None = None
@@ -70,7 +72,7 @@ class CacheLayer:
         return handle
 
     async def _find_or_wait(self, lookup: _CacheLookup) -> GatewayReply | None:
-        """Return the cached reply, or None if the call must be sent. Waits for an equal call in flight."""
+        """Return the cached reply, or None if the request must be sent. Wait if an equal request is in flight."""
         deadline = min(self._clock.now() + self._max_wait_s, lookup.call.deadline)
         waited = False
         while True:
@@ -140,7 +142,7 @@ class CacheLayer:
         return await self.semantic.look_up(call)
 
     async def _serve_similar(self, lookup: _CacheLookup, semantic_lookup: SemanticLookup) -> GatewayReply | None:
-        """Return the cached reply to a similar question, and store it under this call's key as well."""
+        """Return the cached reply to a similar prompt. Store that reply under this request's cache key, too."""
         assert self.semantic is not None
         if semantic_lookup.similar is None or lookup.call.settings.semantic.mode != "on":
             return None
@@ -185,7 +187,7 @@ class CacheLayer:
 
 
 def cache_ttl_s(call: GatewayRequest) -> int:
-    """Return how many seconds the reply is cached; 0 if the call neither uses nor fills the cache."""
+    """Return for how many seconds the reply is cached, or 0 if the request must not use the cache."""
     options = call.options
     private = call.settings.zdr if options.zdr is None else options.zdr
     if options.skip_cache or private or call.method != "POST":

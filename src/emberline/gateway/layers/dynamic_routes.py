@@ -1,7 +1,8 @@
-"""DynamicRouteLayer: runs the route that a call names (`dynamic/NAME`).
+"""DynamicRouteLayer: runs the dynamic route that a request names (`dynamic/NAME`).
 
-Each model of the route is called as if the call had named it, so limits, guardrails, the cache and retries apply to
-every model separately. When a model is not permitted or fails, the route continues at its fallback."""
+Each model of the route is called as if the request had named it. Limits, guardrails, the cache and retries therefore
+apply to each model separately. When a model is not permitted or fails, the route continues at the model's fallback.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.layers.fallbacks import can_fall_back
 from emberline.gateway.layers.load_balancing import CostEstimator
-from emberline.gateway.layers.permissions import is_permitted
+from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, is_permitted
 from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import limit_facts
@@ -56,7 +57,7 @@ class DynamicRouteLayer:
             if name not in settings.routes:
                 deployed = ", ".join(sorted(settings.routes)) or "none"
                 raise ModelNotFound(
-                    f"route {name[:80]!r} does not exist", param="model", hint=f"deployed routes: {deployed}"
+                    f"dynamic route {name[:80]!r} does not exist", param="model", hint=f"deployed routes: {deployed}"
                 )
             cached[1][name] = CompiledRoute.compile(name, RouteGraph.parse(settings.routes[name]))
         return cached[1][name]
@@ -80,7 +81,7 @@ class DynamicRouteLayer:
 
 
 class _RouteRun:
-    """The progress of one call through a route: its reservations, its last reply and its last error."""
+    """The state of one request in a dynamic route: quota reservations, last reply and last error."""
 
     def __init__(
         self, layer: DynamicRouteLayer, call: GatewayRequest, traversal: RouteTraversal, inner: Handler
@@ -130,7 +131,10 @@ class _RouteRun:
         try:
             call.access_granted = is_permitted(call, DYNAMIC, self._traversal.route.name)
             if not call.access_granted and call.provider != POOL and not is_permitted(call, call.provider, call.model):
-                raise Forbidden(f"this key or gateway does not allow {call.provider}/{call.model}"[:300])
+                raise Forbidden(
+                    f"model {call.provider}/{call.model} is not allowed for this key or gateway"[:300],
+                    hint=ALLOW_MODEL_HINT,
+                )
             reply = await self._inner(call)
         except (UpstreamFailed, LimitExceeded, Forbidden, ProviderNotFound) as e:
             if isinstance(e, UpstreamFailed) and not can_fall_back(e, RequestStep(call.provider, call.model)):
@@ -146,7 +150,7 @@ class _RouteRun:
 def call_for_model(
     call: GatewayRequest, element: ModelElement, step_number: int, *, is_last: bool = True
 ) -> GatewayRequest:
-    """Return the call as if it had named this model, without credentials for another provider."""
+    """Return the request as if it had named this model, without the credentials of a different provider."""
     target = element.properties
     options = replace(call.options, max_attempts=target.retries + 1)
     if target.timeout is not None:

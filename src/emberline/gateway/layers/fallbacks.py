@@ -1,7 +1,8 @@
-"""The layer that tries the steps of a call in order until one answers.
+"""The layer that tries the steps of a request (pairs of provider and model) in order until one answers.
 
-An error that the request caused is returned at once, and a request refused for its content is not sent to another
-provider, which might be less strict."""
+An error that the request itself caused is returned at once. A request that a provider rejected for its content is not
+sent to a different provider, which might be less strict.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def can_fall_back(error: UpstreamFailed, step: RequestStep) -> bool:
 
 
 def fallback_steps(call: GatewayRequest) -> tuple[RequestStep, ...]:
-    """Return the step that the call names, followed by the configured fallbacks of its model."""
+    """Return the step that the request names, followed by the fallbacks that are configured for its model."""
     first = RequestStep(call.provider, call.model)
     names = (f"{call.provider}/{call.model}", call.model)
     for fallback in call.settings.fallbacks:
@@ -62,7 +63,7 @@ def _matches_pattern(pattern: str, name: str) -> bool:
 
 
 def call_for_step(call: GatewayRequest, step: RequestStep, step_number: int, is_last: bool) -> GatewayRequest:
-    """Return a copy of the call for this step, which shares the list of attempts and the reply headers."""
+    """Return a copy of the request for this step. The copy shares the list of attempts and the reply headers."""
     if step_number == 0 and step.body is None:
         return call if is_last else call.with_changes(is_last_step=False)
     headers = step.headers

@@ -1,7 +1,8 @@
-"""The layer that calls a second pool member when the first takes too long.
+"""The layer that sends a request to a second pool member when the first is slow (hedging).
 
-The reply that begins first is returned and the other call is cancelled. What the cancelled call cost is billed with the
-reply; if it had not begun to answer, its input is estimated."""
+The reply that begins first is returned, and the other attempt is cancelled. The cost of the cancelled attempt is added
+to the cost of the reply. If the cancelled attempt had not begun to reply, its input tokens are estimated.
+"""
 
 from __future__ import annotations
 

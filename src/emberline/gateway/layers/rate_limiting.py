@@ -1,7 +1,9 @@
-"""The layer that enforces limits: a call passes if every rule that applies to it has capacity left.
+"""The layer that enforces limits.
 
-The most that a call may use is reserved first; what it did use is settled when its reply ends. A cached reply counts as
-one request and costs nothing."""
+A request passes if every limit rule that applies to it has capacity left. The layer first reserves the most that the
+request may use. When the reply ends, the reservation is replaced by the actual use. A cached reply counts as one
+request and costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ RESERVATION_GRACE_S = 5.0  # how long a reservation outlasts the deadline of its
 
 
 def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, clock: Clock, wall_clock: Clock) -> Layer:
-    """Return the layer that enforces limits. `clock` is monotonic; `wall` is in seconds since the epoch."""
+    """Return the layer that enforces limits. `clock` is monotonic; `wall_clock` returns seconds since 1970."""
     claim_builder = ClaimBuilder(models, prices)
 
     def layer(inner: Handler) -> Handler:

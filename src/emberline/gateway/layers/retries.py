@@ -1,7 +1,7 @@
-"""RetryHandler: the innermost handler. It sends one step of a call to its provider and retries failures.
+"""RetryHandler: the innermost handler. It sends a request to its provider and retries failures.
 
-A reply is returned only once it is certain to begin: a whole reply that passed its checks, or a stream that has
-delivered its first content."""
+A whole reply is returned after it has passed all checks. A streamed reply is returned after its first content arrived.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _DROPPED_HEADERS = NOT_FORWARDED_HEADERS | {
 
 
 def _is_streamed(call: GatewayRequest, response: HTTPClientResponse) -> bool:
-    """Return whether the reply is passed on in chunks, as one of an unknown dialect that is not JSON is."""
+    """Return whether the reply is forwarded in chunks: a stream, or a reply of an unknown dialect that is not JSON."""
     return call.stream or (call.dialect == "raw" and response.content_type != "application/json")
 
 
 class RetryHandler:
-    """Sends a call to its provider, through circuit breakers, with the configured number of attempts."""
+    """Sends a request to its provider through circuit breakers, with the configured number of attempts."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class RetryHandler:
             else:
                 self._record_attempt(call, attempt, started_at, reply.status, "answered")
                 return reply
-        raise AssertionError("unreachable")
+        raise AssertionError("the loop of attempts ended without a reply or an error")
 
     def _record_attempt(self, call: GatewayRequest, attempt: int, started_at: float, status: int, outcome: str) -> None:
         seconds = self._clock.now() - started_at
@@ -138,7 +138,10 @@ class RetryHandler:
         now = self._clock.now()
         left = call.deadline - now
         if left <= 0:
-            raise DeadlineExceeded(f"the provider did not reply within {call.settings.timeouts.total:.3g} s")
+            raise DeadlineExceeded(
+                f"provider {call.provider!r} did not reply within {call.settings.timeouts.total:.3g} s",
+                hint="raise the gateway's setting timeouts.total",
+            )
         first = call.options.request_timeout or (call.settings.timeouts.first_byte if call.stream else left)
         response = await provider.send(provider_call.request, self._upstream, min(first, left), self._wall.now())
         try:
@@ -150,7 +153,9 @@ class RetryHandler:
                 error_dialect = "raw" if is_own_error else provider_call.dialect
                 raise read_provider_error(call.provider, response.status, response.headers, body, error_dialect)
             if 300 <= response.status < 400:
-                raise UpstreamBroken(f"the provider answered {response.status}; redirects are not followed")
+                raise UpstreamBroken(
+                    f"provider {call.provider!r} replied with status {response.status}, but redirects are not followed"
+                )
             if _is_streamed(call, response):
                 return await self._start_stream(call, provider_call, response, now + first, on_failure)
             return await self._read_whole_reply(call, provider_call, response)
@@ -163,7 +168,8 @@ class RetryHandler:
     ) -> GatewayReply:
         if provider_call.dialect != "raw" and response.content_type != "application/json":
             raise UpstreamBroken(
-                f"the provider's reply has content type {response.content_type or '(none)'}, not application/json"
+                f"the reply of provider {call.provider!r} must have content type application/json, not"
+                f" {response.content_type or '(none)'}"
             )
         left = call.deadline - self._clock.now()
         body = await response.read_all(min(max(left, 0.0), call.settings.timeouts.between_events), MAX_REPLY_BYTES)
@@ -199,7 +205,8 @@ class RetryHandler:
             meter = EventStreamMeter() if response.content_type == EventStreamMeter.content_type else RawReplyMeter()
         else:
             raise UpstreamBroken(
-                f"the provider's reply has content type {response.content_type or '(none)'}, not {EVENT_STREAM_TYPE}"
+                f"the streamed reply of provider {call.provider!r} must have content type {EVENT_STREAM_TYPE}, not"
+                f" {response.content_type or '(none)'}"
             )
         stream = ProviderStream(call, response, meter, provider_call.make_translator(), self._clock)
 

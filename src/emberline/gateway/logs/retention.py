@@ -1,7 +1,7 @@
-"""Retention: deletes log records that are older than their gateway keeps them.
+"""Retention: deletes log records that are older than their gateway's retention time.
 
-Days that no gateway keeps any more are dropped whole. Records of a gateway that keeps fewer days than others are erased
-one by one.
+A day that no gateway retains any longer is dropped as a whole. If a gateway retains fewer days than others, its records
+are erased one by one.
 """
 
 from __future__ import annotations
@@ -89,5 +89,5 @@ class Retention:
 
 
 def _oldest_kept_day(today: date, days: int) -> date:
-    """Return the oldest of `days` days that end today."""
+    """Return the oldest day to keep if `days` days, including today, are kept."""
     return today - timedelta(days=days - 1)

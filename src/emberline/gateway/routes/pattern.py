@@ -1,10 +1,11 @@
-"""Pattern: a regular expression that takes time linear in the text, whatever its author wrote.
+"""Pattern: a regular expression whose matching time is linear in the length of the text.
 
-It does not backtrack, so a pattern cannot take exponential time. What that excludes (backreferences, lookaround, word
-boundaries) is refused by the parser (pattern_parser.py).
+Matching does not backtrack, so no pattern can take exponential time. The parser (pattern_parser.py) rejects what would
+need backtracking: backreferences, lookaround and word boundaries.
 
-Each character, dot or class of the pattern is a position of a Glushkov automaton; `follow` has the positions that may
-come next. The set of active positions is the bits of an integer."""
+Each character, dot or class of the pattern is a position of a Glushkov automaton. `follow` maps a position to the
+positions that may come next. A set of positions is stored as the bits of an integer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 @dataclass(slots=True)
 class PatternFragment:
-    """A part of the expression, with the positions (as bits) that it may begin and end with."""
+    """A part of the expression, with the sets of positions (as bits) at which it may begin and end."""
 
     can_be_empty: bool
     first_positions: int
@@ -48,7 +49,7 @@ class Pattern:
     _steps: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
 
     def is_found_in(self, text: str) -> bool:
-        """Return whether the pattern matches anywhere in the text, or as its anchors require."""
+        """Return whether the pattern matches somewhere in the text, as its anchors ^ and $ require."""
         if self.whole.can_be_empty and not (self.anchored_at_start and self.anchored_at_end):
             return True
         text = text[:MAX_TEXT_CHARS]
@@ -65,7 +66,7 @@ class Pattern:
         return done
 
     def _consume_character(self, active_positions: int, character: str) -> tuple[int, bool]:
-        """Return the positions that may come after this character, and whether a match ends with it."""
+        """Return the positions that are active after this character, and whether a match ends with the character."""
         cached = self._steps.get((active_positions, character))
         if cached is not None:
             return cached
@@ -86,7 +87,9 @@ class Pattern:
 
     def add_position(self, accepts: CharacterTest) -> PatternFragment:
         if len(self.accepts) >= MAX_POSITIONS:
-            raise ValueError(f"with its repetitions expanded it is longer than {MAX_POSITIONS} characters")
+            raise ValueError(
+                f"the pattern is longer than {MAX_POSITIONS} characters after its repetitions are expanded"
+            )
         self.accepts.append(accepts)
         self.follow.append(0)
         bit = 1 << (len(self.accepts) - 1)
@@ -99,7 +102,7 @@ class Pattern:
         return PatternFragment(before.can_be_empty and after.can_be_empty, first, last)
 
     def repeat_fragment(self, fragment: PatternFragment) -> PatternFragment:
-        """Let the fragment repeat, once or more."""
+        """Return the fragment changed so that it may repeat, once or more."""
         self._link_positions(fragment.last_positions, fragment.first_positions)
         return fragment
 
@@ -115,9 +118,12 @@ def character_class(letter: str) -> CharacterTest | None:
 
 
 def unescape(letter: str) -> str:
-    """Return the character that a backslash and this letter stand for. Raises ValueError."""
+    """Return the character that a backslash and this letter stand for.
+
+    Raise ValueError if the escape is not supported.
+    """
     if letter in _ESCAPES:
         return _ESCAPES[letter]
     if letter.isalnum():
-        raise ValueError(f"\\{letter} is not supported")
+        raise ValueError(f"the escape \\{letter} is not supported")
     return letter

@@ -1,6 +1,7 @@
 """PatternParser: parses a regular expression to a Pattern.
 
-A repeated part is parsed again for each repetition."""
+A part that is repeated, as in a{3}, is parsed again for each repetition.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ MAX_GROUP_DEPTH = 20
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Parse a regular expression. Raises ValueError with what is not supported."""
+    """Parse a regular expression. Raise ValueError if it contains an unsupported construct."""
     return PatternParser(text).parse()
 
 
 class PatternParser:
     def __init__(self, text: str) -> None:
         if len(text) > MAX_PATTERN_CHARS:
-            raise ValueError(f"it has {len(text)} characters; at most {MAX_PATTERN_CHARS} are allowed")
+            raise ValueError(f"the pattern must have at most {MAX_PATTERN_CHARS} characters, not {len(text)}")
         self._pattern = Pattern()
         self._ignore_case = text.startswith("(?i)")
         text = text.removeprefix("(?i)")
@@ -37,7 +38,7 @@ class PatternParser:
         if self._position < len(self._text):
             raise ValueError("a ) has no matching (")
         if (self._pattern.anchored_at_start or self._pattern.anchored_at_end) and self._has_top_level_choice:
-            raise ValueError("^ or $ beside | is ambiguous: put the alternatives in ( )")
+            raise ValueError("^ or $ beside | is ambiguous: put the alternatives in parentheses")
         return self._pattern
 
     def _peek_character(self) -> str:
@@ -45,7 +46,7 @@ class PatternParser:
 
     def _take_character(self) -> str:
         if self._position >= len(self._text):
-            raise ValueError("it ends too early")
+            raise ValueError("the pattern ends too early")
         self._position += 1
         return self._text[self._position - 1]
 
@@ -104,7 +105,7 @@ class PatternParser:
         if self._peek_character() == "?":
             self._take_character()  # lazy or greedy makes no difference to whether there is a match
         if self._peek_character() in ("*", "+", "?", "{"):
-            raise ValueError("a repetition cannot be repeated")
+            raise ValueError("a repetition such as a* cannot be repeated again")
         return found
 
     def _parse_braces(self) -> tuple[int, int | None]:
@@ -123,7 +124,7 @@ class PatternParser:
     def _parse_atom(self) -> PatternFragment:
         self._atoms_read += 1
         if self._atoms_read > MAX_ATOMS:
-            raise ValueError(f"with its repetitions expanded it has more than {MAX_ATOMS} parts")
+            raise ValueError(f"the pattern has more than {MAX_ATOMS} parts after its repetitions are expanded")
         character = self._take_character()
         match character:
             case "(":
@@ -138,7 +139,7 @@ class PatternParser:
             case "*" | "+" | "?" | "{":
                 raise ValueError(f"{character} has nothing to repeat")
             case "^" | "$":
-                raise ValueError(f"{character} can only be the {'first' if character == '^' else 'last'} character")
+                raise ValueError(f"{character} must be the {'first' if character == '^' else 'last'} character")
         return self._pattern.add_position(self._literal_test(character))
 
     def _parse_group(self) -> PatternFragment:
@@ -147,7 +148,7 @@ class PatternParser:
             raise ValueError(f"groups are nested more than {MAX_GROUP_DEPTH} deep")
         if self._peek_character() == "?":
             if self._text[self._position : self._position + 2] != "?:":
-                raise ValueError("of groups with (? only (?: is supported, and (?i) at the start")
+                raise ValueError("a group with (? is not supported, except (?: and a leading (?i)")
             self._position += 2
         found = self._parse_alternatives()
         if self._peek_character() != ")":
@@ -177,7 +178,7 @@ class PatternParser:
                 last = self._take_character()
                 last = unescape(self._take_character()) if last == "\\" else last
             if last < character:
-                raise ValueError(f"[{character}-{last}] is empty")
+                raise ValueError(f"the character range [{character}-{last}] is empty")
             ranges.append((character, last))
 
         def is_in_class(character: str) -> bool:

@@ -1,7 +1,8 @@
-"""RouteTraversal: one call's way through a route.
+"""RouteTraversal: the path of one request through a dynamic route.
 
-It stops at each element that needs an action (a rate limit or a model), and continues with the action's result. It is
-pure: random choices are a hash of a seed, the same for equal seeds."""
+The traversal stops at each element that needs an action (a rate limit or a model), and continues with the action's
+result. It has no side effects. Random choices depend only on a seed.
+"""
 
 from __future__ import annotations
 
@@ -81,17 +82,17 @@ class RouteTraversal:
                     self.current = self.route.elements[self._draw_output(percentage)]
 
     def advance(self, succeeded: bool) -> None:
-        """Move on from the current action element, to its success or its fallback output."""
+        """Move from the current element, a rate limit or a model, to its success output or its fallback output."""
         outputs = self._current_outputs()
         self._move_to_element(outputs.success if succeeded else outputs.fallback)
 
     @property
     def has_fallback(self) -> bool:
-        """Whether the route continues if the current action fails."""
+        """Return whether the route continues if the current action fails."""
         return self._current_outputs().fallback is not None
 
     def expected_model(self) -> ModelElement | None:
-        """Return the model that answers if every action from here succeeds."""
+        """Return the model that answers if every action from here on succeeds."""
         ahead = replace(self)
         while (action := ahead.next_action()) is not None:
             if isinstance(action, ModelElement):

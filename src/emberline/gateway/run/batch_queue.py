@@ -1,7 +1,7 @@
-"""BatchQueue: works on queued batches, a few requests at a time, while the gateway has capacity.
+"""BatchQueue: processes queued batches, a few requests at a time, while the gateway has spare capacity.
 
-Results are saved regularly, so that another process can continue a batch when one stops. Requests that were in progress
-then are sent again.
+Results are saved regularly, so that a different process can continue the batch if this process stops. The requests that
+were in progress then are sent again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BatchQueue:
     def __init__(
         self, store: GatewayStore, send_request: SendRequest, count_open_requests: Callable[[], int], wall_clock: Clock
     ) -> None:
-        """`open_requests` returns how many requests the gateway has open, those of the queue included."""
+        """`count_open_requests` returns how many requests the gateway is serving, including those of this queue."""
         self._batches = BatchStore(store)
         self._send_request = send_request
         self._open_requests = count_open_requests
@@ -68,13 +68,14 @@ class BatchQueue:
         requests: PackedRequests,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> RunBatch:
-        """Queue a batch. Raise Overloaded if the account has too many.
+        """Queue a batch. Raise Overloaded if the account has too many unfinished batches.
 
-        `key_id`: the caller's key; each request is sent with what the key may do then. `headers`: sent with each.
+        `key_id`: the caller's key, whose permissions are checked when each request is sent. `headers` are sent with
+        each request.
         """
         if (waiting := await self._count_unfinished(account)) >= MAX_WAITING_BATCHES:
             raise Overloaded(
-                f"account {account[:80]!r} has {waiting} unfinished batches; at most {MAX_WAITING_BATCHES} are allowed",
+                f"account {account[:80]!r} has {waiting} unfinished batches, at most {MAX_WAITING_BATCHES} are allowed",
                 retry_after=60,
                 hint="wait until a batch is done",
             )
@@ -84,7 +85,7 @@ class BatchQueue:
         return batch
 
     async def _count_unfinished(self, account: str) -> int:
-        """Return the number of unfinished batches. Counting stops soon after the limit."""
+        """Return the number of the account's unfinished batches. Counting stops soon after the limit is reached."""
         count, after = 0, ("", "")
         while count < MAX_WAITING_BATCHES and (page := await self._batches.list_batches(account, after)):
             count += sum(decode_batch(each).status != "done" for each in page)
@@ -94,12 +95,12 @@ class BatchQueue:
     async def read_result(self, account: str, batch_id: str, identity: Identity) -> Json:
         """Return the batch's status, or its results if it is done.
 
-        Raise NotFound if there is no such batch, or if it was queued with another key.
+        Raise NotFound if the batch does not exist or was queued with a different key.
         """
         found = await self._batches.find_batch(account, batch_id)
         if found is None or not (identity.is_admin or found[0].key_id == identity.key_id):
             raise NotFound(
-                f"account {account[:80]!r} has no batch {batch_id[:80]!r} of this key",
+                f"account {account[:80]!r} has no batch {batch_id[:80]!r} that this key queued",
                 hint="use the key that queued the batch; results are deleted after a day",
             )
         batch = found[0]
@@ -110,7 +111,7 @@ class BatchQueue:
 
     @asynccontextmanager
     async def run_in_background(self) -> AsyncIterator[BatchQueue]:
-        """Work on batches in the background while this context is open."""
+        """Process batches in the background while this context is open."""
         task = asyncio.create_task(self._process_batches())
         try:
             yield self
@@ -126,10 +127,10 @@ class BatchQueue:
             try:
                 found_batch = await self._process_oldest_batch()
             except EmberlineError as e:  # the store failed, or another process took the batch first
-                log.warning("Batch interrupted, retrying: error=%s", e)
+                log.warning("Processing a batch failed, retrying: error=%s", e)
                 found_batch = False
             except Exception:
-                log.exception("Batch interrupted by an internal error, retrying")
+                log.exception("Processing a batch failed with an internal error, retrying")
                 found_batch = False
             if not found_batch:
                 self._batch_added.clear()
@@ -137,7 +138,10 @@ class BatchQueue:
                     await asyncio.wait_for(self._batch_added.wait(), POLL_INTERVAL_S)
 
     async def _process_oldest_batch(self) -> bool:
-        """Process the oldest batch that no process has leased, and delete old results. Return whether there was one."""
+        """Process the oldest batch that no process is working on, and delete expired results.
+
+        Return whether there was such a batch.
+        """
         after = ("", "")
         while page := await self._batches.list_batches(after=after):
             for document in page:
@@ -181,7 +185,10 @@ class BatchQueue:
             raise
 
     async def _save_progress(self, progress: _BatchProgress) -> None:
-        """Store new results and renew the lease, or give it up if `until` is negative."""
+        """Store new results and renew this process's lease on the batch.
+
+        If `until` is negative, end the lease instead.
+        """
         batch, now = progress.batch, self._now_ms()
         if batch.status != "done":
             batch.status, batch.owner = "running", self._owner
@@ -211,7 +218,7 @@ class BatchQueue:
         return {**row, "error": envelope["errors"][0]}
 
     async def _send_with_retries(self, batch: RunBatch, request: Json) -> Json:
-        """Return the envelope of the reply; retry while there is no capacity, for up to a day."""
+        """Return the reply in the envelope of Workers AI. Retry for up to a day while there is no capacity."""
         until = batch.created + RESULTS_KEPT_S * 1e3
         retries = 0
         while True:
@@ -223,7 +230,7 @@ class BatchQueue:
             retries += 1
 
     async def _send_once(self, batch: RunBatch, request: Json) -> tuple[Json, bool]:
-        """Return the envelope of the reply, and whether it is a temporary failure."""
+        """Return the reply in the envelope of Workers AI, and whether it is a temporary failure."""
         encoded = encode_request(batch.model, _request_input(request))
         path = f"/accounts/{batch.account}/ai{encoded.path}"
         headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
@@ -238,7 +245,7 @@ class BatchQueue:
             self._in_progress -= 1
 
     async def _wait_while_busy(self) -> None:
-        """Wait while the gateway is busy with other requests, up to MAX_YIELD_S."""
+        """Wait while the gateway is busy with requests that are not from this queue, for at most MAX_YIELD_S."""
         for _ in range(int(MAX_YIELD_S / 0.25)):
             if self._open_requests() - self._in_progress < MAX_CONCURRENT_REQUESTS:
                 return
@@ -249,7 +256,7 @@ class BatchQueue:
 
 
 class _BatchProgress(msgspec.Struct):
-    """The state of the batch that this process works on."""
+    """The progress of the batch that this process works on."""
 
     batch: RunBatch
     version: int  # of the stored batch
@@ -259,19 +266,23 @@ class _BatchProgress(msgspec.Struct):
 
 
 def check_requests(model: str, requests: Any) -> PackedRequests:
-    """Return a batch's requests in their stored form. Raise InvalidRequest if one of them is invalid."""
+    """Return a batch's requests in their stored form. Raise InvalidRequest if a request is invalid."""
     if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
-        raise InvalidRequest("requests must be a list of objects, one for each input", param="requests")
+        raise InvalidRequest(
+            "requests must be a list of objects, one for each input",
+            param="requests",
+            hint='send {"requests": [{"prompt": "..."}, ...]}',
+        )
     if not 1 <= len(requests) <= MAX_BATCH_REQUESTS:
         raise InvalidRequest(
-            f"the batch has {len(requests)} requests; it must have 1 to {MAX_BATCH_REQUESTS}",
+            f"requests must have 1 to {MAX_BATCH_REQUESTS} entries, not {len(requests)}",
             param="requests",
             hint="split the batch",
         )
     for each in requests:
         if each.get("stream"):
             raise InvalidRequest(
-                "a request of the batch has stream: true; queued requests cannot be streamed",
+                "requests[].stream must not be true, because queued requests cannot be streamed",
                 param="requests[].stream",
                 hint="remove stream",
             )
@@ -284,7 +295,7 @@ def _request_input(request: Json) -> Json:
 
 
 def _check_nesting(envelope: Json) -> None:
-    """Raise RecursionError if the envelope is nested too deeply to be stored and sent with other results."""
+    """Raise RecursionError if the reply is nested too deeply to be stored and sent with other results."""
     nested: Any = envelope
     for _ in range(NESTING_MARGIN):
         nested = [nested]

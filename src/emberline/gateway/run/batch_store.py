@@ -1,4 +1,4 @@
-"""RunBatch and BatchStore: batches of queued requests and their results in the store."""
+"""RunBatch and BatchStore: batches of queued requests and their results, kept in the gateway's store."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class RunBatch(msgspec.Struct, kw_only=True):
 
     @property
     def summary(self) -> Json:
-        """Return the batch as Workers AI's API shows it."""
+        """Return the batch in the JSON form of Workers AI's API."""
         return {"status": self.status, "request_id": self.id, "model": self.model}
 
 
 class BatchStore:
-    """Batches in the store. A change that is based on an old version raises Conflict."""
+    """Reads and writes batches in the gateway's store. A write based on an outdated version raises Conflict."""
 
     def __init__(self, store: GatewayStore) -> None:
         self._store = store
@@ -78,7 +78,10 @@ class BatchStore:
         return None if found is None else (decode_batch(found), found)
 
     async def read_part(self, batch: RunBatch, part_name: str) -> tuple[list[Any], Document | None]:
-        """Return the rows of a part ("in": requests, "out": results) and its document, if it is stored."""
+        """Return the rows of a part of a batch, and the part's document.
+
+        Return [] and None if the part is not stored. The parts are "in" (requests) and "out" (results).
+        """
         found = await self._store.get(BATCH_PART_KIND, batch.account, f"{batch.id}/{part_name}")
         return ([] if found is None else await asyncio.to_thread(_unpack_rows, found.body)), found
 
@@ -89,7 +92,10 @@ class BatchStore:
     async def save_batch(
         self, batch: RunBatch, version: int, now_ms: int, results: tuple[list[Json], int] | None = None
     ) -> None:
-        """Store the batch, whose stored version is `version`, and `results`: rows and their stored version."""
+        """Store the batch and, if given, its results.
+
+        `version` is the stored version of the batch. `results` has the rows and the stored version of the results.
+        """
         put = [_batch_document(batch, version)]
         if results is not None:
             rows, results_version = results

@@ -34,13 +34,13 @@ def failure_envelope(code: int, message: str) -> Json:
 def is_busy(reply: GatewayReply) -> bool:
     """Return whether the provider is out of capacity, so that a retry may succeed.
 
-    The gateway's own limits do not count: their errors name the time to wait.
+    Limits of the gateway itself are not such a case, because their errors state the time to wait.
     """
     return reply.error in _BUSY_ERRORS and reply.status in (429, 503, 529)
 
 
 async def to_run_reply(request: EncodedRequest, reply: GatewayReply) -> GatewayReply:
-    """Convert the reply to the form of Workers AI, in place; a large one is converted in another process."""
+    """Convert the reply, in place, to the form of Workers AI. A large reply is converted in a child process."""
     if isinstance(reply.body, bytes):
         reply.headers["content-type"] = "application/json"
         if reply.status < 400:
@@ -57,7 +57,7 @@ async def to_run_reply(request: EncodedRequest, reply: GatewayReply) -> GatewayR
 
 
 async def read_envelope(request: EncodedRequest, reply: GatewayReply) -> Json:
-    """Return the envelope for a reply that is not a stream."""
+    """Return the envelope of Workers AI for a reply that is not a stream."""
     assert isinstance(reply.body, bytes)
     if reply.status >= 400:
         return error_reply_envelope(reply)
@@ -65,7 +65,7 @@ async def read_envelope(request: EncodedRequest, reply: GatewayReply) -> Json:
 
 
 def error_reply_envelope(reply: GatewayReply) -> Json:
-    """Return the envelope for an error reply."""
+    """Return the envelope of Workers AI for an error reply."""
     assert isinstance(reply.body, bytes)
     if is_busy(reply):
         return failure_envelope(BUSY_CODE, BUSY_MESSAGE)
@@ -79,7 +79,7 @@ def rewrite_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> tuple
 
 
 def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
-    """Return the envelope for the body of a successful reply; it has an error if the body is invalid."""
+    """Return the envelope for the body of a successful reply. The envelope contains an error if the body is invalid."""
     try:
         return success_envelope(build_result(endpoint, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS) as e:
@@ -87,7 +87,7 @@ def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
 
 
 def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
-    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if invalid."""
+    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if the reply is invalid."""
     match endpoint:
         case "embeddings":
             vectors = [row["embedding"] for row in reply["data"]]
@@ -116,7 +116,10 @@ def _result_tool_call(function: Json) -> Json:
 
 
 class RunStream:
-    """Converts chat completion events to those of Workers AI. Tool calls are sent once, when complete."""
+    """Converts a stream of chat completion events to events of Workers AI.
+
+    A tool call is sent in one event, when it is complete.
+    """
 
     def __init__(self, stream: ReplyStream) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The HTTP request that is sent to a provider, and how its reply is decoded."""
+"""ProviderRequest: the HTTP request that is sent to a provider, and the decoder for its response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class ProviderRequest(msgspec.Struct, frozen=True):
 
 
 def decode_reply(request: ProviderRequest, response: HTTPClientResponse) -> HTTPClientResponse:
-    """Return the reply as read through the request's decoder; errors and other replies stay as they are."""
+    """Return the response read through the request's decoder.
+
+    Errors, redirects and requests without decoder are unchanged.
+    """
     if request.decoder is None or response.status >= 300:
         return response
     return DecodedReply(response, request.decoder())

@@ -1,8 +1,8 @@
 """Protection against server-side request forgery: custom providers must be at public addresses.
 
-`PublicResolver` resolves a name only if all its addresses are public. `open_public_socket` checks the address again
-when the connection is made, so that neither an address written as a number (which is not resolved) nor a name that
-resolves differently the second time circumvents the check.
+`PublicResolver` resolves a host name only if all its addresses are public. `open_public_socket` checks the address
+again when the connection is made. The second check catches an address written as a number, which is not resolved, and a
+name that resolves to a different address the second time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOST_NAME = re.compile(
 _NUMERIC_LABEL = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.I)
 _MAX_URL_CHARACTERS = 2048
 URL_HINT = "give an address such as https://api.example.com/v1"
-PRIVATE_HINT = "the operator can allow private addresses with the option --private-providers"
+PRIVATE_HINT = "the operator can allow private addresses with `private_providers = true` in gateway.toml"
 
 
 def is_public_address(address: str) -> bool:
@@ -60,9 +60,10 @@ def is_public_address(address: str) -> bool:
 
 
 def validate_provider_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
-    """Return the URL without a trailing slash; raise InvalidRequest if a provider must not be there.
+    """Return the URL without a trailing slash.
 
-    `allow_private`: the operator allows providers at private addresses and over plain HTTP.
+    Raise InvalidRequest if the URL is not allowed for a provider. `allow_private`: the operator allows providers at
+    private addresses and over plain HTTP.
     """
     if len(url) > _MAX_URL_CHARACTERS or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
         raise InvalidRequest(
@@ -124,7 +125,7 @@ class PublicResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         addresses = await self._inner.resolve(host, port, family)
         if not all(is_public_address(each["host"]) for each in addresses):
-            raise OSError(None, f"{host} resolves to an address that is not public")
+            raise OSError(None, f"host {host} resolves to an address that is not public")
         return addresses
 
     async def close(self) -> None:
@@ -132,10 +133,13 @@ class PublicResolver(AbstractResolver):
 
 
 def open_public_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for an address as getaddrinfo returns it; raise OSError if it is not public."""
+    """Return an unconnected socket for an address in the form of getaddrinfo.
+
+    Raise OSError if the address is not public.
+    """
     family, kind, protocol, _, sockaddr = address
     if not is_public_address(sockaddr[0]):
-        raise OSError(None, f"{sockaddr[0]} is not a public address")
+        raise OSError(None, f"address {sockaddr[0]} is not public")
     connection = socket.socket(family, kind, protocol)
     connection.setblocking(False)
     return connection
