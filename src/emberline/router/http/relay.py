@@ -33,6 +33,7 @@ from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.native import RESUME_PATH
 from emberline.router.policy import RETRY_HINT, RoutingDecision, RoutingReason
+from emberline.router.request_state import RequestEvent
 from emberline.router.request_summary import RequestSummary
 from emberline.router.suspect_requests import SuspectRequests
 from emberline.router.upstream_request import UpstreamRequest
@@ -61,21 +62,34 @@ class Relay(ReplyRelay):
         connection for."""
         routed = self._new_request(x, self._dispatcher.with_default_model(summary), body)
         try:
+            await self._run_to_end(routed)
+        finally:
+            await routed.close()
+            routed.end_trace()
+
+    async def _run_to_end(self, routed: RoutedRequest) -> None:
+        """Answer the request, and bring it into the terminal state that matches its ending."""
+        x, ending = routed.exchange, RequestEvent.EXCEPTION_RAISED
+        try:
             async with asyncio.timeout(None) as routed.output_timeout:
                 self._extend_deadline(routed, force=True)
-                await self._try_workers(routed)
+                ending = await self._try_workers(routed)
         except TimeoutError:  # no failure of the worker: the client may read slowly
+            ending = RequestEvent.TIMED_OUT
             await self._end_broken_reply(routed, self._deadline_error(routed))
         except asyncio.CancelledError:
-            if routed.has_reply_started and not x.client_disconnected:  # the router shuts down
+            ending = RequestEvent.CLIENT_DISCONNECTED if x.client_disconnected else RequestEvent.ROUTER_STOPPED
+            if x.status is not None and not x.client_disconnected:
                 error = ShuttingDown()
                 x.logged_status = error.status
                 with contextlib.suppress(EmberlineError):
                     await self._end_broken_reply(routed, error)
             raise
+        except EmberlineError:
+            ending = RequestEvent.GAVE_UP if routed.state.is_between_attempts else ending
+            raise
         finally:
-            await routed.close()
-            routed.end_trace()
+            routed.handle_event(ending)
 
     def _new_request(self, x: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
         decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
@@ -115,12 +129,14 @@ class Relay(ReplyRelay):
             f"the request was not complete within {config.request_timeout:.0f} s", hint="raise --request-timeout"
         )
 
-    async def _try_workers(self, routed: RoutedRequest) -> None:
+    async def _try_workers(self, routed: RoutedRequest) -> RequestEvent:
+        """Try one worker after another, and return the ending: the reply is complete, or the router gave up."""
         while (decision := self._next_decision(routed) or await self._wait_for_worker(routed)) is not None:
+            routed.handle_event(RequestEvent.WORKER_CHOSEN)
             routed.exchange.log_fields["worker"] = decision.worker.name
             failure = await self._attempt_worker(routed, decision)
             if failure is None:
-                return
+                return RequestEvent.REPLY_COMPLETED
             log.info(
                 "attempt failed: path=%s worker=%s reason=%s",
                 routed.exchange.path,
@@ -129,6 +145,7 @@ class Relay(ReplyRelay):
             )
             routed.record_failed_attempt(failure, decision, self._now())
         await self._give_up(routed)
+        return RequestEvent.GAVE_UP
 
     def _next_decision(self, routed: RoutedRequest) -> RoutingDecision | None:
         """Return the next worker to try; None if none is available or the limit of attempts is reached.
@@ -168,6 +185,7 @@ class Relay(ReplyRelay):
             while self._waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
                 self._config.migration_wait, self._now()
             ):
+                routed.handle_event(RequestEvent.NO_WORKER_YET)
                 await asyncio.sleep(FIRST_RETRY_PAUSE_S + (self._now() - routed.interrupted_at) / 4)
                 routed.allow_retries_after_wait()
                 if (decision := self._next_decision(routed)) is not None:
@@ -251,6 +269,7 @@ class Relay(ReplyRelay):
         refusal = await prefill.wait_for_ticket(decision.wait_s + timeout_s)
         if refusal is not None and not routed.has_reply_started:
             attempt.outcome = "refused"
+            routed.handle_event(RequestEvent.FIRST_OUTPUT)
             await routed.exchange.reply(refusal.status, refusal.body, *reply_headers(refusal.headers))
         elif prefill.ticket is None:
             worker.add_prefill_load(attempt.id, missing_tokens)

@@ -12,6 +12,7 @@ from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.reply_usage import ReplyUsage
+from emberline.router.request_state import RequestEvent, RequestState
 from emberline.router.stream_tracker import parse_block_position
 from emberline.router.worker_client import HTTPClientResponse, UpstreamBroken
 
@@ -75,6 +76,7 @@ class ReplyRelay:
         attempt.usage = ReplyUsage.parse(body[-2048:])
         if CHAIN_HEADER in reply.headers:
             self._dispatcher.record_prompt_end(attempt, parse_block_position(reply.headers[CHAIN_HEADER]))
+        routed.handle_event(RequestEvent.FIRST_OUTPUT)
         await routed.exchange.reply(reply.status, body, *reply_headers(reply.headers, routed, attempt))
 
     async def _relay_chunks(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
@@ -104,7 +106,7 @@ class ReplyRelay:
         if tracker.is_movable:
             raise UpstreamBroken("the stream ended before its final event")
         attempt.usage = ReplyUsage.parse(tracker.first_chunk[:2048], tracker.last_chunk[-2048:])
-        if not routed.has_reply_started:  # the stream contained no complete event
+        if routed.state is not RequestState.RELAYING:  # the stream contained no complete event
             await self._start_reply(routed, reply, attempt)
         await x.send(tracker.take_rest(), last=True)
 
@@ -112,8 +114,7 @@ class ReplyRelay:
         self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
     ) -> None:
         """Start the reply if necessary, and record that this worker now serves the request."""
-        if not routed.has_reply_started:
-            await self._start_reply(routed, reply, attempt)
+        await self._start_reply(routed, reply, attempt)
         if routed.migration_reason:
             self._metrics.migrations[routed.migration_reason, "went on"] += 1
         if routed.prefill is not None:
@@ -126,9 +127,13 @@ class ReplyRelay:
     async def _start_reply(
         self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, keep_length: bool = False
     ) -> None:
-        """Send status and headers to the client.
+        """Record the worker's first output, and send status and headers if the client does not have them yet.
 
         `keep_length`: the body is passed on unchanged, with its content-length."""
+        is_resumed = routed.has_reply_started
+        routed.handle_event(RequestEvent.FIRST_OUTPUT)
+        if is_resumed:
+            return
         content_type, headers = reply_headers(reply.headers, routed, attempt)
         # A compressed body is relayed uncompressed, so its content-length does not apply.
         if keep_length and "content-length" in reply.headers and "content-encoding" not in reply.headers:

@@ -1,6 +1,7 @@
 """RoutedRequest: one client's request across all attempts at workers.
 
-It holds the workers tried, their failures, and the part of the reply that the client has received."""
+It holds the state of the request (`router/request_state.py`), the workers tried, their failures, and the part of the
+reply that the client has received."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from emberline.router.http.remote_prefill import RemotePrefill
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.native import NativeDialect
 from emberline.router.policy import RoutingDecision
+from emberline.router.request_state import RequestEvent, RequestState, Suspicion, assess_suspicion, next_state
 from emberline.router.request_summary import RequestSummary
 from emberline.router.sglang import SGLangDialect
 from emberline.router.stream_tracker import StreamTracker
@@ -27,9 +29,6 @@ from emberline.server.exchange import Exchange
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# Workers that failed during one request make it a suspect; one more, and it is no longer tried.
-SUSPECT_AFTER_CRASHES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,7 @@ class RoutedRequest:
     is_generation: bool  # the path generates tokens
     is_known_suspect: bool  # the same prompt was abandoned recently because workers failed while serving it
     foreign_key: str | None = None  # API key for vLLM and SGLang servers
+    state: RequestState = RequestState.CHOOSING  # changed by `handle_event` alone
     tracker: StreamTracker = field(default_factory=StreamTracker)
     prefill: RemotePrefill | None = None
     can_split_prefill: bool = True  # a prefill worker may compute the prompt for the next attempt
@@ -103,6 +103,10 @@ class RoutedRequest:
     timeout_extended_at: float = 0.0
     worker_times_out_itself: bool = False  # the current worker itself ends requests that make no progress
 
+    def handle_event(self, event: RequestEvent) -> None:
+        """Change the state as the table of transitions says; raise IllegalTransition if it lists no such event."""
+        self.state = next_state(self.state, event)
+
     @property
     def has_visible_progress(self) -> bool:
         """Whether the router can see that tokens are generated.
@@ -112,8 +116,8 @@ class RoutedRequest:
 
     @property
     def has_reply_started(self) -> bool:
-        """Whether the client has received the start of the reply."""
-        return self.exchange.status is not None
+        """Whether the client has received the start of the reply, and the request is still open."""
+        return self.state.has_reply_started
 
     @property
     def can_try_worker(self) -> bool:
@@ -128,13 +132,18 @@ class RoutedRequest:
         return len({failure.processes for failure in self.worker_failures if failure.counts_as_crash})
 
     @property
+    def suspicion(self) -> Suspicion:
+        """How likely it is that the request crashes workers; a heartbeat of a worker that survived can lower it."""
+        return assess_suspicion(self.crash_count, is_known_suspect=self.is_known_suspect)
+
+    @property
     def is_suspect(self) -> bool:
-        return self.is_known_suspect or self.crash_count >= SUSPECT_AFTER_CRASHES
+        return self.suspicion is not Suspicion.CLEAR
 
     @property
     def exceeds_crash_limit(self) -> bool:
         """Whether the request has probably crashed several workers and must not be tried again."""
-        return self.crash_count > (0 if self.is_known_suspect else SUSPECT_AFTER_CRASHES)
+        return self.suspicion is Suspicion.BLOCKED
 
     @property
     def _has_retries_left(self) -> bool:
@@ -192,6 +201,8 @@ class RoutedRequest:
     def record_failed_attempt(self, failure: AttemptFailure, decision: RoutingDecision, now: float) -> None:
         """Record a failed attempt, and prepare the stream for another worker if one can continue it."""
         self._trace_failure(failure, decision.worker)
+        was_relaying = self.state is RequestState.RELAYING
+        self.handle_event(RequestEvent.ATTEMPT_FAILED)
         self.last_failure = failure
         if failure.reason == "drained":
             self.drained_decision = None if self.tracker.has_ended else decision
@@ -205,16 +216,17 @@ class RoutedRequest:
         if not self.has_reply_started:
             self.tracker = StreamTracker()
             self.interrupted_at = now if failure.is_crash or not self.interrupted_at else self.interrupted_at
-        elif not self.migration_reason:
+        elif was_relaying:
             self.loss_message = (
                 f"worker {decision.worker.name} was lost ({failure.reason}) before the reply was complete"
             )
         if self._is_stream_movable:
             self.tracker.discard_partial_group()
-            self.migration_count += not self.migration_reason
-            self.can_split_prefill = self.can_split_prefill or not self.migration_reason
-            self.interrupted_at = self.interrupted_at if self.migration_reason else now
-            self.migration_reason = self.migration_reason or failure.reason
+            if was_relaying:
+                self.migration_count += 1
+                self.can_split_prefill = True
+                self.interrupted_at = now
+                self.migration_reason = failure.reason
 
     def dialect_for(self, worker: Worker) -> WorkerDialect:
         """Return the dialect that writes this request for the worker."""
