@@ -9,7 +9,7 @@ from typing import Any
 
 from dialect_cases import REPLIES, chunk, data, named
 
-from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.wire.deltas import ChatDialect
 
 FIRST, BEFORE, CITED, AFTER = "Je cherche 🔎. ", "Voilà 🙂: ", "Oslo pluvieux.", " Bon."
 SECOND = BEFORE + CITED + AFTER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.wire.deltas import ChatDialect
 
 DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "openai-responses", "anthropic", "gemini")
 PAIRS = [(source, target) for source in DIALECTS for target in DIALECTS if source != target]

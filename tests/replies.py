@@ -9,20 +9,23 @@ from typing import Any
 import httpx2
 from hypothesis import strategies as st
 
-from emberline.api import sse
 from emberline.api.call import ChatCall
-from emberline.api.deltas import (
+from emberline.wire import sse
+from emberline.wire.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
     ReplyStart,
     ReplyWriter,
+    StreamEnd,
+    StreamStart,
     TextDelta,
     TokenInfo,
-    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
+    UsageUpdate,
 )
+from emberline.wire.usage import Usage
 
 TEXT = st.text(max_size=12)
 PIECES = st.lists(TEXT, min_size=1, max_size=4)
@@ -40,19 +43,19 @@ def replies(draw: st.DrawFn) -> list[Delta]:
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=5)):
         if kind == "text":
-            deltas += [TextDelta(0, piece, [token(piece)]) for piece in draw(PIECES)]
+            deltas += [TextDelta(piece, 0, [token(piece)]) for piece in draw(PIECES)]
         elif kind == "reasoning":
-            deltas += [ReasoningDelta(0, piece) for piece in draw(PIECES)]
+            deltas += [ReasoningDelta(piece) for piece in draw(PIECES)]
         else:
-            deltas.append(ToolCallStart(0, calls, f"call_{calls}", "tool"))
-            deltas += [ToolCallArguments(0, calls, piece) for piece in _cut(draw, json.dumps(draw(ARGUMENTS)))]
+            deltas.append(ToolCallStart(calls, f"call_{calls}", "tool"))
+            deltas += [ToolCallArguments(calls, piece) for piece in _cut(draw, json.dumps(draw(ARGUMENTS)))]
             calls += 1
     prompt, cached, written = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.integers(0, 99))
     return [
         ReplyStart(prompt + cached, cached),
         *deltas,
         _finish(draw, calls),
-        TokenUsage(prompt + cached, written, cached, written // 2),
+        UsageUpdate(Usage(input=prompt + cached, output=written, cached_read=cached, reasoning=written // 2)),
     ]
 
 
@@ -62,18 +65,12 @@ def _cut(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def _finish(draw: st.DrawFn, calls: int) -> Finish:
-    endings = [Finish(0, "tool_calls")] if calls else [Finish(0, "stop"), Finish(0, "stop", "END"), Finish(0, "length")]
+    endings = [Finish("tool_calls")] if calls else [Finish("stop"), Finish("stop", "END"), Finish("length")]
     return draw(st.sampled_from(endings))
 
 
 def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
-    return b"".join(
-        [
-            *writer.write_start(),
-            *(event for delta in deltas for event in writer.write(delta)),
-            *writer.write_end(),
-        ]
-    )
+    return b"".join([writer.write(delta) for delta in (StreamStart(), *deltas, StreamEnd())])
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:

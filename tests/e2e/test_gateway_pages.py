@@ -18,8 +18,8 @@ from gateway_records import DAY, made
 from gateways import Gateways
 
 from emberline.gateway.core.log_record import LogRecord
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
+from emberline.wire.usage import Usage
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "tests" / ".artifacts"

@@ -14,37 +14,38 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from replies import Answering, events, play, replies
 
-from emberline.api import sse
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.deltas import (
+from emberline.core.errors import EngineFailed, Overloaded
+from emberline.wire import sse
+from emberline.wire.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
     ReplyStart,
     TextDelta,
-    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
+    UsageUpdate,
 )
-from emberline.core.errors import EngineFailed, Overloaded
+from emberline.wire.usage import Usage
 
 EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 2048, "messages": [{"role": "user", "content": "hi"}]}
 REPLY: list[Delta] = [
     ReplyStart(9, 4),
-    ReasoningDelta(0, "hm"),
-    ReasoningDelta(0, "m"),
-    TextDelta(0, "Hé"),
-    TextDelta(0, ""),
-    TextDelta(0, "llo"),
-    ToolCallStart(0, 0, "toolu_1", "weather"),
-    ToolCallArguments(0, 0, '{"city":'),
-    ToolCallArguments(0, 0, '"Oslo"}'),
-    ToolCallStart(0, 1, "toolu_2", "time"),
-    ToolCallArguments(0, 1, "{}"),
-    Finish(0, "tool_calls"),
-    TokenUsage(9, 20, 4, 2),
+    ReasoningDelta("hm"),
+    ReasoningDelta("m"),
+    TextDelta("Hé"),
+    TextDelta(""),
+    TextDelta("llo"),
+    ToolCallStart(0, "toolu_1", "weather"),
+    ToolCallArguments(0, '{"city":'),
+    ToolCallArguments(0, '"Oslo"}'),
+    ToolCallStart(1, "toolu_2", "time"),
+    ToolCallArguments(1, "{}"),
+    Finish("tool_calls"),
+    UsageUpdate(Usage(input=9, output=20, cached_read=4, reasoning=2)),
 ]
 SERVER = Answering(anthropic.parse, anthropic_stream.MessagesReplyWriter, "msg_1")
 CLIENT = vendor.Anthropic(api_key="none", base_url="http://test", http_client=SERVER.http)
@@ -76,7 +77,7 @@ def test_event_order() -> None:
 
 
 def test_message_start_has_prompt_tokens() -> None:
-    [start] = make_writer(stream=True).write(ReplyStart(9, 4))
+    start = make_writer(stream=True).write(ReplyStart(9, 4))
     usage = events(start)[0]["message"]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 4, 0)
     assert plain_reply(REPLY)["usage"] == {
@@ -90,18 +91,18 @@ def test_message_start_has_prompt_tokens() -> None:
 
 
 ENDINGS = [
-    (Finish(0, "stop"), "end_turn", None),
-    (Finish(0, "stop", "END"), "stop_sequence", "END"),
-    (Finish(0, "length"), "max_tokens", None),
-    (Finish(0, "tool_calls"), "tool_use", None),
-    (Finish(0, "tool_calls", "END"), "tool_use", None),
-    (Finish(0, "abort"), "pause_turn", None),
+    (Finish("stop"), "end_turn", None),
+    (Finish("stop", "END"), "stop_sequence", "END"),
+    (Finish("length"), "max_tokens", None),
+    (Finish("tool_calls"), "tool_use", None),
+    (Finish("tool_calls", "END"), "tool_use", None),
+    (Finish("abort"), "pause_turn", None),
 ]
 
 
 @pytest.mark.parametrize(("finish", "reason", "sequence"), ENDINGS)
 def test_stop_reasons(finish: Finish, reason: str, sequence: str | None) -> None:
-    deltas: list[Delta] = [ReplyStart(1), TextDelta(0, "a"), finish, TokenUsage(1, 1)]
+    deltas: list[Delta] = [ReplyStart(1), TextDelta("a"), finish, UsageUpdate(Usage(input=1, output=1))]
     body = plain_reply(deltas)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
     [end] = [event for event in events(play(make_writer(stream=True), deltas)) if event["type"] == "message_delta"]
@@ -109,7 +110,7 @@ def test_stop_reasons(finish: Finish, reason: str, sequence: str | None) -> None
 
 
 def test_empty_output() -> None:
-    deltas: list[Delta] = [ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 1)]
+    deltas: list[Delta] = [ReplyStart(1), Finish("stop"), UsageUpdate(Usage(input=1, output=1))]
     assert plain_reply(deltas)["content"] == []
     assert [e["type"] for e in events(play(make_writer(stream=True), deltas))] == [
         "message_start",
@@ -130,21 +131,21 @@ def test_omitted_thinking() -> None:
 def test_incomplete_arguments_become_empty_object(cut: str) -> None:
     deltas: list[Delta] = [
         ReplyStart(1),
-        ToolCallStart(0, 0, "toolu_1", "t"),
-        ToolCallArguments(0, 0, cut),
-        Finish(0, "length"),
+        ToolCallStart(0, "toolu_1", "t"),
+        ToolCallArguments(0, cut),
+        Finish("length"),
     ]
-    assert plain_reply([*deltas, TokenUsage(1, 1)])["content"][0]["input"] == {}
+    assert plain_reply([*deltas, UsageUpdate(Usage(input=1, output=1))])["content"][0]["input"] == {}
 
 
 def test_failed_stream_ends_with_error_event() -> None:
     reply = make_writer(stream=True)
     play(reply, REPLY[:3])
-    [event] = events(reply.write_error(EngineFailed("the engine died"))[0])
+    [event] = events(reply.write_error(EngineFailed("the engine died")))
     assert event == {"type": "error", "error": {"type": "api_error", "message": "the engine died"}}
-    [event] = events(make_writer(stream=True).write_error(Overloaded("full"))[0])
+    [event] = events(make_writer(stream=True).write_error(Overloaded("full")))
     assert event["error"]["type"] == "rate_limit_error"
-    [event] = events(make_writer(stream=True).write_error(KeyError("secret"))[0])
+    [event] = events(make_writer(stream=True).write_error(KeyError("secret")))
     assert "secret" not in json.dumps(event)
 
 

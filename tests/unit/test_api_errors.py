@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.core import errors
+from emberline.wire.errors import anthropic_error, openai_error
 
 
 def all_errors() -> Iterator[type[errors.EmberlineError]]:

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api import sse
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import InvalidRequest
+from emberline.wire import sse
+from emberline.wire.deltas import StreamStart
 
 TOOL = {"name": "f", "description": "d", "strict": True}
 MESSAGES = {
@@ -106,4 +107,6 @@ def test_damaged_body_parses_or_is_rejected(
         assert error.message
     else:
         assert call.messages
-        assert sse.dumps(make_writer(call, "id_1", 0, "fp_1").body())
+        writer = make_writer(call, "id_1", 0, "fp_1")
+        writer.write(StreamStart())
+        assert sse.dumps(writer.body())

@@ -15,34 +15,37 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from emberline.api import sse
-from emberline.api.deltas import (
+from emberline.api.openai import chat as openai_chat
+from emberline.api.openai import chat_reply
+from emberline.api.openai import completions as openai_completions
+from emberline.api.openai import completions_stream as completions_stream
+from emberline.core.errors import EngineFailed
+from emberline.wire import sse
+from emberline.wire.chat import ChatWriter
+from emberline.wire.deltas import (
     Delta,
     Finish,
     PromptDelta,
     ReasoningDelta,
     ReplyStart,
     ReplyWriter,
-    RunningUsage,
+    StreamEnd,
+    StreamStart,
     TextDelta,
     TokenInfo,
-    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
+    UsageUpdate,
 )
-from emberline.api.openai import chat as openai_chat
-from emberline.api.openai import chat_stream as chat_stream
-from emberline.api.openai import completions as openai_completions
-from emberline.api.openai import completions_stream as completions_stream
-from emberline.core.errors import EngineFailed
+from emberline.wire.usage import Usage
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
 
-def chat(**fields: Any) -> chat_stream.ChatReplyWriter:
+def chat(**fields: Any) -> ChatWriter:
     body = json.dumps({"model": "m", "messages": [USER], **fields}).encode()
-    return chat_stream.ChatReplyWriter(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
+    return chat_reply.make_writer(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
 
 
 def complete(**fields: Any) -> completions_stream.CompletionReplyWriter:
@@ -51,12 +54,7 @@ def complete(**fields: Any) -> completions_stream.CompletionReplyWriter:
 
 
 def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
-    events = [
-        *writer.write_start(),
-        *(event for delta in deltas for event in writer.write(delta)),
-        *writer.write_end(),
-    ]
-    return b"".join(events)
+    return b"".join([writer.write(delta) for delta in (StreamStart(), *deltas, StreamEnd())])
 
 
 def chunks(stream: bytes) -> Iterator[dict[str, Any]]:
@@ -104,21 +102,21 @@ def token(text: str, logprob: float | None = -0.5, offset: int = 0, top: Sequenc
 
 TALK: list[Delta] = [
     ReplyStart(5, 2),
-    ReasoningDelta(0, "hm"),
-    TextDelta(0, "Hé", [token("Hé", -0.25, top=[token("Hé", -0.25), token("Hi", -math.inf)])]),
-    TextDelta(0, "llo", [token("llo", -0.5, 2)]),
-    Finish(0, "stop", "END"),
-    TokenUsage(5, 4, 2, 1),
+    ReasoningDelta("hm"),
+    TextDelta("Hé", 0, [token("Hé", -0.25, top=[token("Hé", -0.25), token("Hi", -math.inf)])]),
+    TextDelta("llo", 0, [token("llo", -0.5, 2)]),
+    Finish("stop", "END"),
+    UsageUpdate(Usage(input=5, output=4, cached_read=2, reasoning=1)),
 ]
 CALLING: list[Delta] = [
     ReplyStart(5),
-    ToolCallStart(0, 0, "call_a", "weather"),
-    ToolCallArguments(0, 0, '{"city":'),
-    ToolCallArguments(0, 0, '"Oslo"}'),
-    ToolCallStart(0, 1, "call_b", "weather"),
-    ToolCallArguments(0, 1, "{}"),
-    Finish(0, "tool_calls"),
-    TokenUsage(5, 9),
+    ToolCallStart(0, "call_a", "weather"),
+    ToolCallArguments(0, '{"city":'),
+    ToolCallArguments(0, '"Oslo"}'),
+    ToolCallStart(1, "call_b", "weather"),
+    ToolCallArguments(1, "{}"),
+    Finish("tool_calls"),
+    UsageUpdate(Usage(input=5, output=9)),
 ]
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -130,7 +128,7 @@ def test_golden_chat_stream() -> None:
 
 def test_golden_chat_body() -> None:
     writer = chat(**LOGPROBS, metadata={"k": "v"})
-    assert play(writer, TALK) == sse.DONE_EVENT
+    assert play(writer, TALK) == b""
     goldens.check("openai_chat_body.json", sse.dumps(writer.body()))
 
 
@@ -151,11 +149,12 @@ def test_logprobs_with_token_ids() -> None:
 def test_include_reasoning_false_omits_reasoning() -> None:
     for fields in ({}, USAGE):
         writer = chat(include_reasoning=False, **fields)
-        assert b"hm" not in play(writer, TALK)
-        body = writer.body()
-        assert "reasoning_content" not in body["choices"][0]["message"]
+        stream = play(writer, TALK)
+        assert b"hm" not in stream
+        body = fold(stream) if fields else writer.body()
+        assert not body["choices"][0]["message"].get("reasoning_content")
         assert body["choices"][0]["message"]["content"] == "Héllo"
-        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 1
 
 
 def test_echo_repeats_continued_message() -> None:
@@ -164,9 +163,8 @@ def test_echo_repeats_continued_message() -> None:
     for more in ({}, USAGE):
         writer = chat(**fields, **more)
         stream = play(writer, TALK)
-        assert writer.body()["choices"][0]["message"]["content"] == "Well, Héllo"
-        if more:
-            assert fold(stream)["choices"][0]["message"]["content"] == "Well, Héllo"
+        body = fold(stream) if more else writer.body()
+        assert body["choices"][0]["message"]["content"] == "Well, Héllo"
     unanswered = chat(echo=True)
     play(unanswered, TALK)
     assert unanswered.body()["choices"][0]["message"]["content"] == "Héllo"
@@ -207,12 +205,12 @@ def test_running_usage_is_in_every_chunk() -> None:
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     deltas: list[Delta] = [
         ReplyStart(5, 2),
-        RunningUsage(1),
-        TextDelta(0, "a"),
-        RunningUsage(3, 1),
-        TextDelta(0, "b"),
-        Finish(0, "stop"),
-        TokenUsage(5, 3, 2, 1),
+        UsageUpdate(Usage(input=5, cached_read=2, output=1)),
+        TextDelta("a"),
+        UsageUpdate(Usage(input=5, cached_read=2, output=3, reasoning=1)),
+        TextDelta("b"),
+        Finish("stop"),
+        UsageUpdate(Usage(input=5, output=3, cached_read=2, reasoning=1)),
     ]
     for writer in (chat(**options), complete(**options)):
         got = [chunk["usage"] for chunk in chunks(play(writer, deltas))]
@@ -223,12 +221,12 @@ def test_running_usage_is_in_every_chunk() -> None:
 
 def test_choices_open_in_order() -> None:
     deltas: list[Delta] = [
-        TextDelta(2, "c"),
-        TextDelta(0, "a"),
-        Finish(2, "stop"),
-        Finish(0, "length"),
-        Finish(1, "stop"),
-        TokenUsage(1, 2),
+        TextDelta("c", 2),
+        TextDelta("a"),
+        Finish("stop", choice=2),
+        Finish("length"),
+        Finish("stop", choice=1),
+        UsageUpdate(Usage(input=1, output=2)),
     ]
     stream = play(chat(stream=True, n=3), deltas)
     assert [choice["content"] for choice in comparable(fold(stream))["choices"]] == ["a", "", "c"]
@@ -244,7 +242,7 @@ def test_service_tier_shows_priority() -> None:
 def test_prompt_logprobs() -> None:
     writer = chat(prompt_logprobs=1)
     prompt = [token("a", None), token("bb", -2.0, 1, [token("ccc", -0.1)])]
-    play(writer, [ReplyStart(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), TokenUsage(2, 0)])
+    play(writer, [ReplyStart(2), PromptDelta(0, "abb", prompt), Finish("stop"), UsageUpdate(Usage(input=2, output=0))])
     best = {"logprob": -0.1, "rank": 1, "decoded_token": "ccc"}
     assert writer.body()["prompt_logprobs"] == [
         None,
@@ -254,8 +252,9 @@ def test_prompt_logprobs() -> None:
 
 def test_failed_stream_ends_with_error_event() -> None:
     for writer in (chat(stream=True), complete(stream=True)):
-        writer.write(TextDelta(0, "a"))
-        [event, done] = writer.write_error(EngineFailed("the engine died"))
+        writer.write(StreamStart())
+        writer.write(TextDelta("a"))
+        event, done = writer.write_error(EngineFailed("the engine died")).split(b"\n\n", 1)
         assert json.loads(event[6:])["error"]["code"] == "engine_failed"
         assert done == sse.DONE_EVENT
 
@@ -269,17 +268,19 @@ def random_replies(draw: st.DrawFn) -> tuple[int, list[Delta]]:
     queues = []
     for index in range(n):
         deltas_of_choice: list[Delta] = [
-            ReasoningDelta(index, text) for text in draw(st.lists(TEXTS.filter(bool), max_size=3))
+            ReasoningDelta(text, index) for text in draw(st.lists(TEXTS.filter(bool), max_size=3))
         ]
-        deltas_of_choice += [TextDelta(index, text, [token(text)]) for text in draw(st.lists(TEXTS, max_size=4))]
+        deltas_of_choice += [TextDelta(text, index, [token(text)]) for text in draw(st.lists(TEXTS, max_size=4))]
         for slot in range(draw(st.integers(0, 2))):
-            deltas_of_choice.append(ToolCallStart(index, slot, f"call_{index}{slot}", "weather"))
-            deltas_of_choice += [ToolCallArguments(index, slot, text) for text in draw(st.lists(TEXTS, max_size=3))]
-        queues.append([*deltas_of_choice, Finish(index, draw(st.sampled_from(["stop", "length", "tool_calls"])))])
+            deltas_of_choice.append(ToolCallStart(slot, f"call_{index}{slot}", "weather", index))
+            deltas_of_choice += [ToolCallArguments(slot, text, index) for text in draw(st.lists(TEXTS, max_size=3))]
+        queues.append(
+            [*deltas_of_choice, Finish(draw(st.sampled_from(["stop", "length", "tool_calls"])), choice=index)]
+        )
     mixed: list[Delta] = []
     while any(queues):
         mixed.append(draw(st.sampled_from([queue for queue in queues if queue])).pop(0))
-    return n, [ReplyStart(3, 1), *mixed, TokenUsage(3, 7, 1, 2)]
+    return n, [ReplyStart(3, 1), *mixed, UsageUpdate(Usage(input=3, output=7, cached_read=1, reasoning=2))]
 
 
 @settings(deadline=None)
@@ -303,10 +304,10 @@ def test_plain_reply_equals_accumulated_stream(talk: tuple[int, list[Delta]], le
 COMPLETION: list[Delta] = [
     ReplyStart(2),
     PromptDelta(0, "ab", [token("a", None), token("b", -1.0, 1, [token("x", -0.2), token("b", -1.0)])]),
-    TextDelta(0, " c", [token(" c", -0.1, 0, [token(" c", -0.1)])]),
-    TextDelta(0, "d", [token("d", -3.0, 2, [token("e", -0.3)])]),
-    Finish(0, "length"),
-    TokenUsage(2, 2),
+    TextDelta(" c", 0, [token(" c", -0.1, 0, [token(" c", -0.1)])]),
+    TextDelta("d", 0, [token("d", -3.0, 2, [token("e", -0.3)])]),
+    Finish("length"),
+    UsageUpdate(Usage(input=2, output=2)),
 ]
 
 
@@ -339,7 +340,7 @@ def test_plain_completion_equals_accumulated_stream() -> None:
 
 def test_max_tokens_zero_returns_echo_only() -> None:
     writer = complete(echo=True, logprobs=1, max_tokens=0)
-    play(writer, [*COMPLETION[:3], Finish(0, "stop"), TokenUsage(2, 1)])
+    play(writer, [*COMPLETION[:3], Finish("stop"), UsageUpdate(Usage(input=2, output=1))])
     [choice] = writer.body()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b"]
@@ -350,8 +351,16 @@ def test_max_tokens_zero_returns_echo_only() -> None:
 
 def test_each_prompt_has_n_choices() -> None:
     writer = complete(prompt=["a", "b"], n=2)
-    deltas: list[Delta] = [TextDelta(index, str(index)) for index in (3, 1, 0, 2)]
-    play(writer, [ReplyStart(2), *deltas, *(Finish(index, "stop") for index in range(4)), TokenUsage(2, 4)])
+    deltas: list[Delta] = [TextDelta(str(index), index) for index in (3, 1, 0, 2)]
+    play(
+        writer,
+        [
+            ReplyStart(2),
+            *deltas,
+            *(Finish("stop", choice=index) for index in range(4)),
+            UsageUpdate(Usage(input=2, output=4)),
+        ],
+    )
     assert [choice["text"] for choice in writer.body()["choices"]] == ["0", "1", "2", "3"]
 
 
@@ -367,4 +376,5 @@ def test_prompt_is_not_returned_without_echo() -> None:
 
 @pytest.mark.parametrize("writer", [chat(), complete()])
 def test_plain_reply_writes_no_chunks(writer: ReplyWriter) -> None:
-    assert play(writer, [ReplyStart(1), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 1)]) == sse.DONE_EVENT
+    usage = UsageUpdate(Usage(input=1, output=1))
+    assert play(writer, [ReplyStart(1), TextDelta("a"), Finish("stop"), usage]) == b""

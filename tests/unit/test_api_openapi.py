@@ -12,21 +12,8 @@ import pytest
 from emberline.api import openapi, replies, tokenize
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.deltas import (
-    Delta,
-    Finish,
-    PromptDelta,
-    ReasoningDelta,
-    ReplyStart,
-    TextDelta,
-    TokenInfo,
-    TokenUsage,
-)
-from emberline.api.deltas import ToolCallArguments as Arguments
-from emberline.api.deltas import ToolCallStart as Call
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.api.openai import chat as openai_chat
-from emberline.api.openai import chat_stream as chat_stream
+from emberline.api.openai import chat_reply
 from emberline.api.openai import completions as openai_completions
 from emberline.api.openai import completions_stream as completions_stream
 from emberline.api.openai import embeddings as openai_embeddings
@@ -34,25 +21,40 @@ from emberline.api.openai import models as openai_models
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import InvalidRequest
+from emberline.wire.deltas import (
+    Delta,
+    Finish,
+    PromptDelta,
+    ReasoningDelta,
+    ReplyStart,
+    StreamStart,
+    TextDelta,
+    TokenInfo,
+    UsageUpdate,
+)
+from emberline.wire.deltas import ToolCallArguments as Arguments
+from emberline.wire.deltas import ToolCallStart as Call
+from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.usage import Usage
 
 DOCUMENT = openapi.build_document("1.2.3")
 USER = {"role": "user", "content": "hi"}
 TOKEN = TokenInfo(1, "a", b"a", -0.5, [TokenInfo(2, "b", b"b", -1.0)])
 DELTAS: list[Delta] = [
     ReplyStart(3),
-    ReasoningDelta(0, "r", [TOKEN]),
-    TextDelta(0, "a", [TOKEN]),
-    Call(0, 0, "call_1", "f"),
-    Arguments(0, 0, "{}"),
-    Finish(0, "tool_calls"),
-    TokenUsage(3, 4),
+    ReasoningDelta("r", 0, [TOKEN]),
+    TextDelta("a", 0, [TOKEN]),
+    Call(0, "call_1", "f"),
+    Arguments(0, "{}"),
+    Finish("tool_calls"),
+    UsageUpdate(Usage(input=3, output=4)),
 ]
 TEXT_DELTAS: list[Delta] = [
     ReplyStart(3),
     PromptDelta(0, "p", [TOKEN]),
-    TextDelta(0, "a", [TOKEN]),
-    Finish(0, "length"),
-    TokenUsage(3, 4),
+    TextDelta("a", 0, [TOKEN]),
+    Finish("length"),
+    UsageUpdate(Usage(input=3, output=4)),
 ]
 
 
@@ -123,7 +125,7 @@ def check_schema(reply: Any, shape: type) -> None:
 
 
 def play(writer: Any, deltas: list[Delta]) -> Any:
-    for delta in deltas:
+    for delta in (StreamStart(), *deltas):
         writer.write(delta)
     return writer.body()
 
@@ -133,7 +135,7 @@ def test_replies_match_their_schemas() -> None:
     function = {"name": "f", "parameters": {}}
     for extra in ({"logprobs": True, "metadata": {"a": "b"}}, {"functions": [function]}):
         call = openai_chat.parse(json.dumps({**chat, **extra}).encode())
-        check_schema(play(chat_stream.ChatReplyWriter(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
+        check_schema(play(chat_reply.make_writer(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
     of_text: list[dict[str, Any]] = [{}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}]
     for extra in of_text:
         completion = openai_completions.parse(json.dumps({"model": "m", "prompt": "p", **extra}).encode())

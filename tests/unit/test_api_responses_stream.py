@@ -15,35 +15,37 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from replies import Answering, events, play, replies, token
 
-from emberline.api import sse
-from emberline.api.deltas import (
+from emberline.api.responses import request as responses
+from emberline.api.responses import stream as responses_stream
+from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
+from emberline.wire import sse
+from emberline.wire.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
     ReplyStart,
+    StreamStart,
     TextDelta,
-    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
+    UsageUpdate,
 )
-from emberline.api.responses import request as responses
-from emberline.api.responses import stream as responses_stream
-from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
+from emberline.wire.usage import Usage
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL: Any = {"type": "function", "name": "tool", "parameters": {"type": "object"}, "strict": False}
 REPLY: list[Delta] = [
     ReplyStart(9, 4),
-    ReasoningDelta(0, "hm"),
-    ReasoningDelta(0, "m"),
-    TextDelta(0, "Hé", [token("Hé", -0.25, [token("Hé", -0.25), token("Hi", -math.inf)])]),
-    TextDelta(0, ""),
-    TextDelta(0, "llo", [token("llo")]),
-    ToolCallStart(0, 0, "call_1", "tool"),
-    ToolCallArguments(0, 0, '{"city":'),
-    ToolCallArguments(0, 0, '"Oslo"}'),
-    Finish(0, "tool_calls"),
-    TokenUsage(9, 20, 4, 2),
+    ReasoningDelta("hm"),
+    ReasoningDelta("m"),
+    TextDelta("Hé", 0, [token("Hé", -0.25, [token("Hé", -0.25), token("Hi", -math.inf)])]),
+    TextDelta(""),
+    TextDelta("llo", 0, [token("llo")]),
+    ToolCallStart(0, "call_1", "tool"),
+    ToolCallArguments(0, '{"city":'),
+    ToolCallArguments(0, '"Oslo"}'),
+    Finish("tool_calls"),
+    UsageUpdate(Usage(input=9, output=20, cached_read=4, reasoning=2)),
 ]
 SERVER = Answering(responses.parse, responses_stream.ResponsesReplyWriter, "resp_1")
 CLIENT = openai.OpenAI(api_key="none", base_url="http://test", http_client=SERVER.http)
@@ -91,17 +93,23 @@ def test_usage() -> None:
 
 
 ENDINGS = [
-    (Finish(0, "stop"), "completed", None),
-    (Finish(0, "stop", "END"), "completed", None),
-    (Finish(0, "tool_calls"), "completed", None),
-    (Finish(0, "length"), "incomplete", {"reason": "max_output_tokens"}),
-    (Finish(0, "abort"), "incomplete", None),
+    (Finish("stop"), "completed", None),
+    (Finish("stop", "END"), "completed", None),
+    (Finish("tool_calls"), "completed", None),
+    (Finish("length"), "incomplete", {"reason": "max_output_tokens"}),
+    (Finish("abort"), "incomplete", None),
 ]
 
 
 @pytest.mark.parametrize(("finish", "status", "details"), ENDINGS)
 def test_final_status(finish: Finish, status: str, details: dict[str, str] | None) -> None:
-    deltas: list[Delta] = [ReplyStart(1), ReasoningDelta(0, "a"), TextDelta(0, "b"), finish, TokenUsage(1, 1)]
+    deltas: list[Delta] = [
+        ReplyStart(1),
+        ReasoningDelta("a"),
+        TextDelta("b"),
+        finish,
+        UsageUpdate(Usage(input=1, output=1)),
+    ]
     body = plain_reply(deltas)
     assert (body["status"], body["incomplete_details"]) == (status, details)
     assert [item["status"] for item in body["output"]] == ["completed", status]
@@ -110,13 +118,13 @@ def test_final_status(finish: Finish, status: str, details: dict[str, str] | Non
 
 
 def test_empty_output() -> None:
-    body = plain_reply([ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 0)])
+    body = plain_reply([ReplyStart(1), Finish("stop"), UsageUpdate(Usage(input=1, output=0))])
     assert (body["status"], body["output"]) == ("completed", [])
 
 
 def test_logprobs_of_token_without_text_are_kept() -> None:
-    half = TextDelta(0, "", [token("\ufffd")])
-    rest: list[Delta] = [TextDelta(0, "é", [token("é")]), Finish(0, "stop"), TokenUsage(1, 2)]
+    half = TextDelta("", 0, [token("\ufffd")])
+    rest: list[Delta] = [TextDelta("é", 0, [token("é")]), Finish("stop"), UsageUpdate(Usage(input=1, output=2))]
     [item] = plain_reply([ReplyStart(1), half, *rest], top_logprobs=1)["output"]
     assert [entry["token"] for entry in item["content"][0]["logprobs"]] == ["\ufffd", "é"]
 
@@ -144,10 +152,10 @@ FAULTS = [
 @pytest.mark.parametrize(("error", "code", "message"), FAULTS)
 def test_failed_stream_ends_with_response_failed(error: Exception, code: str, message: str) -> None:
     reply = make_writer(stream=True)
-    reply.write_start()
+    reply.write(StreamStart())
     for delta in REPLY[:5]:
         reply.write(delta)
-    [event] = events(reply.write_error(error)[0])
+    [event] = events(reply.write_error(error))
     EVENT.validate_python(event)
     assert event["type"] == "response.failed"
     assert event["response"]["status"] == "failed"
@@ -156,7 +164,7 @@ def test_failed_stream_ends_with_response_failed(error: Exception, code: str, me
 
 
 def test_internal_error_has_no_details() -> None:
-    assert b"secret" not in make_writer(stream=True).write_error(KeyError("secret"))[0]
+    assert b"secret" not in make_writer(stream=True).write_error(KeyError("secret"))
 
 
 @settings(deadline=None, max_examples=50)

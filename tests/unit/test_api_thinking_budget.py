@@ -19,11 +19,10 @@ from tokenizers import AddedToken
 
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.deltas import Delta, Finish, ReasoningDelta, ReplyStart, TextDelta, TokenUsage
 from emberline.api.reasoning import THINK, constrain_after_reasoning, constrain_answer
 from emberline.api.tool_style import HERMES
 from emberline.core.clock import ManualClock
-from emberline.core.engine_config import SchedulerConfig
+from emberline.core.config import SchedulerConfig
 from emberline.core.errors import DeadlineExceeded, Overloaded
 from emberline.core.events import Output, Stats
 from emberline.core.params import GrammarSpec
@@ -37,6 +36,8 @@ from emberline.engine.grammar_guard import GrammarGuard
 from emberline.server.metrics import ModelMetrics, render_exposition
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.wire.deltas import Delta, Finish, ReasoningDelta, ReplyStart, StreamStart, TextDelta, UsageUpdate
+from emberline.wire.usage import Usage
 from emberline.worker.generator import Generator
 from emberline.worker.preparation import PromptBuilder
 from emberline.worker.request_context import RequestContext
@@ -154,9 +155,9 @@ class BudgetHarness:
 
         deltas = asyncio.run(collect())
         assert (
-            isinstance(deltas[0], ReplyStart) and isinstance(deltas[-1], TokenUsage) and isinstance(deltas[-2], Finish)
+            isinstance(deltas[0], ReplyStart) and isinstance(deltas[-1], UsageUpdate) and isinstance(deltas[-2], Finish)
         )
-        assert sum(isinstance(delta, Finish | ReplyStart | TokenUsage) for delta in deltas) == 3
+        assert sum(isinstance(delta, Finish | ReplyStart | UsageUpdate) for delta in deltas) == 3
         self.check_empty()
         return deltas
 
@@ -203,7 +204,7 @@ def test_budget_closes_reasoning_and_reply_continues(marked: bool, template: str
     assert (second.params.temperature, second.params.top_k, second.params.n) == (0.5, 7, 1)
     assert deltas[0] == ReplyStart(len(first.prompt))
     written = lead + 23 + closing + len(ANSWER) + 1
-    assert deltas[-1] == TokenUsage(len(first.prompt), written, 0, 23)
+    assert deltas[-1] == UsageUpdate(Usage(input=len(first.prompt), output=written, cached_read=0, reasoning=23))
     assert harness.engine.engine.stats().prefix_hits > 0  # the second part did not compute the prompt again
     assert harness.finished() == 1
 
@@ -213,7 +214,7 @@ def test_message_has_one_thinking_and_one_text_block() -> None:
     for stream in (False, True):
         call = harness.ask(12, stream=stream)
         writer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
-        events = b"".join(event for delta in harness.reply(12) for event in writer.write(delta))
+        events = b"".join([writer.write(delta) for delta in (StreamStart(), *harness.reply(12))])
         body = writer.body()
         assert [block["type"] for block in body["content"]] == ["thinking", "text"]
         assert body["content"][0]["thinking"] == "abcdefghijab" and body["content"][1]["text"] == ANSWER.strip()
@@ -263,7 +264,7 @@ def test_remaining_max_tokens_limit_the_answer() -> None:
     harness = BudgetHarness()
     deltas = harness.reply(20, max_tokens=20 + 1 + 7)
     assert text(deltas) == "Paris" and finish_of(deltas) == ("length", None)
-    assert isinstance(deltas[-1], TokenUsage) and deltas[-1].completion_tokens == 28
+    assert isinstance(deltas[-1], UsageUpdate) and deltas[-1].usage.output == 28
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_full_queue_accepts_the_second_part() -> None:
         others = [harness.deltas(12) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in others]
         deltas = [delta async for delta in first]
-        assert isinstance(deltas[-1], TokenUsage) and text(deltas) == ANSWER.strip()
+        assert isinstance(deltas[-1], UsageUpdate) and text(deltas) == ANSWER.strip()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert sum(isinstance(result, Overloaded) for result in results) == 1
         for each in others:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bytelevel import build
 
-from emberline.api.deltas import Delta, Finish, TextDelta
 from emberline.api.output_parser import OutputParser
 from emberline.api.tool_style import HERMES
 from emberline.core.events import Output
@@ -12,6 +11,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.wire.deltas import Delta, Finish, TextDelta
 from emberline.worker.choice import Choice
 
 
@@ -25,7 +25,7 @@ def deltas_of(params: SamplingParams, text: str) -> list[Delta]:
 def test_stop_strings_apply_after_min_tokens() -> None:
     deltas = deltas_of(SamplingParams(stop=("b",), min_tokens=3), "abcabc")
     assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == "abca"
-    assert deltas[-1] == Finish(0, "stop", "b")
+    assert deltas[-1] == Finish("stop", "b")
 
 
 def test_echo_token_offsets() -> None:

@@ -22,7 +22,7 @@ from dialect_cases import MODELS, PAIRS, data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.gateway.dialects.canonical import ChatDialect, Citation, TextContent
+from emberline.gateway.dialects.canonical import TextContent
 from emberline.gateway.dialects.citations import assign_citations, split_at_citations
 from emberline.gateway.dialects.translate import (
     ReplyContext,
@@ -31,6 +31,7 @@ from emberline.gateway.dialects.translate import (
     translate_reply,
     translate_request,
 )
+from emberline.wire.deltas import ChatDialect, Citation
 
 CONTEXT = ReplyContext(created=1700000000, id="made-1")
 FoundCitation = tuple[str, str, str | None]  # cited text, URL, title

@@ -12,9 +12,9 @@ from dialect_cases import DIALECTS, PAIRS, REPLIES, REQUESTS
 
 from emberline.gateway import dialects
 from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import ReplyContext, read_reply_context, translate_error, translate_reply
+from emberline.wire.deltas import ChatDialect
+from emberline.wire.usage import Usage
 
 ASKED = ReplyContext(created=1700000000, id="made-1")
 

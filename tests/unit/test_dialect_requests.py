@@ -10,8 +10,8 @@ import pytest
 from dialect_cases import ANTHROPIC, CHAT, DIALECTS, GEMINI, MODELS, PAIRS, PIXEL, REQUESTS, RESPONSES
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import TargetModel, translate_request
+from emberline.wire.deltas import ChatDialect
 
 HI: dict[ChatDialect, dict[str, Any]] = {
     "openai-chat": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},

@@ -15,13 +15,13 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects.adapt import merge_adjacent
 from emberline.gateway.dialects.canonical import (
     CanonicalRequest,
-    ChatDialect,
     ImageContent,
     TextContent,
     ToolCallContent,
     ToolResultContent,
 )
 from emberline.gateway.dialects.translate import CODECS, TargetModel, translate_request
+from emberline.wire.deltas import ChatDialect
 
 JsonObject = dict[str, Any]
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from emberline.core.errors import Overloaded
 from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import signatures
-from emberline.gateway.dialects.canonical import ChatDialect, Citation, ReasoningContent, TextContent, ToolCallContent
+from emberline.gateway.dialects.canonical import ReasoningContent, TextContent, ToolCallContent
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.deltas import (
+from emberline.gateway.dialects.gemini.content import decode_gemini_signature
+from emberline.gateway.dialects.translate import CODECS, ReplyContext, StreamTranslator, translate_reply
+from emberline.wire.deltas import (
+    ChatDialect,
+    Citation,
     CitationDelta,
     Delta,
     Finish,
@@ -32,8 +35,7 @@ from emberline.gateway.dialects.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.gateway.dialects.gemini.content import decode_gemini_signature
-from emberline.gateway.dialects.translate import CODECS, ReplyContext, StreamTranslator, translate_reply
+from emberline.wire.usage import Usage
 
 CONTEXT = ReplyContext(model="asked", created=1700000000, id="made-1")
 
@@ -41,6 +43,16 @@ CONTEXT = ReplyContext(model="asked", created=1700000000, id="made-1")
 def translate_stream(stream: bytes, source: ChatDialect, target: ChatDialect, context: ReplyContext = CONTEXT) -> bytes:
     translator = StreamTranslator(source, target, context)
     return translator.push(stream) + translator.end()
+
+
+@pytest.mark.parametrize("line_end", [b"\r", b"\r\n"])
+def test_lines_may_end_with_cr(line_end: bytes) -> None:
+    pairs: list[tuple[ChatDialect, ChatDialect]] = [("openai-chat", "anthropic"), ("anthropic", "openai-chat")]
+    for source, target in pairs:
+        stream = STREAMS[source]
+        assert translate_stream(stream.replace(b"\n", line_end), source, target) == translate_stream(
+            stream, source, target
+        )
 
 
 def payloads(stream: bytes) -> list[Any]:

@@ -25,9 +25,9 @@ from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, RequestStep
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.caching import CacheLayer, cache_ttl_s
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
+from emberline.wire.usage import Usage
 
 ON = {"cache_ttl": 60}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}

@@ -10,8 +10,8 @@ import pytest
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.cost import Price, compute_cost
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.catalogue import Catalogue, CatalogueFiles, CatalogueModel
+from emberline.wire.usage import Usage
 
 OURS = Catalogue.load()
 PROVIDERS = {

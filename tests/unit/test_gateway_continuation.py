@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from emberline.api import sse
 from emberline.gateway.core.assistant_prefill import AssistantPrefill, prefill_fields
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.guardrail_policy import Guardrails, PatternRule
@@ -19,9 +18,21 @@ from emberline.gateway.core.identity import ANONYMOUS
 from emberline.gateway.core.options import NO_OPTIONS, RequestOptions
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, RequestStep
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects.canonical import ChatDialect, Citation
-from emberline.gateway.dialects.deltas import (
+from emberline.gateway.dialects.translate import CODECS
+from emberline.gateway.layers.continuation import ContinuationLayer
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.streams.continuation import (
+    CONTINUE_INSTRUCTION,
+    build_continuation,
+    claude_accepts_prefill,
+    parse_continuable,
+)
+from emberline.gateway.streams.continued_stream import ContinuedStream
+from emberline.gateway.streams.repetition_filter import MIN_REPEATED_CHARACTERS, RepetitionFilter
+from emberline.wire import sse
+from emberline.wire.deltas import (
+    ChatDialect,
+    Citation,
     CitationDelta,
     Delta,
     Finish,
@@ -34,19 +45,9 @@ from emberline.gateway.dialects.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.gateway.dialects.events import EventDataSplitter
-from emberline.gateway.dialects.reply_context import ReplyContext
-from emberline.gateway.dialects.translate import CODECS
-from emberline.gateway.layers.continuation import ContinuationLayer
-from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.streams.continuation import (
-    CONTINUE_INSTRUCTION,
-    build_continuation,
-    claude_accepts_prefill,
-    parse_continuable,
-)
-from emberline.gateway.streams.continued_stream import ContinuedStream
-from emberline.gateway.streams.repetition_filter import MIN_REPEATED_CHARACTERS, RepetitionFilter
+from emberline.wire.event_splitter import EventSplitter, event_data
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
 
 DIALECTS: tuple[ChatDialect, ...] = get_args(ChatDialect)
 ASKED: dict[ChatDialect, dict[str, Any]] = {
@@ -282,7 +283,9 @@ def test_continuation_at_same_provider(sent: str, prefill: AssistantPrefill) -> 
 
 def read(dialect: ChatDialect, data: bytes) -> list[Delta]:
     reader = CODECS[dialect].make_reader()
-    deltas_read = [delta for event in EventDataSplitter().push(data) for delta in reader.read(event)]
+    deltas_read = [
+        delta for event in EventSplitter(UpstreamBroken).push(data) for delta in reader.read(event_data(event))
+    ]
     return [*deltas_read, *reader.end()]
 
 
@@ -303,7 +306,11 @@ def cut_reply(dialect: ChatDialect, sent: int, more: int, restart: bool) -> tupl
     first = next(at for at, event in enumerate(whole) if b"word" in event)
     kept = whole[: min(first + 1 + more, len(whole) - 1)]
     reader = CODECS[dialect].make_reader()
-    deltas_read = [delta for event in EventDataSplitter().push(b"".join(kept)) for delta in reader.read(event)]
+    deltas_read = [
+        delta
+        for event in EventSplitter(UpstreamBroken).push(b"".join(kept))
+        for delta in reader.read(event_data(event))
+    ]
     return BrokenReply(kept, UpstreamBroken("cut")), max(sent, begin + len(text_of(deltas_read).split()))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.gateway.core.cost import LongPrice, Price, compute_cost
-from emberline.gateway.core.usage import Usage
+from emberline.wire.usage import Usage
 
 MINI = Price(input=750_000, cached_read=75_000, output=4_500_000)
 

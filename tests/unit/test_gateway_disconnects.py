@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from gateway_calls import Pieces, call
 
-from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.layers.caching import CacheLayer
@@ -27,6 +25,8 @@ from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.claims import ClaimBuilder
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.stack import stack_layers
+from emberline.wire import sse
+from emberline.wire.usage import Usage
 
 ANSWER = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}
 FILES = CatalogueFiles()

@@ -15,12 +15,12 @@ from emberline.gateway.core.errors import Forbidden, LimitExceeded
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import set_cost
 from emberline.gateway.costs.catalogue import Catalogue, CatalogueModel
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.settings_checks import check_settings
+from emberline.wire.usage import Usage
 
 CATALOGUE = Catalogue(
     [

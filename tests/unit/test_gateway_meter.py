@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.fakes.reply import FakeReply, dialect_of_path
-from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter, check_reply
+from emberline.wire.event_splitter import EventSplitter, parse_event
 
 PATHS = {
     "openai-chat": "/v1/chat/completions",
@@ -142,7 +142,7 @@ def test_comments_and_crlf_pass() -> None:
 
 
 def test_splitter_splits_events() -> None:
-    splitter = RawEventSplitter()
+    splitter = EventSplitter(UpstreamBroken)
     assert splitter.push(b"a: 1\n\nb: 2\r\n\r\nc") == [b"a: 1\n\n", b"b: 2\r\n\r\n"]
     assert (
         splitter.push(b": 3\n") == [] and splitter.partial_event == b"c: 3\n" and splitter.push(b"\n") == [b"c: 3\n\n"]

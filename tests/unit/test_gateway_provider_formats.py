@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken
 from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.translate import StreamTranslator
 from emberline.gateway.error_replies import read_provider_error
 from emberline.gateway.fakes.foreign_dialects import (
@@ -36,6 +35,7 @@ from emberline.gateway.streams.aws_eventstream_meter import EventStreamMeter
 from emberline.gateway.streams.meter import StreamMeter, check_reply
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import BufferedReply, ReplyDecoder
+from emberline.wire.usage import Usage
 
 ID = "0190a0b0c0d0" + "0" * 20
 

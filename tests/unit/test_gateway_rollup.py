@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.gateway.core.log_record import LogRecord
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.store.rollup import (
     BUCKET_COUNT,
     BUCKET_EDGES_MS,
@@ -25,6 +24,7 @@ from emberline.gateway.store.rollup import (
     RollupQuery,
     count_records,
 )
+from emberline.wire.usage import Usage
 
 
 def record(parts: tuple[Any, ...]) -> LogRecord:

@@ -19,7 +19,6 @@ from emberline.gateway.core.errors import Forbidden, LimitExceeded, ProviderErro
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
@@ -28,6 +27,7 @@ from emberline.gateway.routes.facts import CallFacts
 from emberline.gateway.routes.graph import ModelElement, RouteGraph
 from emberline.gateway.routes.pattern_parser import parse_pattern
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
+from emberline.wire.usage import Usage
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.core.usage import USAGE_READERS, Usage
+from emberline.wire.usage import USAGE_READERS, Usage
 
 OPENAI = {
     "prompt_tokens": 2006,

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from gateway_calls import Pieces, call
 
-from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.guardrails.judge import MAX_PART_CHARS, MAX_PARTS, OVERLAP_CHARS, parse_verdict
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
+from emberline.wire import sse
+from emberline.wire.usage import Usage
 
 JUDGE = {"name": "j", "provider": "p", "model": "m"}
 MAIL = "ada@example.com"

@@ -12,7 +12,6 @@ from gateway_calls import Pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api import sse
 from emberline.gateway.core.guardrail_finding import GuardrailFinding
 from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.guardrails.patterns import FINDERS
@@ -20,6 +19,7 @@ from emberline.gateway.guardrails.scanner import Scanner, redact_text
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
+from emberline.wire import sse
 
 CARD = "4111 1111 1111 1111"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7bq8\nZk3v9Qw8Lp2Xr7Tn\n-----END PRIVATE KEY-----"

@@ -20,6 +20,7 @@ from emberline.core.offload import HUGE_INPUT_BYTES, LARGE_INPUT_BYTES, NICENESS
 from emberline.core.pickle_cost import check_pickle_cost
 from emberline.gateway.core import request_body as bodies
 from emberline.gateway.core.body_summary import summarize_body
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.guardrail_finding import GuardrailFinding
 from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.core.options import RequestOptions
@@ -43,7 +44,6 @@ from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.run.run_handler import read_batch, read_native_body, read_outline, read_run_request
 from emberline.gateway.run.run_replies import to_run_reply
 from emberline.gateway.run.run_request import EncodedRequest
-from emberline.gateway.streams import event_splitter
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter
 from emberline.gateway.streams.provider_stream import ProviderStream
 from emberline.gateway.upstream.reply_decoder import BufferedReply, DecodedReply
@@ -51,6 +51,7 @@ from emberline.router.http.routed_request import RoutedRequest
 from emberline.router.native import NativeDialect
 from emberline.router.upstream_request import UpstreamRequest as RouterCall
 from emberline.router.vllm import VLLMDialect
+from emberline.wire import event_splitter
 from emberline.worker.cluster_handler import parse_forwarded_request
 from emberline.worker.protocols import parse_large, parse_within_weight
 from emberline.worker.response_store import ResponseStore
@@ -198,7 +199,7 @@ def test_run_reads_a_body_with_functions_of_bytes() -> None:
         read_outline(named, "").options == {"queueRequest": True} and read_native_body(named, "") == b'{"prompt":"x"}'
     )
     assert read_batch(json.dumps({"requests": [{"prompt": "x"}] * 3}).encode(), "m").count == 3
-    with pytest.raises(InvalidRequest, match="unknown field 'more' in a batch"):
+    with pytest.raises(InvalidRequest, match="beside requests"):
         read_batch(b'{"requests":[],"more":1}', "m")
 
 
@@ -399,7 +400,7 @@ def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPa
                 event_splitter._event_ends_in_large(data, searched)
             )
     monkeypatch.setattr(event_splitter, "LARGE_CHUNK_BYTES", 0)
-    assert event_splitter.RawEventSplitter().push(b"data: a\n\ndata: b\r\n\r\nrest") == [
+    assert event_splitter.EventSplitter(UpstreamBroken).push(b"data: a\n\ndata: b\r\n\r\nrest") == [
         b"data: a\n\n",
         b"data: b\r\n\r\n",
     ]

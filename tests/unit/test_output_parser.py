@@ -6,12 +6,12 @@ from itertools import count
 
 import pytest
 
-from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from emberline.api.output_parser import MIN_MARKER_CHARS, OutputParser, Piece, merge_pieces
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
 from emberline.api.tool_call_parser import MAX_HEAD_CHARS
 from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
 from emberline.api.tools import format_tool_calls
+from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 
 def make_parser(
@@ -236,7 +236,7 @@ def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
 )
 def test_cut_off_text_is_kept(style: ToolStyle, text: str) -> None:
     parser = make_parser(style)
-    assert merge_pieces([*parser.push(text), *parser.flush(was_cut_off=True)]) == [TextDelta(0, text)]
+    assert merge_pieces([*parser.push(text), *parser.flush(was_cut_off=True)]) == [TextDelta(text)]
 
 
 def test_call_head_ended_by_model_is_text() -> None:

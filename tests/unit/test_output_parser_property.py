@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_output_parser import make_parser
 
-from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from emberline.api.output_parser import Piece, merge_pieces
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
 from emberline.api.tool_style import TOOL_STYLES, ToolStyle
 from emberline.api.tools import format_tool_calls
+from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 MARKERS = sorted({m for style in TOOL_STYLES.values() for m in style.markers} | {*THINK.markers, *MAGISTRAL.markers})
 

@@ -14,8 +14,8 @@ import pytest
 from scripted_engine import House
 
 from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
-from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import ReplyContext, StreamTranslator, translate_reply
+from emberline.wire.deltas import ChatDialect
 
 PROSE = "Let me see. "
 FIRST, SECOND = ("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Rome"}')

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import unweight_models
 
-from emberline.cli import options
+from emberline.cli import service
 from emberline.cli.__main__ import main
-from emberline.core.config import ServerConfig
-from emberline.core.engine_config import EngineConfig
+from emberline.core.config import EngineConfig, ServerConfig
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
 from emberline.hub.source import resolve_model
 from emberline.kernels.cpu import library
@@ -139,7 +138,7 @@ def test_invalid_memory_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_memory_sizes() -> None:
-    assert [options.parse_size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
+    assert [service.parse_size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_memory_sizes() -> None:
 )
 def test_invalid_engine_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="at least"):
-        EngineConfig.build("m", **settings)
+        EngineConfig("m", **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

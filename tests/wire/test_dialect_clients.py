@@ -22,7 +22,6 @@ from openai.types.responses import Response, ResponseCreateParams, ResponseStrea
 from pydantic import TypeAdapter, ValidationError
 
 from emberline.gateway.core.errors import UpstreamFailed
-from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import (
     StreamTranslator,
     TargetModel,
@@ -31,6 +30,7 @@ from emberline.gateway.dialects.translate import (
     translate_reply,
     translate_request,
 )
+from emberline.wire.deltas import ChatDialect
 
 OTHERS = {client: [each for each in DIALECTS if each != client] for client in DIALECTS}
 EVENTS: dict[ChatDialect, TypeAdapter[Any]] = {

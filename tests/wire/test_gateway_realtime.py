@@ -21,8 +21,8 @@ from websockets.sync.server import Server, ServerConnection, serve
 from websockets.typing import Subprotocol
 
 from emberline.gateway.core.log_record import LogRecord
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.realtime.usage import parse_realtime_usage
+from emberline.wire.usage import Usage
 
 KEY = "a-key-of-the-tests"
 OURS = {"cf-aig-authorization": f"Bearer {KEY}"}

@@ -48,7 +48,7 @@ class GenerationCall:
     unset_params: frozenset[str] = frozenset()  # sampling parameters that take the checkpoint's defaults
     ignored_fields: Sequence[str] = ()  # names of request fields without effect
     stream: bool = False
-    running_usage: bool = False  # a RunningUsage precedes the deltas of each engine output
+    running_usage: bool = False  # a UsageUpdate precedes the deltas of each engine output
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from itertools import groupby
 
 import msgspec
 
-from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.tool_call_parser import MAX_HEAD_CHARS, WHITESPACE, JsonValueScanner, ParseStatus, ToolCallParser
 from emberline.api.tool_style import ToolStyle
+from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 Piece = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
@@ -78,7 +78,7 @@ class OutputParser:
         rest = self._text[self._at :]
         self._text, self._at = "", 0
         if self._state == self._in_reasoning:
-            self._pieces.append(ReasoningDelta(self._index, rest))
+            self._pieces.append(ReasoningDelta(rest, self._index))
         elif was_cut_off and self._is_in_head(rest):
             pass
         elif not self._is_ending_call(rest):
@@ -133,7 +133,7 @@ class OutputParser:
         found = self._text.find(end, self._at)
         stop = found if found >= 0 else len(self._text) - _prefix_overlap(self._text, self._at, end)
         reasoning_text = self._text[self._at : stop].rstrip(WHITESPACE)  # white space before the end marker is dropped
-        self._pieces.append(ReasoningDelta(self._index, reasoning_text))
+        self._pieces.append(ReasoningDelta(reasoning_text, self._index))
         self._at += len(reasoning_text)
         if found >= 0:
             self._at = found + len(end)
@@ -295,15 +295,15 @@ class OutputParser:
 
     def _emit_call_start(self, name: str) -> None:
         self._gap = self._raw = ""
-        self._pieces.append(ToolCallStart(self._index, self.num_calls, f"call_{self._new_id()}", name))
+        self._pieces.append(ToolCallStart(self.num_calls, f"call_{self._new_id()}", name, self._index))
         self.num_calls += 1
 
     def _emit_arguments(self, text: str) -> None:
         self._raw = ""
-        self._pieces.append(ToolCallArguments(self._index, self.num_calls - 1, text))
+        self._pieces.append(ToolCallArguments(self.num_calls - 1, text, self._index))
 
     def _emit_text(self, text: str) -> None:
-        self._pieces.append(TextDelta(self._index, text))
+        self._pieces.append(TextDelta(text, self._index))
 
     # -- reading
 

@@ -1,4 +1,1 @@
-"""The gateway: one URL in front of many LLM providers, with caching, limits, costs, keys, logs and fallbacks.
-
-It imports neither torch nor the engine.
-"""
+"""One URL in front of many providers: cache, limits, cost, keys, logs, fallback. No torch, no engine."""

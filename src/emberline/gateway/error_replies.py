@@ -1,4 +1,4 @@
-"""Error replies: reads a provider's error response, and writes an error in the client's dialect (wire format)."""
+"""Errors on the wire: reading a provider's error, and writing an error in the client's dialect."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from emberline.api import sse
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError, MethodNotAllowed
 from emberline.gateway.core.errors import BlockedByGuardrail, ProviderErrorReply, RefusalReason
 from emberline.gateway.core.request import Dialect, GatewayReply
 from emberline.gateway.dialects.errors import parse_error, render_error
+from emberline.wire import sse
+from emberline.wire.errors import anthropic_error, openai_error
 
 BUSY_STATUSES = (408, 409, 425, 429)
 _CONTEXT = ("context_length", "context length", "context window", "maximum context", "prompt is too long",
@@ -27,11 +27,11 @@ _FORWARDED = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "
 def read_provider_error(
     provider: str, status: int, headers: Mapping[str, str], body: bytes, dialect: Dialect
 ) -> ProviderErrorReply:
-    """Return the error for a provider's error response. `headers` must be a case-insensitive mapping."""
+    """Return the error for a provider's error response. `headers` must ignore the case of names."""
     message = parse_error(body).message
     error = ProviderErrorReply(
         f"provider {provider} answered with status {status}: {message}",
-        reason=_refusal_reason(status, body),
+        reason=_reason(status, body),
         status=status,
         headers=headers,
         body=body,
@@ -43,7 +43,7 @@ def read_provider_error(
     return error
 
 
-def _refusal_reason(status: int, body: bytes) -> RefusalReason:
+def _reason(status: int, body: bytes) -> RefusalReason:
     if status in BUSY_STATUSES:
         return "busy"
     if status >= 500:
@@ -61,7 +61,7 @@ def _refusal_reason(status: int, body: bytes) -> RefusalReason:
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds to wait before a retry, or None if the headers contain no valid time."""
+    """Return the seconds to wait before a retry, or None if the headers have no valid value."""
     milliseconds = headers.get("retry-after-ms", "")
     if milliseconds.replace(".", "", 1).isdecimal():
         return float(milliseconds) / 1e3
@@ -75,9 +75,9 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
-    """Return the error as a reply in the client's dialect (wire format).
+    """Return the error as a reply in the client's dialect.
 
-    A provider's error is passed on unchanged if the client uses the provider's dialect.
+    A provider's error is passed on unchanged if the provider has the same dialect.
     """
     if isinstance(error, ProviderErrorReply) and error.dialect == dialect:
         forwarded = {name.lower(): value for name, value in error.headers.items() if name.lower() in _FORWARDED}
@@ -99,7 +99,7 @@ def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
 def error_event(dialect: Dialect, error: EmberlineError, number: int = 0) -> bytes | None:
     """Return the error as the last event of a stream.
 
-    Return None if the dialect (wire format) has no error event. Only a broken connection then shows the failure.
+    None means that the dialect has no error event, so that only a broken connection shows the failure.
     """
     match dialect:
         case "openai-chat":

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.api.errors import openai_error
-from emberline.api.sse import dumps
 from emberline.core.errors import EmberlineError, HostNotAllowed, InvalidRequest, OriginNotAllowed
 from emberline.net.server_state import App
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.route_table import reply_error
+from emberline.wire.errors import openai_error
+from emberline.wire.sse import dumps
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and pages of other sites cannot read the replies
 CORS_METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from emberline.api.sse import dumps
 from emberline.core.errors import BodyTooLarge
 from emberline.trace.span import Span
+from emberline.wire.sse import dumps
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError, MethodNotAllowed, NotFound
 from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.access import AccessPolicy
@@ -17,6 +16,7 @@ from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.media_type import require_json
 from emberline.server.metrics import ReplyCounter
 from emberline.server.pages import StaticPage
+from emberline.wire.errors import anthropic_error, openai_error
 
 log = logging.getLogger("emberline.server")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
-from emberline.api.sse import dumps
 from emberline.core.errors import InvalidRequest
 from emberline.engine.async_engine import AsyncEngine
 from emberline.server.exchange import Exchange
+from emberline.wire.sse import dumps
 
 HEARTBEAT_INTERVAL_S = 1.0
 

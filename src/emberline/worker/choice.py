@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emberline.api.deltas import (
-    Delta,
-    Finish,
-    PromptDelta,
-    Reason,
-    ReasoningDelta,
-    TextDelta,
-    TokenIdsDelta,
-    TokenInfo,
-)
 from emberline.api.output_parser import OutputParser
 from emberline.core.errors import DeadlineExceeded, EmberlineError, InvalidRequest
 from emberline.core.events import Output
@@ -23,6 +13,16 @@ from emberline.core.request import FinishReason
 from emberline.server.metrics import ModelMetrics
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.wire.deltas import (
+    Delta,
+    EngineFinishReason,
+    Finish,
+    PromptDelta,
+    ReasoningDelta,
+    TextDelta,
+    TokenIdsDelta,
+    TokenInfo,
+)
 
 
 class Choice:
@@ -43,7 +43,7 @@ class Choice:
         self.num_replayed_tokens = 0  # tokens that another worker had sent to the client
         self.reasoning_tokens = 0
         self.is_finished = False
-        self.finish_reason: Reason | None = None
+        self.finish_reason: EngineFinishReason | None = None
         self.needs_engine_abort = False  # a stop string ended the text, and the engine still generates
         self._last_token_time: float | None = None  # by the engine's clock
         self._tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Choice:
             if output.tokens:
                 self._last_id = output.tokens[-1]
                 self.num_tokens += len(output.tokens)
-            return [TextDelta(self.index, text)] if text else []
+            return [TextDelta(text, self.index)] if text else []
         return self._process_all(output, text, self.in_reasoning)
 
     def echo_prompt(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
@@ -135,30 +135,30 @@ class Choice:
 
     def _parse_text(self, text: str) -> list[Delta]:
         if self._parser is None:
-            return self._with_infos([TextDelta(self.index, text)] if text or self._infos else [])
+            return self._with_infos([TextDelta(text, self.index)] if text or self._infos else [])
         return self._with_infos(self._parser.push(text) if text else [])
 
-    def _end(self, reason: Reason, stop: str | None) -> list[Delta]:
+    def _end(self, reason: EngineFinishReason, stop: str | None) -> list[Delta]:
         self.is_finished = True
         ended_by_token = reason == "stop" and stop is None
         deltas: list[Delta] = []
         if self._parser is not None:
             deltas = self._with_infos(self._parser.flush(was_cut_off=reason in ("length", "abort")))
         if self._infos:
-            deltas.append(TextDelta(self.index, "", self._take_infos()))
+            deltas.append(TextDelta("", self.index, self._take_infos()))
         if reason == "stop" and self._parser is not None and self._parser.num_calls:
             reason = "tool_calls"
         self.finish_reason = reason
         is_requested = self._last_id in self._params.stop_token_ids
         token = self._last_id if ended_by_token and (is_requested or self._last_id in self._eos_token_ids) else None
-        return [*deltas, Finish(self.index, reason, stop, token, is_requested and token is not None)]
+        return [*deltas, Finish(reason, stop, self.index, token, is_requested and token is not None)]
 
     def _with_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
         """Attach the collected token infos to the first text among the deltas."""
         out: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, TextDelta | ReasoningDelta) and self._infos:
-                delta = type(delta)(delta.index, delta.text, self._take_infos())
+                delta = type(delta)(delta.text, delta.choice, self._take_infos())
             out.append(delta)
         return out
 
@@ -178,7 +178,7 @@ def _make_token_info(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | N
     return TokenInfo(token, tokenizer.token_text(token), tokenizer.token_bytes(token), value, top, offset)
 
 
-_REASONS: dict[FinishReason, Reason] = {
+_REASONS: dict[FinishReason, EngineFinishReason] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",

@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.errors import openai_error
-from emberline.api.sse import dumps
 from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff
@@ -20,6 +18,8 @@ from emberline.core.pickle_cost import check_pickle_cost
 from emberline.core.request import FinishReason
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Exchange
+from emberline.wire.errors import openai_error
+from emberline.wire.sse import dumps
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.protocols import PROTOCOLS
 from emberline.worker.request_context import CHAIN_HEADER, RequestContext, tenant_from_router

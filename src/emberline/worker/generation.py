@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from emberline.api.call import ChatCall, CompletionCall
-from emberline.api.deltas import Delta, ReplyStart, RunningUsage, TokenUsage
 from emberline.core.events import Output, Timing
 from emberline.core.handoff import TokenGroup
 from emberline.core.params import SamplingParams
@@ -22,6 +21,8 @@ from emberline.engine.async_engine import AsyncEngine
 from emberline.server.metrics import ModelMetrics
 from emberline.tokens.blockhash import last_full_block, root_hash
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.wire.deltas import Delta, ReplyStart, UsageUpdate
+from emberline.wire.usage import Usage
 from emberline.worker.choice import error_from_output
 from emberline.worker.phase_spans import PhaseSpans
 from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
@@ -108,8 +109,13 @@ class Generation:
         return self._all_groups() if prompt.budget is None else self._budgeted_groups(prompt, prompt.budget)
 
     def final_usage(self) -> DeltaGroup:
-        tokens, reasoning_tokens = self._count_tokens()
-        return DeltaGroup([TokenUsage(self._num_prompt_tokens, tokens, self._cached_tokens, reasoning_tokens)])
+        return DeltaGroup([self._usage()])
+
+    def _usage(self) -> UsageUpdate:
+        """Return the tokens of the prompts and those that all choices have generated until now."""
+        input, cached = self._num_prompt_tokens, self._cached_tokens
+        output, reasoning = self._count_tokens()
+        return UsageUpdate(Usage(input=input, cached_read=cached, output=output, reasoning=reasoning))
 
     async def prefill(self) -> AsyncGenerator[Output, None]:
         """Compute the prompt and resumed tokens; yield the next token and the ticket for pulling the KV blocks.
@@ -174,7 +180,7 @@ class Generation:
         finished_elsewhere = choice.is_finished and choice.num_replayed_tokens == choice.num_tokens
         pieces = choice.process_output(output)
         if self._reports_running_usage and group.output:
-            group.deltas.append(RunningUsage(*self._count_tokens()))
+            group.deltas.append(self._usage())
         group.deltas += pieces
         if is_replayed:
             choice.num_replayed_tokens = choice.num_tokens

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from emberline.api.call import ChatCall, CompletionCall
-from emberline.api.deltas import ReplyWriter
 from emberline.api.fields import IGNORED_FIELDS_HEADER
 from emberline.api.responses.request import ResponsesCall as ResponsesCall
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded, ShuttingDown
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.server.exchange import Exchange
+from emberline.wire.deltas import ReplyWriter, StreamEnd, StreamStart
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.generation import DeltaGroup
 from emberline.worker.protocols import PROTOCOLS, parse_large
@@ -97,6 +97,7 @@ async def _send_plain(
     headers: dict[str, str],
     saver: ResponseSaver | None,
 ) -> None:
+    writer.write(StreamStart())
     async with aclosing(groups):
         async for group in groups:
             for delta in group.deltas:
@@ -126,9 +127,9 @@ async def _send_stream(
     """
     async with aclosing(groups):
         try:
-            unsent = writer.write_start()
+            unsent = [writer.write(StreamStart())]
             async for group in groups:
-                unsent += [event for delta in group.deltas for event in writer.write(delta)]
+                unsent += [writer.write(delta) for delta in group.deltas]
                 if group.output is None and not group.is_replayed:
                     continue  # the final usage is sent together with the end of the stream
                 if not group.is_replayed:
@@ -138,7 +139,7 @@ async def _send_stream(
                         )
                     await exchange.send(b"".join([*_comments(group, unsent), *unsent] if tracked else unsent))
                 unsent = []
-            unsent += writer.write_end()
+            unsent.append(writer.write(StreamEnd()))
             if saver is not None:
                 await saver.save(writer.body())  # before the client knows that the response has ended
         except asyncio.CancelledError:
@@ -152,7 +153,7 @@ async def _send_stream(
             if not isinstance(e, EmberlineError):
                 log.exception("Stream failed: path=%s", exchange.path)
             exchange.log_fields["error"] = e.code if isinstance(e, EmberlineError) else EmberlineError.code
-            unsent = writer.write_error(e)
+            unsent = [writer.write_error(e)]
     if exchange.status is None:
         await exchange.start_event_stream(headers)
     await exchange.send(b"".join([*_comments(DeltaGroup([]), unsent), *unsent] if tracked else unsent), last=True)
@@ -164,7 +165,7 @@ async def _end_stream_at_shutdown(exchange: Exchange, writer: ReplyWriter) -> No
     exchange.log_fields["error"], exchange.logged_status = error.code, error.status
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):  # the client may have stopped reading
-            await exchange.send(b"".join(writer.write_error(error)), last=True)
+            await exchange.send(writer.write_error(error), last=True)
 
 
 def _comments(group: DeltaGroup, events: list[bytes]) -> list[bytes]:

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.call import ChatCall, CompletionCall, Tool
-from emberline.api.deltas import Finish, ReplyStart, ReplyWriter, TextDelta, TokenUsage
-from emberline.api.openai import chat, chat_stream, completions, completions_stream
+from emberline.api.openai import chat, chat_reply, completions, completions_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import ContextLengthExceeded, WorkTooLarge
 from emberline.core.pickle_cost import check_pickle_cost
+from emberline.wire.deltas import Finish, ReplyStart, ReplyWriter, StreamEnd, StreamStart, TextDelta, UsageUpdate
+from emberline.wire.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def parse_within_weight(parse: Callable[[bytes], T], body: bytes) -> T:
 
 PROTOCOLS = {
     "/v1/chat/completions": WireProtocol(
-        chat.parse, chat_stream.ChatReplyWriter, "chatcmpl-", b'{"stream":true,"messages":[%b]}' % SAMPLE_MESSAGE
+        chat.parse, chat_reply.make_writer, "chatcmpl-", b'{"stream":true,"messages":[%b]}' % SAMPLE_MESSAGE
     ),
     "/v1/completions": WireProtocol(
         completions.parse, completions_stream.CompletionReplyWriter, "cmpl-", b'{"stream":true,"prompt":"a"}'
@@ -106,7 +107,6 @@ def warm_up() -> None:
     """Parse a body and write a reply of each protocol, as the first use takes 10 to 30 ms."""
     for protocol in PROTOCOLS.values():
         writer = protocol.make_writer(protocol.parse(protocol.smallest_body), protocol.id_prefix, 0, "")
-        writer.write_start()
-        for delta in (ReplyStart(1), TextDelta(0, "a"), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 2)):
+        content = (TextDelta("a"), TextDelta("a"), Finish("stop"), UsageUpdate(Usage(input=1, output=2)))
+        for delta in (StreamStart(), ReplyStart(1), *content, StreamEnd()):
             writer.write(delta)
-        writer.write_end()

@@ -10,26 +10,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.api import sse
 from emberline.api.anthropic.content import sign_thinking
 from emberline.api.anthropic.request import MessagesCall
-from emberline.api.deltas import (
+from emberline.wire import sse
+from emberline.wire.deltas import (
     Delta,
     Finish,
-    PromptDelta,
     ReasoningDelta,
     ReplyStart,
-    RunningUsage,
+    StreamEnd,
+    StreamStart,
     TextDelta,
-    TokenIdsDelta,
-    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
+    UsageUpdate,
 )
-from emberline.api.errors import anthropic_error
-
-# pause_turn: the client may send an aborted reply back to have it continued.
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
+from emberline.wire.errors import anthropic_error
+from emberline.wire.finish_reasons import TO_ANTHROPIC
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_anthropic_usage
 
 
 @dataclass(slots=True)
@@ -77,24 +76,17 @@ class MessagesReplyWriter:
         """`created` and `fingerprint` are not used: all writers have the same parameters."""
         self._call = call
         self._id = id
-        self._started = ReplyStart(0)
         self._blocks: list[_Block] = []
         self._is_open = False  # whether the last block is open
         self._finish: Finish | None = None
-        self._usage: TokenUsage | None = None
+        self._usage = Usage()
 
-    def write_start(self) -> list[bytes]:
-        return []  # message_start holds the prompt's token count, so it is sent with ReplyStart
-
-    def write(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> bytes:
         events = self._events(delta)
-        return [sse.named_event(event["type"], event) for event in events] if self._call.stream else []
+        return b"".join([sse.named_event(event["type"], event) for event in events]) if self._call.stream else b""
 
-    def write_end(self) -> list[bytes]:
-        return [sse.named_event("message_stop", {"type": "message_stop"})]
-
-    def write_error(self, error: Exception) -> list[bytes]:
-        return [sse.named_event("error", anthropic_error(error).body)]
+    def write_error(self, error: Exception) -> bytes:
+        return sse.named_event("error", anthropic_error(error).body)
 
     def body(self) -> dict[str, Any]:
         return self._message([block.final_json() for block in self._blocks])
@@ -102,7 +94,7 @@ class MessagesReplyWriter:
     def _events(self, delta: Delta) -> list[dict[str, Any]]:
         match delta:
             case ReplyStart():
-                self._started = delta
+                self._usage = Usage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
                 return [{"type": "message_start", "message": self._message([])}]
             case TextDelta():
                 return self._extend("text", delta.text)
@@ -116,11 +108,16 @@ class MessagesReplyWriter:
             case Finish():
                 self._finish = delta
                 return self._close()
-            case TokenUsage():
-                self._usage = delta
+            case UsageUpdate():
+                self._usage = delta.usage
+                return []
+            case StreamStart():
+                return []  # message_start holds the prompt's token count, so it is sent with ReplyStart
+            case StreamEnd():
                 stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
-                return [{"type": "message_delta", "delta": stop, "usage": self._usage_json()}]
-            case PromptDelta() | RunningUsage() | TokenIdsDelta():
+                message_delta = {"type": "message_delta", "delta": stop, "usage": render_anthropic_usage(self._usage)}
+                return [message_delta, {"type": "message_stop"}]
+            case _:
                 raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
     def _extend(self, kind: Literal["text", "thinking", "tool_use"], text: str) -> list[dict[str, Any]]:
@@ -161,27 +158,16 @@ class MessagesReplyWriter:
             "content": content,
             "stop_reason": self._stop_reason(),
             "stop_sequence": self._stop_sequence(),
-            "usage": self._usage_json() | {"service_tier": "standard"},
+            "usage": render_anthropic_usage(self._usage) | {"service_tier": "standard"},
         }
 
     def _stop_reason(self) -> str | None:
         if self._finish is None:
             return None
-        return "stop_sequence" if self._stop_sequence() is not None else _STOP_REASONS[self._finish.reason]
+        return "stop_sequence" if self._stop_sequence() is not None else TO_ANTHROPIC[self._finish.reason]
 
     def _stop_sequence(self) -> str | None:
         return self._finish.stop_sequence if self._finish is not None and self._finish.reason == "stop" else None
-
-    def _usage_json(self) -> dict[str, Any]:
-        """Return the protocol's usage; its input_tokens do not include those read from the cache."""
-        usage = self._usage or TokenUsage(self._started.prompt_tokens, 0, self._started.cached_tokens)
-        return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-        }
 
 
 def _tool_input(text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Requests of POST /v1/chat/completions.
 
 call = parse(body)
-writer = chat_stream.ChatReplyWriter(call, id, created, fingerprint)
+writer = chat_reply.make_writer(call, id, created, fingerprint)
 """
 
 from __future__ import annotations

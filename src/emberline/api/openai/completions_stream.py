@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from emberline.api import sse
-from emberline.api.deltas import (
+from emberline.api.openai.completions import OpenAICompletionCall
+from emberline.wire import sse
+from emberline.wire.deltas import (
     Delta,
     Finish,
+    Json,
     PromptDelta,
     ReasoningDelta,
     ReplyStart,
-    RunningUsage,
+    StreamEnd,
+    StreamStart,
     TextDelta,
     TokenIdsDelta,
-    TokenUsage,
+    UsageUpdate,
 )
-from emberline.api.errors import openai_error
-from emberline.api.openai.completions import OpenAICompletionCall
-from emberline.api.openai.logprobs import TextLogprobs, prompt_logprobs
-from emberline.api.openai.usage import render_usage
+from emberline.wire.errors import openai_error
+from emberline.wire.logprobs import TextLogprobs, prompt_logprobs
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_chat_usage
 
 
 @dataclass(slots=True)
@@ -28,14 +30,14 @@ class _Choice:
     index: int
     texts: list[str] = field(default_factory=list)
     logprobs: TextLogprobs = field(default_factory=TextLogprobs)
-    prompt: list[dict[str, Any] | None] | None = None
+    prompt: list[Json | None] | None = None
     ids: list[int] | None = None  # of all tokens; None without return_token_ids
     prompt_ids: list[int] | None = None
     sent_ids: int = 0  # number of `ids` that were sent in chunks
     echoed: int = 0  # number of prompt characters before the generated text
     finish: Finish | None = None
 
-    def finish_fields(self) -> dict[str, Any]:
+    def finish_fields(self) -> Json:
         assert self.finish is not None, "the choice has no Finish yet"
         return {"finish_reason": self.finish.reason, **self.finish.stop_details()}
 
@@ -44,7 +46,7 @@ class _Choice:
         if delta.prompt_ids:
             self.prompt_ids = list(delta.prompt_ids)
 
-    def new_ids(self) -> dict[str, Any]:
+    def new_ids(self) -> Json:
         """Return the chunk fields with the token ids that were not sent yet."""
         if self.ids is None:
             return {}
@@ -62,8 +64,7 @@ class CompletionReplyWriter:
             _Choice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
             for index in range(len(call.prompts) * call.params.n)
         ]
-        self._usage_so_far = TokenUsage(0, 0)
-        self._usage: dict[str, Any] | None = None
+        self._usage: Usage | None = None
         # Most chunks differ only in their text, so the bytes around the text are encoded once.
         is_plain = call.stream and call.params.logprobs is None and not (call.running_usage or call.echo)
         self._around = [self._encode_around(choice) for choice in self._choices] if is_plain else []
@@ -71,72 +72,66 @@ class CompletionReplyWriter:
     def _encode_around(self, choice: _Choice) -> tuple[bytes, bytes]:
         """Return the bytes before and after the text of a chunk."""
         empty = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
-        [chunk] = self._chunk([empty])
-        before, after = chunk.split(b'"text":""')
+        before, after = self._chunk([empty]).split(b'"text":""')
         return before + b'"text":', after
 
-    def write_start(self) -> list[bytes]:
-        return []
-
-    def write(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> bytes:
         match delta:
             case PromptDelta():
-                self._choices[delta.index].prompt = prompt_logprobs(delta.tokens)
-                return self._add_text(delta) if self._call.echo else []
+                self._choices[delta.choice].prompt = prompt_logprobs(delta.tokens)
+                return self._add_text(delta) if self._call.echo else b""
             case TextDelta() | ReasoningDelta():  # this protocol has no reasoning: all of it is text
-                return [] if self._call.echoes_only else self._add_text(delta)
+                return b"" if self._call.echoes_only else self._add_text(delta)
             case TokenIdsDelta():
-                self._choices[delta.index].add_ids(delta)
-                return []
+                self._choices[delta.choice].add_ids(delta)
+                return b""
             case Finish():
                 return self._finish(delta)
-            case TokenUsage():
-                counted = TokenUsage(delta.prompt_tokens, 0, delta.cached_tokens) if self._call.echoes_only else delta
-                self._usage = render_usage(counted)
-                return self._chunk([], self._usage) if self._call.includes_usage else []
+            case UsageUpdate():
+                self._usage = delta.usage
+                return b""
             case ReplyStart():
-                self._usage_so_far = TokenUsage(delta.prompt_tokens, 0, delta.cached_tokens)
-                return []
-            case RunningUsage():
-                self._usage_so_far = (
-                    self._usage_so_far if self._call.echoes_only else replace(self._usage_so_far, **asdict(delta))
-                )
-                return []
+                self._usage = Usage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
+                return b""
+            case StreamStart():
+                return b""
+            case StreamEnd():
+                if not self._call.stream:
+                    return b""
+                usage_chunk = self._chunk([], self._usage_json()) if self._call.includes_usage else b""
+                return usage_chunk + sse.DONE_EVENT
         raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
-    def write_end(self) -> list[bytes]:
-        return [sse.DONE_EVENT]
+    def write_error(self, error: Exception) -> bytes:
+        return sse.data_event(openai_error(error).body) + sse.DONE_EVENT
 
-    def write_error(self, error: Exception) -> list[bytes]:
-        return [sse.data_event(openai_error(error).body), sse.DONE_EVENT]
+    def body(self) -> Json:
+        return {**self._head, "choices": [self._body(choice) for choice in self._choices], "usage": self._usage_json()}
 
-    def body(self) -> dict[str, Any]:
-        return {**self._head, "choices": [self._body(choice) for choice in self._choices], "usage": self._usage}
-
-    def _add_text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> list[bytes]:
-        choice = self._choices[delta.index]
+    def _add_text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> bytes:
+        choice = self._choices[delta.choice]
         assert choice.finish is None, "the choice has already finished"
         choice.texts.append(delta.text)
         if self._around and choice.ids is None:
-            before, after = self._around[delta.index]
-            return [b"%b%b%b" % (before, sse.dumps(delta.text), after)]
+            before, after = self._around[delta.choice]
+            return b"%b%b%b" % (before, sse.dumps(delta.text), after)
         top, logprobs = self._call.params.logprobs, None
         if top is not None:
             choice.logprobs.add(delta.tokens, top, choice.echoed)
             logprobs = TextLogprobs(as_ids=self._call.tokens_as_ids).add(delta.tokens, top, choice.echoed).body()
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
-        entry = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        entry = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
 
-    def _finish(self, finish: Finish) -> list[bytes]:
-        choice = self._choices[finish.index]
+    def _finish(self, finish: Finish) -> bytes:
+        choice = self._choices[finish.choice]
         # With max_tokens: 0 the engine's one token may be an end token, but the reply ends by its length.
-        choice.finish = Finish(finish.index, "length") if self._call.echoes_only else finish
-        entry = {"index": finish.index, "text": "", "logprobs": None, **choice.finish_fields()}
+        choice.finish = Finish("length", choice=finish.choice) if self._call.echoes_only else finish
+        entry = {"index": finish.choice, "text": "", "logprobs": None, **choice.finish_fields()}
         return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
 
-    def _body(self, choice: _Choice) -> dict[str, Any]:
+    def _body(self, choice: _Choice) -> Json:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
         body["prompt_logprobs"] = choice.prompt if self._call.shows_prompt_logprobs else None  # vLLM's clients read it
@@ -144,10 +139,18 @@ class CompletionReplyWriter:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
         return body
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> list[bytes]:
+    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         if not self._call.stream:
-            return []
-        chunk = {**self._head, "choices": choices}
+            return b""
+        chunk: Json = {**self._head, "choices": choices}
         if self._call.includes_usage:
-            chunk["usage"] = render_usage(self._usage_so_far) if self._call.running_usage and usage is None else usage
-        return [sse.data_event(chunk)]
+            chunk["usage"] = self._usage_json() if self._call.running_usage else usage
+        return sse.data_event(chunk)
+
+    def _usage_json(self) -> Json | None:
+        if self._usage is None:
+            return None
+        usage = self._usage
+        if self._call.echoes_only:  # the engine's one token is not part of the reply
+            usage = Usage(input=usage.input, cached_read=usage.cached_read)
+        return render_chat_usage(usage, of_engine=True)

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from emberline.api.deltas import TokenInfo
-from emberline.api.openai.logprobs import chat_logprobs
 from emberline.api.responses.items import Status, encode_reasoning
+from emberline.wire.deltas import TokenInfo
+from emberline.wire.logprobs import chat_logprobs
 
 Json = dict[str, Any]
 

@@ -5,25 +5,24 @@ response.created, response.in_progress, { output_item.added, ..., output_item.do
 
 from __future__ import annotations
 
-from typing import Any
-
-from emberline.api import sse
-from emberline.api.deltas import (
-    Delta,
-    Finish,
-    PromptDelta,
-    ReasoningDelta,
-    ReplyStart,
-    RunningUsage,
-    TextDelta,
-    TokenIdsDelta,
-    TokenUsage,
-    ToolCallArguments,
-    ToolCallStart,
-)
-from emberline.api.errors import openai_error
 from emberline.api.responses.output import Json, OutputFunctionCall, OutputItem, OutputMessage, OutputReasoning
 from emberline.api.responses.request import ResponsesCall
+from emberline.wire import sse
+from emberline.wire.deltas import (
+    Delta,
+    Finish,
+    ReasoningDelta,
+    ReplyStart,
+    StreamEnd,
+    StreamStart,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    UsageUpdate,
+)
+from emberline.wire.errors import openai_error
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_responses_usage
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the protocol's codes; any other: server_error
 
@@ -38,22 +37,14 @@ class ResponsesReplyWriter:
         self._is_open = False  # whether the last item is open
         self._slot = -1  # number of the tool call that is being written
         self._finish: Finish | None = None
-        self._usage: TokenUsage | None = None
+        self._usage: Usage | None = None
         self._error: Json | None = None
         self._num_sent = 0
 
-    def write_start(self) -> list[bytes]:
-        names = ("response.created", "response.in_progress")
-        return self._send([{"type": name, "response": self.body()} for name in names])
-
-    def write(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> bytes:
         return self._send(self._events(delta))
 
-    def write_end(self) -> list[bytes]:
-        assert self._finish is not None, "end() requires a Finish"
-        return self._send([{"type": f"response.{self._status()}", "response": self.body()}])
-
-    def write_error(self, error: Exception) -> list[bytes]:
+    def write_error(self, error: Exception) -> bytes:
         reply = openai_error(error)
         code = _ERROR_CODES.get(reply.status, "server_error")
         self._error = {"code": code, "message": reply.body["error"]["message"]}
@@ -73,7 +64,7 @@ class ResponsesReplyWriter:
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._reason() == "length" else None,
             "output": [item.to_json() for item in self._output],
-            "usage": None if self._usage is None else _usage_json(self._usage),
+            "usage": None if self._usage is None else render_responses_usage(self._usage),
         }
 
     def _events(self, delta: Delta) -> list[Json]:
@@ -93,12 +84,18 @@ class ResponsesReplyWriter:
             case Finish():
                 self._finish = delta
                 return self._close_item()
-            case TokenUsage():
-                self._usage = delta
+            case UsageUpdate():
+                self._usage = delta.usage
                 return []
             case ReplyStart():
                 return []
-            case PromptDelta() | RunningUsage() | TokenIdsDelta():
+            case StreamStart():
+                names = ("response.created", "response.in_progress")
+                return [{"type": name, "response": self.body()} for name in names]
+            case StreamEnd():
+                assert self._finish is not None, "StreamEnd requires a Finish"
+                return [{"type": f"response.{self._status()}", "response": self.body()}]
+            case _:
                 raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
     def _append(
@@ -143,19 +140,9 @@ class ResponsesReplyWriter:
             return "in_progress"
         return "incomplete" if self._reason() in ("length", "abort") else "completed"
 
-    def _send(self, events: list[Json]) -> list[bytes]:
+    def _send(self, events: list[Json]) -> bytes:
         if not self._call.stream:
-            return []
+            return b""
         numbered = [{**event, "sequence_number": self._num_sent + i} for i, event in enumerate(events)]
         self._num_sent += len(events)
-        return [sse.named_event(event["type"], event) for event in numbered]
-
-
-def _usage_json(usage: TokenUsage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+        return b"".join([sse.named_event(event["type"], event) for event in numbered])

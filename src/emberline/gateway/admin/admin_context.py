@@ -1,7 +1,4 @@
-"""AdminContext: the store, the key vault, the limiter and the clock that all endpoints share.
-
-Every change goes through `commit`, which adds an audit entry.
-"""
+"""AdminContext: what all endpoints share. `commit` makes every change and adds an audit entry."""
 
 from __future__ import annotations
 
@@ -85,10 +82,7 @@ class AdminContext:
         before: Any = None,
         after: Any = None,
     ) -> None:
-        """Write and delete documents in one transaction, together with an audit entry.
-
-        The audit entry shows `before` and `after`, which must not contain secrets.
-        """
+        """Commit a change with its audit entry, which shows `before` and `after`: they must have no secrets."""
         audit = AuditEntry(
             at=self.now_ms(),
             account=request.account,
@@ -102,7 +96,7 @@ class AdminContext:
 
 
 def check_version(document: Document, request: AdminRequest) -> Document:
-    """Return the document. Raise Conflict if the query parameter `version` differs from the stored version."""
+    """Return the document. Raise Conflict if the query names another version than the stored one."""
     version = request.int_parameter("version", document.version, 0, 2**53)
     if version != document.version:
         raise Conflict.of_document(document.kind, document.id, is_new=False)

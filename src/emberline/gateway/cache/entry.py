@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from emberline.gateway.core.request import GatewayReply, ReplyStream
-from emberline.gateway.core.usage import Usage
+from emberline.wire.usage import Usage
 
 KEPT_HEADERS = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # other headers belong to one reply only
 

@@ -1,7 +1,6 @@
-"""GuardrailFinding: what a guardrail found, in which part of a request or reply, and what action follows.
+"""GuardrailFinding: that a guardrail found something, where, and what is done about it.
 
-A finding never contains the matched text.
-"""
+It never contains the text that was found."""
 
 from __future__ import annotations
 

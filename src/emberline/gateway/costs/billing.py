@@ -8,7 +8,7 @@ from emberline.gateway.core.cost import Price, compute_cost
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.core.token_estimate import estimate_input_tokens
-from emberline.gateway.core.usage import Usage
+from emberline.wire.usage import Usage
 
 
 class PriceSource(Protocol):

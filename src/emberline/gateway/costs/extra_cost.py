@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.gateway.core.request import GatewayReply
-from emberline.gateway.core.usage import Usage
+from emberline.wire.usage import Usage
 
 
 @dataclass(slots=True)

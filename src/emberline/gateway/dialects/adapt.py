@@ -12,7 +12,6 @@ from emberline.gateway.dialects.canonical import (
     CanonicalMessage,
     CanonicalRequest,
     CanonicalTool,
-    ChatDialect,
     FileContent,
     ImageContent,
     Json,
@@ -30,6 +29,7 @@ from emberline.gateway.dialects.chat.content import google_signature
 from emberline.gateway.dialects.media import guess_mime_type
 from emberline.gateway.dialects.schemas import is_strict_schema
 from emberline.gateway.dialects.target_model import TargetModel
+from emberline.wire.deltas import ChatDialect
 
 _ANTHROPIC_IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 

@@ -8,35 +8,15 @@ wrote something that has several spellings ("text": a bare string, "list", "null
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from emberline.gateway.core.usage import Usage
+from emberline.wire.deltas import ChatDialect, Citation, FinishReason
+from emberline.wire.usage import Usage
 
-ChatDialect = Literal["openai-chat", "openai-responses", "anthropic", "gemini"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-FinishReason = Literal["stop", "stop_sequence", "length", "context", "tool_calls", "filter", "pause"]
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Citation:
-    """A web page that supports the characters `start` to `end` (exclusive) of a text.
-
-    Where `start` equals `end`, the provider did not say which characters. In a stream the offsets count in the choice's
-    whole text.
-    """
-
-    url: str
-    title: str = ""
-    quote: str = ""  # text of the page
-    start: int = 0
-    end: int = 0
-    encrypted_index: str = ""  # opaque value that Anthropic requires when the citation is sent back
-
-    def with_offset(self, offset: int) -> Citation:
-        return replace(self, start=self.start + offset, end=self.end + offset)
 
 
 @dataclass(slots=True)
@@ -235,3 +215,8 @@ class CanonicalReply:
     created: int = 0
     usage: Usage | None = None
     extra: Json = field(default_factory=dict)
+
+
+def correct_finish_reason(reason: FinishReason, parts: Iterable[Part]) -> FinishReason:
+    """Return "tool_calls" for a reply that stopped with tool calls: some providers report "stop" there."""
+    return "tool_calls" if reason == "stop" and any(isinstance(part, ToolCallContent) for part in parts) else reason

@@ -10,7 +10,6 @@ from emberline.gateway.dialects.anthropic import field_names as anthropic
 from emberline.gateway.dialects.canonical import (
     CanonicalRequest,
     CanonicalTool,
-    ChatDialect,
     Json,
     OpaqueContent,
     Part,
@@ -21,6 +20,7 @@ from emberline.gateway.dialects.chat import field_names as chat
 from emberline.gateway.dialects.field_names import FieldNames
 from emberline.gateway.dialects.gemini import field_names as gemini
 from emberline.gateway.dialects.responses import field_names as responses
+from emberline.wire.deltas import ChatDialect
 
 # Request fields with the same name and meaning in Chat Completions and Responses.
 SHARED_OPENAI_FIELDS = frozenset(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
+import msgspec
+
+from emberline.gateway.dialects.canonical import Json, Part, TextContent
+from emberline.wire.deltas import Citation
 
 
 def parse_citations(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
@@ -42,7 +44,7 @@ def assign_citations(parts: Iterable[Part], citations: list[Citation]) -> None:
             start = min(citation.start, last)
             if start < end and begin < max(citation.end, start + 1):
                 start, stop = max(start - begin, 0), min(citation.end, end) - begin
-                text.citations.append(replace(citation, start=start, end=stop))
+                text.citations.append(msgspec.structs.replace(citation, start=start, end=stop))
         begin = end
 
 

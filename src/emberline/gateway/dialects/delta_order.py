@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects.deltas import (
-    Delta,
+from emberline.wire.deltas import (
     Finish,
+    ProviderDelta,
     StreamEnd,
     StreamStart,
     TextDelta,
@@ -23,7 +23,7 @@ class DeltaOrderChecker:
         self._finished_choices: set[int] = set()
         self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
 
-    def check(self, delta: Delta) -> None:
+    def check(self, delta: ProviderDelta) -> None:
         if type(delta) is TextDelta and delta.choice in self._open_choices:  # fast path for nearly all deltas
             return
         match delta:
@@ -50,7 +50,7 @@ class DeltaOrderChecker:
             raise UpstreamBroken(f"the stream has a choice {choice}, but one choice was requested")
         self._open_choices.add(choice)
 
-    def _check_choice_delta(self, delta: Delta) -> None:
+    def _check_choice_delta(self, delta: ProviderDelta) -> None:
         match delta:
             case ToolCallArguments():
                 if delta.slot >= self._call_counts.get(delta.choice, 0):

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError
 from emberline.gateway.core.errors import UpstreamFailed
-from emberline.gateway.dialects.canonical import ChatDialect, Json
+from emberline.gateway.dialects.canonical import Json
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.deltas import ChatDialect
+from emberline.wire.errors import anthropic_error, openai_error
 
 _GEMINI_STATUS = {
     400: "INVALID_ARGUMENT",

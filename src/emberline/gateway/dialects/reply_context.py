@@ -1,12 +1,11 @@
-"""What rendering a reply in the client's wire format needs from the request that it answers."""
+"""Reads from a client's request what writing the reply needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from emberline.api.parse import decode
-from emberline.gateway.dialects.canonical import CanonicalReply, ChatDialect, Json
-from emberline.gateway.dialects.deltas import StreamStart
+from emberline.gateway.dialects.canonical import Json
+from emberline.wire.deltas import ChatDialect
+from emberline.wire.reply_context import ReplyContext
 
 # Request fields that a Responses reply repeats; the first three are always present.
 _ECHOED_FIELDS = (
@@ -26,21 +25,6 @@ _ECHOED_FIELDS = (
     "truncation",
     "user",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyContext:
-    model: str = ""  # model name of the reply; "": the provider's
-    include_usage: bool = True  # whether a chat stream ends with its usage
-    echoed_fields: Json = field(default_factory=dict)  # request fields that a Responses reply repeats
-    created: int = 0  # Unix time in seconds, for replies of providers that send none
-    id: str = ""  # reply id, for providers that send none
-
-    def set_identity(self, reply: CanonicalReply | StreamStart) -> None:
-        """Set the id, model and creation time that the client sees, where the provider sent none."""
-        reply.id = reply.id or self.id
-        reply.model = self.model or reply.model
-        reply.created = reply.created or self.created
 
 
 def read_reply_context(

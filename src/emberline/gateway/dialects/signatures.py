@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.wire.deltas import ChatDialect
 
 _DIALECTS: tuple[ChatDialect, ...] = get_args(ChatDialect)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects import deltas
+from emberline.wire import deltas
 
 
 class ToolCallSlots:

@@ -18,31 +18,34 @@ import msgspec
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.adapt import adapt
 from emberline.gateway.dialects.anthropic import reader as anthropic_reader
 from emberline.gateway.dialects.anthropic import reply as anthropic_reply
 from emberline.gateway.dialects.anthropic import request as anthropic_request
 from emberline.gateway.dialects.anthropic import writer as anthropic_writer
-from emberline.gateway.dialects.canonical import CanonicalReply, CanonicalRequest, ChatDialect, Json
+from emberline.gateway.dialects.canonical import CanonicalReply, CanonicalRequest, Json
 from emberline.gateway.dialects.change_report import ChangeReport, FieldChange
 from emberline.gateway.dialects.chat import reader as chat_reader
 from emberline.gateway.dialects.chat import reply as chat_reply
 from emberline.gateway.dialects.chat import request as chat_request
-from emberline.gateway.dialects.chat import writer as chat_writer
 from emberline.gateway.dialects.delta_order import DeltaOrderChecker
 from emberline.gateway.dialects.errors import translate_error
-from emberline.gateway.dialects.events import EventDataSplitter
+from emberline.gateway.dialects.event_reader import EventReader
 from emberline.gateway.dialects.gemini import reader as gemini_reader
 from emberline.gateway.dialects.gemini import reply as gemini_reply
 from emberline.gateway.dialects.gemini import request as gemini_request
 from emberline.gateway.dialects.gemini import writer as gemini_writer
-from emberline.gateway.dialects.reply_context import ReplyContext, read_reply_context
+from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.responses import reader as responses_reader
 from emberline.gateway.dialects.responses import reply as responses_reply
 from emberline.gateway.dialects.responses import request as responses_request
 from emberline.gateway.dialects.responses import writer as responses_writer
 from emberline.gateway.dialects.target_model import TargetModel
+from emberline.wire import deltas
+from emberline.wire.chat import ChatWriter
+from emberline.wire.deltas import ChatDialect
+from emberline.wire.event_splitter import EventSplitter, event_data
+from emberline.wire.reply_context import ReplyContext
 
 __all__ = [
     "FieldChange",
@@ -64,7 +67,7 @@ class DialectCodec:
     render_request: Callable[[CanonicalRequest, TargetModel, ChangeReport], Json]
     parse_reply: Callable[[Json, ChangeReport], CanonicalReply]
     render_reply: Callable[[CanonicalReply, ReplyContext], Json]
-    make_reader: Callable[[], deltas.EventReader]
+    make_reader: Callable[[], EventReader]
     make_writer: Callable[[ReplyContext], deltas.EventWriter]
 
 
@@ -75,7 +78,7 @@ CODECS: Mapping[ChatDialect, DialectCodec] = {
         chat_reply.parse,
         chat_reply.render,
         chat_reader.ChatEventReader,
-        chat_writer.ChatEventWriter,
+        ChatWriter,
     ),
     "openai-responses": DialectCodec(
         responses_request.parse,
@@ -146,7 +149,7 @@ class StreamTranslator:
 
     def __init__(self, source: ChatDialect, target: ChatDialect, context: ReplyContext | None = None) -> None:
         self._source = source
-        self._splitter = EventDataSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
         self._reader = CODECS[source].make_reader()
         self._writer = CODECS[target].make_writer(context or ReplyContext())
         self._order_checker = DeltaOrderChecker(single_choice=target in ("anthropic", "openai-responses"))
@@ -157,14 +160,15 @@ class StreamTranslator:
         for event in self._splitter.push(data):
             if self.has_ended:
                 break  # events after the end are ignored
-            for delta in self._reader.read(event):
-                self._write(delta)
+            if payload := event_data(event):
+                for delta in self._reader.read(payload):
+                    self._write(delta)
         return self._take_output()
 
     def end(self) -> bytes:
         """Return the last output at the connection's end; raise UpstreamBroken if the stream is incomplete."""
         if not self.has_ended:
-            if self._splitter.has_partial_event():
+            if self._splitter.partial_event.strip():
                 self.push(b"\n\n")  # a last event without the blank line after it
             for delta in self._reader.end():
                 self._write(delta)
@@ -175,7 +179,7 @@ class StreamTranslator:
     def write_error(self, error: Exception) -> bytes:
         return self._take_output() + self._writer.write_error(error)
 
-    def _write(self, delta: deltas.Delta) -> None:
+    def _write(self, delta: deltas.ProviderDelta) -> None:
         self._order_checker.check(delta)
         self._output.append(self._writer.write(delta))
         self.has_ended = self.has_ended or isinstance(delta, deltas.StreamEnd)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from emberline.core.errors import WorkTooLarge
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
-from emberline.gateway.core.errors import BlockedByGuardrail
+from emberline.gateway.core.errors import BlockedByGuardrail, UpstreamBroken
 from emberline.gateway.core.guardrail_finding import GuardrailFinding
 from emberline.gateway.core.request import ReplyStream
 from emberline.gateway.guardrails.scanner import PatternMatch, Scanner
@@ -34,7 +34,7 @@ from emberline.gateway.guardrails.texts import (
     list_event_texts,
     rewrite_event,
 )
-from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
+from emberline.wire.event_splitter import EventSplitter, parse_event
 
 MAX_HELD_BYTES = 8 << 20  # held back for a judge
 MAX_EVENT_TEXTS = 10_000
@@ -104,7 +104,7 @@ class GuardedStream:
         """
         self._stream, self._scanner, self._guard = stream, scanner, guard
         self._is_judged, self._hold_all = is_judged, hold_all
-        self._splitter = RawEventSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
         self._events: deque[HeldEvent] = deque()
         self._series: dict[TextPath, TextSeries] = {}
         self._current_series: dict[TextPath, TextPath] = {}  # choice -> its series that is being streamed

@@ -1,4 +1,3 @@
-"""The layers (middleware) that every request passes.
+"""The layers (middleware) that every call passes.
 
-A layer is a function that takes a handler and returns a handler. `stack_layers` combines the layers.
-"""
+Each takes a handler and returns one; `stack` composes them."""

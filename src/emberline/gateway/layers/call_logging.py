@@ -1,7 +1,6 @@
-"""The layer that writes one log record for each request when the reply has ended.
+"""The layer that writes one log record for every call when its reply has ended.
 
-A header of the reply contains the id of the log record.
-"""
+The headers of the reply name the record."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Protocol
 from emberline.core.clock import Clock
 from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ReplyStream
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.providers.provider_call import safe_header
+from emberline.wire.usage import Usage
 
 CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connection
 MAX_PAYLOAD_BYTES = 1 << 20  # of a reply; the rest is not logged
@@ -27,7 +26,7 @@ REQUEST_TYPES = {
 
 class RecordSink(Protocol):
     def put(self, record: LogRecord, payload: LogPayload | None = None) -> None:
-        """Queue the record without blocking."""
+        """Queue the record; this never blocks."""
         ...
 
 
@@ -71,9 +70,9 @@ def set_reply_headers(call: GatewayRequest, reply: GatewayReply) -> None:
 
 
 def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
-    """Return the request body to log.
+    """Return the request body to log: of a list of steps only the one that answered.
 
-    Of a list of steps, return only the step that answered, because the list contains keys.
+    The list itself contains keys.
     """
     if call.redacted_bodies:
         return call.redacted_bodies[-1]
@@ -82,7 +81,7 @@ def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
 
 
 def _capture_payload(call: GatewayRequest, reply: GatewayReply) -> list[bytes] | None:
-    """Return a list that collects the bytes of the reply as they are sent, or None if payloads are not logged."""
+    """Return the list that collects the reply's bytes, or None if payloads are not logged."""
     is_enabled = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
     is_private = call.settings.zdr if call.options.zdr is None else call.options.zdr
     if not is_enabled or is_private:
@@ -94,7 +93,7 @@ def _capture_payload(call: GatewayRequest, reply: GatewayReply) -> list[bytes] |
 
 
 class CapturedStream:
-    """A wrapper around a stream that keeps a copy of the first bytes."""
+    """A stream that keeps a copy of its first bytes as they pass."""
 
     def __init__(self, stream: ReplyStream, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.chunks: list[bytes] = []
@@ -116,7 +115,7 @@ class CapturedStream:
 
 
 def searchable_metadata(call: GatewayRequest, reply: GatewayReply) -> dict[str, str]:
-    """Return metadata for log searches: turn id, guardrail findings, the provider that continued a stream."""
+    """Return the turn id, guardrail findings and continuing provider, by which the log can be searched."""
     turn_id = call.options.turn_id
     if not (call.findings or reply.continued_by or turn_id):
         return {}

@@ -1,9 +1,8 @@
-"""ContinuationLayer: continues a broken stream at a different provider.
+"""ContinuationLayer: lets another provider continue a stream that broke off.
 
-The header `x-emberline-continue` or the gateway's setting `continuation` enables it. The request's remaining steps are
-tried. If no step remains, the same provider is tried once more. Only a stream with a single text is continued; all
-other streams pass unchanged.
-"""
+It is enabled by the header `x-emberline-continue` or the gateway's setting `continuation`. The next steps are tried; if
+there is none, the same provider once more. A stream that is not a single text that a model can continue passes
+unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamTimeout
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, RequestStep
-from emberline.gateway.dialects.canonical import CanonicalRequest, ChatDialect
+from emberline.gateway.dialects.canonical import CanonicalRequest
 from emberline.gateway.layers.fallbacks import call_for_step, fallback_steps
 from emberline.gateway.providers.provider_call import CHAT_DIALECTS, choose_dialect
 from emberline.gateway.providers.registry import ProviderRegistry
@@ -27,6 +26,7 @@ from emberline.gateway.streams.continuation import (
 )
 from emberline.gateway.streams.continued_stream import ContinuedStream
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
+from emberline.wire.deltas import ChatDialect
 
 
 class ContinuationLayer:
@@ -62,10 +62,10 @@ class ContinuationLayer:
 
 
 async def _continuable_conversation(call: GatewayRequest, dialect: ChatDialect) -> CanonicalRequest | None:
-    """Return the request's conversation if its stream can be continued, else None.
+    """Return the call's conversation if its stream can be continued, else None.
 
-    A large body is read in a child process, and the result then contains no messages. If reading takes too long, the
-    result is None.
+    A large body is read in another process, and the result then has no messages. If that takes too long, the stream is
+    not continued.
     """
     if len(call.body) < LARGE_INPUT_BYTES:
         return parse_continuable(call.body, dialect)
@@ -76,10 +76,10 @@ async def _continuable_conversation(call: GatewayRequest, dialect: ChatDialect) 
 
 
 def _may_be_continued(call: GatewayRequest) -> bool:
-    """Return whether the text received so far may be sent to a different provider.
+    """Return whether the text so far may be sent to another provider.
 
-    This is forbidden if guardrails check prompts, because they have not checked this text. It is also forbidden if
-    steps have bodies of their own, because these may contain a different prompt.
+    It may not if guardrails check prompts, because they have not checked this text, or if steps have their own bodies,
+    because they ask something else.
     """
     rules = call.settings.guardrails
     guarded = any(rule.applies_to("prompt") for rule in rules.patterns) or any(
@@ -100,10 +100,7 @@ class _Continuation:
     async def continue_stream(
         self, text_so_far: str, broken_reply: GatewayReply
     ) -> tuple[GatewayReply, RepetitionFilter] | None:
-        """Return a reply that continues the text, and a filter that removes repeated text.
-
-        Return None if every step failed.
-        """
+        """Return a reply that continues the text, with a filter of repeated text, or None if no step can."""
         attempts = self.call.options.max_attempts or self.call.settings.retries.attempts
         timed_out = broken_reply.error == UpstreamTimeout.code  # such a provider is not tried again
         if self.is_same_provider and (attempts == 1 or timed_out):

@@ -1,8 +1,7 @@
-"""The layer that sends a request to a second pool member when the first is slow (hedging).
+"""The layer that calls a second pool member when the first takes too long.
 
-The reply that begins first is returned, and the other attempt is cancelled. The cost of the cancelled attempt is added
-to the cost of the reply. If the cancelled attempt had not begun to reply, its input tokens are estimated.
-"""
+The reply that begins first is returned and the other call is cancelled. What the cancelled call cost is billed with the
+reply; if it had not begun to answer, its input is estimated."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from dataclasses import dataclass, field
 from emberline.core.clock import Clock
 from emberline.gateway.core.cost import compute_cost
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ProviderAttempt
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import PriceSource, request_input_tokens
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.layers.fallbacks import call_for_step
+from emberline.wire.usage import Usage
 
 HEDGE_LOST = "outrun"  # the outcome of the slower attempt
 
@@ -44,11 +43,11 @@ class _HedgedCall:
     async def run(self, hedge_after_s: float) -> GatewayReply:
         winner: GatewayReply | None = None
         try:
-            first = self._start_call(self.call)
+            first = self._start(self.call)
             await asyncio.wait({first}, timeout=hedge_after_s)
             if not first.done():
                 step = self.call.steps[1]
-                self._start_call(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
+                self._start(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
                 winner = await self._first_reply()
             winner = winner or first.result()  # raises the error of the first attempt
             extra_cost = await self._cancel_losers(winner)
@@ -58,7 +57,7 @@ class _HedgedCall:
         winner.close_callbacks.append(extra_cost.add_to_reply)
         return winner
 
-    def _start_call(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
+    def _start(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
         task = asyncio.ensure_future(self.inner(call.with_changes(hedge_delay_s=None)))
         self.attempts[task] = call, self.clock.now()
         return task

@@ -1,8 +1,7 @@
-"""The layer that enforces limits on realtime sessions, separately for each response of the model.
+"""The layer that enforces limits on realtime sessions, for each response of the model separately.
 
-When the provider reports the usage of a response, this usage is counted and capacity for the next response is reserved.
-If no capacity is left, the session ends.
-"""
+What a response used is settled when the provider reports it, and capacity for the next one is reserved. If none is
+left, the session ends."""
 
 from __future__ import annotations
 
@@ -10,23 +9,23 @@ from dataclasses import dataclass
 
 from emberline.core.clock import Clock
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import ClaimBuilder
 from emberline.gateway.limits.rule import Claim
 from emberline.gateway.realtime.handler import RealtimeReply
+from emberline.wire.usage import Usage
 
 
-def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall_clock: Clock) -> Layer:
-    """Return the layer for realtime sessions. `clock` is monotonic; `wall_clock` returns seconds since 1970."""
+def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall: Clock) -> Layer:
+    """Return the layer for realtime sessions. `clock` is monotonic; `wall` is in seconds since the epoch."""
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
             claims = claim_builder.claims_for(call)
             if not claims:
                 return await inner(call)
-            reservations = _SessionReservations(call, limiter, clock, wall_clock)
+            reservations = _SessionReservations(call, limiter, clock, wall)
             await reservations.reserve(claims)
             try:
                 reply = await inner(call)
@@ -57,10 +56,7 @@ class _SessionReservations:
         self.reservation = await self.limiter.reserve(claims, self.wall.now(), left)
 
     def settle(self, *, requests: int, tokens: int = 0, micros: int = 0) -> list[Claim]:
-        """Replace the open reservation, if there is one, by the actual use.
-
-        Return the claims (limit counters) of the reservation.
-        """
+        """Settle the reservation, if there is one, and return its claims."""
         if (reservation := self.reservation) is None:
             return []
         self.reservation = None

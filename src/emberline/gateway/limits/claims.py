@@ -15,10 +15,10 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import PriceSource, compute_charge, request_input_tokens
 from emberline.gateway.costs.catalogue import CatalogueModel
 from emberline.gateway.limits.rule import MAX_LIMIT, Claim, LimitRule
+from emberline.wire.usage import Usage
 
 log = logging.getLogger("emberline.gateway.limits")
 

@@ -7,10 +7,10 @@ import binascii
 import uuid
 from typing import Any
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.streams.aws_eventstream import CONTENT_TYPE, EventStreamMessage, EventStreamParser
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_object
+from emberline.wire import sse
 
 Json = dict[str, Any]
 _STOP_REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # all others are the same in both

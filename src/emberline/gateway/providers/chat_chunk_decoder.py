@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.logs.request_ids import created_seconds
-from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+from emberline.wire import sse
+from emberline.wire.event_splitter import EventSplitter, parse_event
 
 Json = dict[str, Any]
 
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 class ChatChunkDecoder(ReplyDecoder):
     def __init__(self, model: str, id: str) -> None:
         self._names = {"id": f"chatcmpl-{id}", "created": created_seconds(id), "model": model}
-        self._splitter = RawEventSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
 
     def push(self, data: bytes) -> bytes:
         return b"".join(self.decode_event(*parse_event(event)) for event in self._splitter.push(data))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.chat_chunk_decoder import ChatChunkDecoder, render_error_event
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_object
+from emberline.wire import sse
 
 Json = dict[str, Any]
 _FINISH_REASONS = {

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import report_change
 from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
-from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.event_splitter import EventSplitter, parse_event
 
 _TOOL_CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _UNSUPPORTED_MESSAGE_FIELDS = (
@@ -92,7 +93,7 @@ class MistralReplyDecoder(ReplyDecoder):
     """Converts a list of text and thinking parts to the fields `content` and `reasoning_content`."""
 
     def __init__(self) -> None:
-        self._splitter = RawEventSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
 
     def decode_body(self, body: bytes) -> bytes:
         return _flatten_content(body, "message") or body

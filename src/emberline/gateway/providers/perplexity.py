@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from emberline.api import sse
+from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.providers.chat_provider import ChatProvider
-from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire import sse
+from emberline.wire.event_splitter import EventSplitter, parse_event
 
 
 class Perplexity(ChatProvider):
@@ -31,7 +32,7 @@ class PerplexityStreamDecoder(ReplyDecoder):
     """Adds [DONE] to the end of a stream that has a finish reason but no [DONE]."""
 
     def __init__(self) -> None:
-        self._splitter = RawEventSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
         self._has_finish_reason = self._has_done_marker = False
 
     def push(self, data: bytes) -> bytes:

@@ -16,12 +16,14 @@ from emberline.core.offload import offload
 from emberline.gateway.core.assistant_prefill import prefill_fields
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.core.request_body import read_body_fields, replace_fields
-from emberline.gateway.dialects.canonical import ChatDialect, Json
-from emberline.gateway.dialects.reply_context import ReplyContext, read_reply_context
+from emberline.gateway.dialects.canonical import Json
+from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS, StreamTranslator, translate_reply, translate_request
 from emberline.gateway.providers.base import CHANGED_HEADER, Provider
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.deltas import ChatDialect
+from emberline.wire.reply_context import ReplyContext
 
 # The wire formats that can be translated into each other, in order of preference.
 CHAT_DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")

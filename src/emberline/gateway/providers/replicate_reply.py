@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.chat_chunk_decoder import ChatChunkDecoder, render_error_event
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire import sse
 
 Json = dict[str, Any]
 

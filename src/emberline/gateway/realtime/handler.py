@@ -1,6 +1,6 @@
-"""Opens realtime sessions, in which messages pass unchanged between client and provider.
+"""Opens realtime sessions: messages pass unchanged between client and provider.
 
-The usage is read from the provider's messages. When the session ends, it becomes the usage of the request.
+The usage is read from the provider's events, and is that of the request when the session has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from emberline.core.errors import NotFound
 from emberline.gateway.core.errors import Forbidden, ProviderErrorReply, UpstreamFailed
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, ProviderAttempt
 from emberline.gateway.core.settings import TimeoutSettings
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.costs.billing import PriceSource, set_cost
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.providers.base import Provider
@@ -24,6 +23,7 @@ from emberline.gateway.realtime.websocket import ProviderWebSocket, open_websock
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.usage import Usage
 
 SWITCHING_PROTOCOLS = 101  # HTTP status of an open session
 GOING_AWAY = 1001  # WebSocket close code
@@ -39,7 +39,7 @@ class RealtimeReply(GatewayReply, kw_only=True):
     on_usage: Callable[[Usage, int], Awaitable[None]] | None = None  # gets each response's usage and micro-dollars
 
     async def add_usage(self, usage: Usage) -> None:
-        """Add the usage of one response. Raise LimitExceeded if a limit allows no further response."""
+        """Add the usage of one more response; raise LimitExceeded if a limit allows no further one."""
         before = self.micros or 0
         self.usage = usage if self.usage is None else self.usage.plus(usage)
         self.bill()
@@ -61,7 +61,7 @@ class RealtimeHandler:
         *,
         max_message_bytes: int,
     ) -> None:
-        """`breakers` are the circuit breakers that ordinary requests use, because a provider's outage affects both."""
+        """`breakers` are shared with ordinary requests, because a provider's outage affects both."""
         self._breakers = breakers
         self._registry = registry
         self._secrets = key_selector
@@ -73,7 +73,7 @@ class RealtimeHandler:
     async def __call__(self, call: GatewayRequest) -> GatewayReply:
         if call.settings.guardrails:
             raise Forbidden(
-                f"gateway {call.gateway!r} has guardrails, which cannot check the messages of realtime sessions",
+                "realtime sessions are not available on a gateway with guardrails, which cannot check their messages",
                 hint="use a gateway without guardrails, or send ordinary requests",
             )
         provider = self._registry.find(call.provider, call.settings)
@@ -93,7 +93,7 @@ class RealtimeHandler:
     def _build_request(self, call: GatewayRequest, provider: Provider, key: str | None) -> ProviderRequest:
         if not (endpoint := call.endpoint or provider.realtime_path):
             raise NotFound(
-                f"provider {provider.slug!r} has no known path for realtime sessions",
+                f"the realtime path of provider {provider.slug!r} is unknown",
                 hint="append the path to the provider's name in the URL",
             )
         headers = {name: value for name, value in call.headers.items() if name != SUBPROTOCOL_HEADER}
@@ -138,10 +138,10 @@ class RealtimeHandler:
         return reply
 
 
-def model_from_setup(first_message: str | bytes) -> str | None:
-    """Return the model named in the first message of a Gemini session, or None if the message names none."""
+def model_from_setup(first: str | bytes) -> str | None:
+    """Return the model that the first message of a Gemini session names, None if it names none."""
     try:
-        message = msgspec.json.decode(first_message)
+        message = msgspec.json.decode(first)
     except JSON_DECODE_ERRORS:
         return None
     match message:

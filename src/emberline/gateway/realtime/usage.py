@@ -1,4 +1,4 @@
-"""Reads the usage from the messages of a realtime session. Each usage report covers one response."""
+"""Reads the usage from the messages of a realtime session; each message covers one response."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.core.usage import Usage
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.usage import Usage
 
 _USAGE_MARKER = re.compile("response.done|usageMetadata")  # OpenAI and compatible providers; Gemini
 _BINARY_USAGE_MARKER = re.compile(_USAGE_MARKER.pattern.encode())
 
 
 def parse_realtime_usage(message: str | bytes) -> Usage | None:
-    """Return the usage that a message reports, or None."""
+    """Return the usage that a message reports, None if it reports none."""
     marker = _USAGE_MARKER.search(message) if isinstance(message, str) else _BINARY_USAGE_MARKER.search(message)
     if not marker:  # fast path: nearly all messages
         return None

@@ -1,7 +1,6 @@
-"""CallFacts: the attributes of a request that conditions of routes can use.
+"""CallFacts: the attributes of a call that conditions of routes can use. The body is decoded on first use.
 
-The body is decoded on first use. Conditions on a large body are evaluated in a child process.
-"""
+Conditions on a large body are evaluated in another process."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class CallFacts:
                 return call.identity.key_id or None
             case "user":
                 return call.identity.user or None
-        raise AssertionError(f"a validated condition reads an unknown path {path!r}")
+        raise AssertionError(f"condition on unknown path {path} was not validated")
 
     @cached_property
     def _metadata(self) -> Mapping[str, Any]:
@@ -58,7 +57,7 @@ class CallFacts:
 async def evaluate_body_conditions(
     call: GatewayRequest, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """Return the results, by condition id, of the conditions that read a large body. Return {} if the body is small."""
+    """Return the results of the conditions that read a large body, by id; {} if the body is small."""
     selected = {id: each for id, each in conditions.items() if _reads_body(each)}
     if len(call.body) < LARGE_INPUT_BYTES or not selected:
         return {}
@@ -69,7 +68,7 @@ async def evaluate_body_conditions(
 def evaluate_conditions(
     call: GatewayRequest, body: bytes, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """Return the result of each condition by its id. This function runs in a child process."""
+    """Return the result of each condition, by id; for another process."""
     facts = CallFacts(call.with_changes(body=body))
     return {id: compile_condition(each)(facts) for id, each in conditions.items()}
 

@@ -15,8 +15,8 @@ import msgspec
 
 from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.core.log_record import LogRecord
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.store.rollup import COUNTERS, SUMS
+from emberline.wire.usage import Usage
 
 _USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}
 _SPARSE = ("user", "event_id", "session_id")

@@ -11,10 +11,11 @@ import msgspec
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
-from emberline.gateway.dialects.canonical import CanonicalRequest, ChatDialect, Json, OpaqueContent
+from emberline.gateway.dialects.canonical import CanonicalRequest, Json, OpaqueContent
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.gateway.dialects.translate import CODECS
 from emberline.gateway.streams.meter import CHARACTERS_PER_TOKEN
+from emberline.wire.deltas import ChatDialect
 
 CONTINUE_INSTRUCTION = (
     "The connection broke in the middle of your last message. Go on with it exactly where it ends, in the middle of a"

@@ -11,17 +11,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.costs.extra_cost import ExtraCost
-from emberline.gateway.dialects import deltas
-from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.delta_order import DeltaOrderChecker
-from emberline.gateway.dialects.events import EventDataSplitter
 from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
+from emberline.wire import deltas, sse
+from emberline.wire.deltas import ChatDialect
+from emberline.wire.event_splitter import EventSplitter, event_data
 
 # Returns the reply that continues after this text and this broken reply, with its repetition filter; None if none can.
 FindContinuation: TypeAlias = Callable[[str, GatewayReply], Awaitable[tuple[GatewayReply, RepetitionFilter] | None]]
@@ -50,7 +49,7 @@ class ContinuedStream:
     def _start_reply(self, reply: GatewayReply) -> None:
         assert not isinstance(reply.body, bytes)
         self._current_reply, self._stream = reply, reply.body
-        self._splitter = EventDataSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
         self._reader = CODECS[self._dialect].make_reader()
 
     def __aiter__(self) -> ContinuedStream:
@@ -76,7 +75,8 @@ class ContinuedStream:
         try:
             chunk = await self._stream.__anext__()
             for event in self._splitter.push(chunk):
-                self._write_deltas(self._reader.read(event))
+                if payload := event_data(event):
+                    self._write_deltas(self._reader.read(payload))
         except StopAsyncIteration:
             await self._handle_reply_end()
         except UpstreamFailed as e:
@@ -92,7 +92,7 @@ class ContinuedStream:
         else:
             await self._finish()
 
-    def _write_deltas(self, deltas_read: Iterable[deltas.Delta]) -> None:
+    def _write_deltas(self, deltas_read: Iterable[deltas.ProviderDelta]) -> None:
         for source_delta in deltas_read:
             if self._has_ended:
                 return
@@ -105,7 +105,7 @@ class ContinuedStream:
                 self._output.append(self._writer.write(delta))
                 self._track_delta(delta)
 
-    def _track_delta(self, delta: deltas.Delta) -> None:
+    def _track_delta(self, delta: deltas.ProviderDelta) -> None:
         match delta:
             case deltas.TextDelta():
                 self._sent_texts.append(delta.text)
@@ -116,7 +116,9 @@ class ContinuedStream:
             case deltas.StreamEnd():
                 self._has_ended = True
 
-    def _filter_delta(self, delta: deltas.Delta, repetition_filter: RepetitionFilter) -> Iterable[deltas.Delta]:
+    def _filter_delta(
+        self, delta: deltas.ProviderDelta, repetition_filter: RepetitionFilter
+    ) -> Iterable[deltas.ProviderDelta]:
         """Yield what a continuation adds: no second start, no reasoning, no repeated text, and total usage.
 
         Citations are dropped, because their offsets do not count from the start of the whole text.

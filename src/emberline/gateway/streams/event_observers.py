@@ -14,8 +14,8 @@ import msgspec
 
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.request import Dialect
-from emberline.gateway.core.usage import Usage
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.usage import Usage
 
 
 @dataclass(slots=True)

@@ -15,10 +15,10 @@ from emberline.core.offload import HUGE_INPUT_BYTES, offload
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.core.token_estimate import estimate_input_tokens
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.streams.event_observers import EVENT_OBSERVERS, REPLY_DECODERS, StreamState, find_usage
-from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.wire.event_splitter import EventSplitter, parse_event
+from emberline.wire.usage import Usage
 
 if TYPE_CHECKING:
     EventObserver = Callable[[bytes, bytes, StreamState], None]
@@ -36,7 +36,7 @@ class StreamMeter:
         self.broken: UpstreamBroken | None = None  # set by a malformed event; later events are ignored
         self.data_events = 0  # number of events with data; comments only keep the connection alive
         self.missing_end = b""  # set by end(): the end event that the provider did not send
-        self._splitter = RawEventSplitter()
+        self._splitter = EventSplitter(UpstreamBroken)
         self._dialect = dialect
         self._observe: EventObserver = EVENT_OBSERVERS[dialect]
         self._hide_usage = hide_usage

@@ -12,8 +12,6 @@ import logging
 import secrets
 from dataclasses import replace
 
-from emberline.api import sse
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.clock import WallClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import (
@@ -40,6 +38,8 @@ from emberline.router.upstream_request import UpstreamRequest
 from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
 from emberline.server.access import tenant_id
 from emberline.server.exchange import Exchange
+from emberline.wire import sse
+from emberline.wire.errors import anthropic_error, openai_error
 
 log = logging.getLogger("emberline.router")
 

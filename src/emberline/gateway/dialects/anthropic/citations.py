@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
+from emberline.gateway.dialects.canonical import Part, TextContent
 from emberline.gateway.dialects.citations import extract_citations, string_field
+from emberline.wire.deltas import Citation
 
 
 def parse_citation(raw: object, start: int, end: int) -> Citation | None:
@@ -27,9 +28,3 @@ def extract_from_parts(parts: Iterable[Part]) -> None:
         if isinstance(part, TextContent):
             parse_part_citation = partial(parse_citation, start=0, end=len(part.text))
             part.citations += extract_citations(part.extra, "citations", parse_part_citation)
-
-
-def render_citation(citation: Citation) -> Json:
-    """Render a citation; fields that other providers do not send are empty."""
-    fields = {"url": citation.url, "title": citation.title or None, "cited_text": citation.quote}
-    return {"type": "web_search_result_location", **fields, "encrypted_index": citation.encrypted_index}

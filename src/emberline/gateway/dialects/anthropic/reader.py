@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.anthropic.citations import parse_citation
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.citations import parse_citations
 from emberline.gateway.dialects.errors import stream_error
-from emberline.gateway.dialects.events import EventDecoder
-from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC
+from emberline.gateway.dialects.event_reader import EventDecoder
 from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
+from emberline.wire import deltas
+from emberline.wire.finish_reasons import FROM_ANTHROPIC
+from emberline.wire.usage import Usage
 
 
 class _Delta(msgspec.Struct):
@@ -73,7 +73,7 @@ class AnthropicEventReader:
         self._usage = Usage()
         self._has_finished = False
 
-    def read(self, event: bytes) -> Iterator[deltas.Delta]:
+    def read(self, event: bytes) -> Iterator[deltas.ProviderDelta]:
         decoded = _DECODER.decode(event)
         if decoded.type == "content_block_delta" and decoded.delta is not None:  # fast path for nearly all events
             yield from self._read_delta(decoded.index, decoded.delta)
@@ -97,10 +97,10 @@ class AnthropicEventReader:
                 raise UpstreamBroken(f"an event of the stream lacks its content: {decoded.type}")
         # All other events, such as ping, are not part of the reply.
 
-    def end(self) -> tuple[deltas.Delta, ...]:
+    def end(self) -> tuple[deltas.ProviderDelta, ...]:
         return ()
 
-    def _start_block(self, index: int, block: _Block) -> Iterator[deltas.Delta]:
+    def _start_block(self, index: int, block: _Block) -> Iterator[deltas.ProviderDelta]:
         if index in self._open_blocks or index in self._calls:
             raise UpstreamBroken(f"block {index} of the stream is started twice")
         self._open_blocks[index] = block.type
@@ -120,7 +120,7 @@ class AnthropicEventReader:
             case _Block(type="tool_use"):
                 raise UpstreamBroken(f"tool_use block {index} of the stream has no id or name")
 
-    def _read_delta(self, index: int, delta: _Delta) -> Iterator[deltas.Delta]:
+    def _read_delta(self, index: int, delta: _Delta) -> Iterator[deltas.ProviderDelta]:
         kind = self._open_blocks.get(index)
         if kind is None:
             raise UpstreamBroken(f"the stream has a delta for block {index}, which is not open")
@@ -141,7 +141,7 @@ class AnthropicEventReader:
             case _Delta(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
                 raise UpstreamBroken(f"a delta of the stream lacks its content: {delta.type}")
 
-    def _stop_block(self, index: int) -> Iterable[deltas.Delta]:
+    def _stop_block(self, index: int) -> Iterable[deltas.ProviderDelta]:
         kind = self._open_blocks.pop(index, None)
         if kind is None:
             raise UpstreamBroken(f"the stream stops block {index}, which is not open")
@@ -154,7 +154,7 @@ class AnthropicEventReader:
             ),
         )
 
-    def _read_finish(self, delta: _Delta) -> Iterator[deltas.Delta]:
+    def _read_finish(self, delta: _Delta) -> Iterator[deltas.ProviderDelta]:
         if delta.stop_reason is None or self._has_finished:
             return
         self._has_finished = True
@@ -162,7 +162,7 @@ class AnthropicEventReader:
             yield deltas.RefusalDelta(explanation)
         yield deltas.Finish(FROM_ANTHROPIC.get(delta.stop_reason, "stop"), delta.stop_sequence)
 
-    def _read_usage(self, usage_object: Json | None) -> Iterator[deltas.Delta]:
+    def _read_usage(self, usage_object: Json | None) -> Iterator[deltas.ProviderDelta]:
         if (usage := Usage.parse("anthropic", usage_object)) is not None:
             self._usage = self._usage.merge_later(usage)
             yield deltas.UsageUpdate(self._usage)

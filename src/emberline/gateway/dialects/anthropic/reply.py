@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.anthropic import citations
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
 from emberline.gateway.dialects.canonical import (
@@ -19,9 +18,11 @@ from emberline.gateway.dialects.canonical import (
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import split_at_citations
 from emberline.gateway.dialects.field_reader import FieldReader
-from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC, TO_ANTHROPIC
-from emberline.gateway.dialects.reply_context import ReplyContext
-from emberline.gateway.dialects.usage import render_anthropic_usage
+from emberline.wire.citations import render_anthropic_citation
+from emberline.wire.finish_reasons import FROM_ANTHROPIC, TO_ANTHROPIC
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_anthropic_usage
 
 _IGNORED_FIELDS = ("type", "role", "usage")
 
@@ -81,7 +82,7 @@ def _render_blocks(part: Part) -> list[Json]:
             return _render_blocks(TextContent(part.text))
         case TextContent():
             rows = [
-                (text, [citations.render_citation(citation) for citation in cited])
+                (text, [render_anthropic_citation(citation) for citation in cited])
                 for text, cited in split_at_citations(part)
             ]
             return [{"type": "text", "text": text, "citations": cited or None} for text, cited in rows]

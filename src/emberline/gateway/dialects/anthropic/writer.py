@@ -5,17 +5,18 @@ message_start, { content_block_start, content_block_delta ..., content_block_sto
 
 from __future__ import annotations
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas, signatures
-from emberline.gateway.dialects.anthropic.citations import render_citation
+from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.anthropic.content import safe_tool_id
 from emberline.gateway.dialects.anthropic.reply import render_stop
-from emberline.gateway.dialects.canonical import Citation, Json
+from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.errors import render_error
-from emberline.gateway.dialects.reply_context import ReplyContext
-from emberline.gateway.dialects.usage import render_anthropic_usage
+from emberline.wire import deltas, sse
+from emberline.wire.citations import render_anthropic_citation
+from emberline.wire.deltas import Citation
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_anthropic_usage
 
 _TEXT_DELTA = b'"text_delta","text":'
 _THINKING_DELTA = b'"thinking_delta","thinking":'
@@ -37,7 +38,7 @@ class AnthropicEventWriter:
         self._finish: deltas.Finish | None = None
         self._usage = Usage()
 
-    def write(self, delta: deltas.Delta) -> bytes:
+    def write(self, delta: deltas.ProviderDelta) -> bytes:
         match delta:
             case deltas.TextDelta():
                 return self._append_text("text", _TEXT_DELTA, delta.text)
@@ -97,7 +98,7 @@ class AnthropicEventWriter:
 
         Later text goes into a new block, because a citation refers to the whole block.
         """
-        rendered = sse.dumps(render_citation(citation))
+        rendered = sse.dumps(render_anthropic_citation(citation))
         if self._open_kind != "text" or rendered in self._written_citations:
             return b""
         self._written_citations.add(rendered)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from emberline.gateway.dialects.canonical import CanonicalMessage, Citation, Json, Part, TextContent
+from emberline.gateway.dialects.canonical import CanonicalMessage
 from emberline.gateway.dialects.citations import assign_citations, extract_citations, string_field
+from emberline.wire.deltas import Citation
 
 
 def parse_citation(raw: object) -> Citation | None:
@@ -28,23 +29,3 @@ def parse_url_citation(data: Mapping[Any, Any]) -> Citation | None:
 
 def extract_from_message(message: CanonicalMessage) -> None:
     assign_citations(message.parts, extract_citations(message.extra, "annotations", parse_citation))
-
-
-def render_url_citation(citation: Citation) -> Json:
-    segment = {"start_index": citation.start, "end_index": citation.end}
-    return {**segment, "url": citation.url, "title": citation.title}
-
-
-def render_citation(citation: Citation) -> Json:
-    return {"type": "url_citation", "url_citation": render_url_citation(citation)}
-
-
-def render_annotations(parts: Iterable[Part]) -> list[Json]:
-    """Return the annotations of all text parts, with offsets in the joined text."""
-    result: list[Json] = []
-    begin = 0
-    for part in parts:
-        if isinstance(part, TextContent):
-            result += [render_citation(citation.with_offset(begin)) for citation in part.citations]
-            begin += len(part.text)
-    return result

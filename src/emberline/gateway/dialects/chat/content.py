@@ -180,11 +180,6 @@ def render_tool_call(call: ToolCallContent) -> Json:
     return {"id": call.id, "type": "function", **call.extra, "function": function}
 
 
-def google_extra_content(signature: str) -> Json:
-    """Return the field for a tool call's signature in Google's OpenAI-compatible API."""
-    return {"extra_content": {"google": {"thought_signature": signature}}} if signature else {}
-
-
 def google_signature(call: ToolCallContent) -> str:
     match call.extra.get("extra_content"):
         case {"google": {"thought_signature": str(signature)}}:

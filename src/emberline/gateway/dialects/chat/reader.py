@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import mistral_reasoning_text
 from emberline.gateway.dialects.citations import parse_citations
 from emberline.gateway.dialects.errors import stream_error
-from emberline.gateway.dialects.events import EventDecoder
-from emberline.gateway.dialects.finish_reasons import FROM_CHAT
+from emberline.gateway.dialects.event_reader import EventDecoder
+from emberline.wire import deltas
+from emberline.wire.finish_reasons import FROM_CHAT
+from emberline.wire.usage import Usage
 
 
 class _Function(msgspec.Struct):
@@ -69,7 +69,7 @@ class ChatEventReader:
         self._call_slots: dict[int, list[tuple[int, str]]] = {}  # choice -> (index, id) of each slot
         self._finished_choices: set[int] = set()
 
-    def read(self, event: bytes) -> Iterator[deltas.Delta]:
+    def read(self, event: bytes) -> Iterator[deltas.ProviderDelta]:
         if event == b"[DONE]":
             yield deltas.StreamEnd()
             return
@@ -94,15 +94,15 @@ class ChatEventReader:
         if usage_object and (usage := Usage.parse("openai-chat", usage_object)):
             yield deltas.UsageUpdate(usage)
 
-    def end(self) -> tuple[deltas.Delta, ...]:
+    def end(self) -> tuple[deltas.ProviderDelta, ...]:
         return ()
 
-    def _read_delta(self, choice: _Choice, delta: _Delta) -> Iterator[deltas.Delta]:
+    def _read_delta(self, choice: _Choice, delta: _Delta) -> Iterator[deltas.ProviderDelta]:
         choice_index = choice.index
         if isinstance(delta.content, str):
             if delta.content:
                 yield deltas.TextDelta(
-                    delta.content, choice_index, choice.logprobs.content if choice.logprobs else None
+                    delta.content, choice_index, logprobs=choice.logprobs.content if choice.logprobs else None
                 )
         elif delta.content:
             for row in delta.content:
@@ -122,7 +122,7 @@ class ChatEventReader:
                 for citation in parse_citations(delta.annotations, citations.parse_citation)
             )
 
-    def _read_tool_call(self, choice: int, call: _ToolCall) -> Iterator[deltas.Delta]:
+    def _read_tool_call(self, choice: int, call: _ToolCall) -> Iterator[deltas.ProviderDelta]:
         slots = self._call_slots.setdefault(choice, [])
         function = call.function or _Function()
         slot = self._find_slot(slots, call)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
@@ -15,19 +15,32 @@ from emberline.gateway.dialects.canonical import (
     RefusalContent,
     TextContent,
     ToolCallContent,
+    correct_finish_reason,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import (
-    google_extra_content,
     mistral_reasoning_text,
     parse_assistant,
-    render_tool_call,
 )
 from emberline.gateway.dialects.field_reader import FieldReader, parse_each
-from emberline.gateway.dialects.finish_reasons import FROM_CHAT, TO_CHAT, correct_finish_reason
-from emberline.gateway.dialects.reply_context import ReplyContext
-from emberline.gateway.dialects.usage import render_chat_usage
+from emberline.wire.chat import ChatWriter
+from emberline.wire.deltas import (
+    CitationDelta,
+    Delta,
+    Finish,
+    ReasoningDelta,
+    RefusalDelta,
+    SignatureDelta,
+    StreamStart,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    UsageUpdate,
+)
+from emberline.wire.finish_reasons import FROM_CHAT
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
 
 _IGNORED_FIELDS = (
     "object",
@@ -66,45 +79,42 @@ def _parse_choice(raw: object, path: str, changes: ChangeReport) -> CanonicalCho
 
 
 def render(reply: CanonicalReply, context: ReplyContext) -> Json:
-    context.set_identity(reply)
-    body: Json = {
-        "id": reply.id,
-        "object": "chat.completion",
-        "created": reply.created,
-        "model": reply.model,
-        "choices": [_render_choice(index, choice) for index, choice in enumerate(reply.choices)],
-    }
+    writer = ChatWriter(context, stream=False)
+    writer.write(StreamStart(reply.id, reply.model, reply.created))
+    for index, choice in enumerate(reply.choices):
+        for delta in _choice_deltas(index, choice):
+            writer.write(delta)
     if reply.usage is not None:
-        body["usage"] = render_chat_usage(reply.usage)
-    return body
+        writer.write(UsageUpdate(reply.usage))
+    return writer.body()
 
 
-def _render_choice(index: int, choice: CanonicalChoice) -> Json:
-    logprobs = None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
-    reason = TO_CHAT[choice.finish_reason or "stop"]
-    return {"index": index, "message": _render_message(choice.parts), "logprobs": logprobs, "finish_reason": reason}
+def _choice_deltas(index: int, choice: CanonicalChoice) -> Iterator[Delta]:
+    num_characters = 0  # of the parts' joined text, in which citations count
+    if choice.logprobs is not None:
+        yield TextDelta("", index, logprobs=choice.logprobs)
+    for slot, part in _number_calls(choice.parts):
+        match part:
+            case TextContent():
+                yield TextDelta(part.text, index)
+                for citation in part.citations:
+                    yield CitationDelta(citation.with_offset(num_characters), index)
+                num_characters += len(part.text)
+            case ReasoningContent():
+                if part.text:
+                    yield ReasoningDelta(part.text, index)
+                yield SignatureDelta(part.signature, part.origin, choice=index)
+            case RefusalContent():
+                yield RefusalDelta(part.text, index)
+            case ToolCallContent():
+                yield ToolCallStart(slot, part.id, part.name, index)
+                yield ToolCallArguments(slot, part.arguments, index)
+    yield Finish(choice.finish_reason or "stop", choice=index)
 
 
-def _render_message(parts: list[Part]) -> Json:
-    """Render a choice: text joined in `content`; reasoning, refusal and calls in separate fields."""
-    text, reasoning, refusal = [
-        "".join(p.text for p in parts if isinstance(p, part_type))
-        for part_type in (TextContent, ReasoningContent, RefusalContent)
-    ]
-    calls: list[Json] = []
-    signature = ""
+def _number_calls(parts: list[Part]) -> Iterator[tuple[int, Part]]:
+    """Yield each part with the number of tool calls before it."""
+    num_calls = 0
     for part in parts:
-        if isinstance(part, ReasoningContent) and part.origin == "gemini":
-            signature = part.signature
-        elif isinstance(part, ToolCallContent):
-            calls.append(render_tool_call(part) | google_extra_content(signature))
-            signature = ""
-    result: Json = {"role": "assistant", "content": text or (None if calls or refusal else "")}
-    result["refusal"] = refusal or None
-    if reasoning:
-        result["reasoning_content"] = reasoning
-    if calls:
-        result["tool_calls"] = calls
-    if annotations := citations.render_annotations(parts):
-        result["annotations"] = annotations
-    return result
+        yield num_calls, part
+        num_calls += isinstance(part, ToolCallContent)

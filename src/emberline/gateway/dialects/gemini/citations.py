@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
+from emberline.gateway.dialects.canonical import Json, Part, TextContent
 from emberline.gateway.dialects.citations import string_field
+from emberline.wire.deltas import Citation
 
 
 class Grounding:

@@ -16,7 +16,6 @@ from emberline.gateway.dialects.anthropic.content import parse_arguments, parse_
 from emberline.gateway.dialects.canonical import (
     AudioContent,
     CanonicalMessage,
-    ChatDialect,
     FileContent,
     ImageContent,
     Json,
@@ -29,6 +28,7 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_error
 from emberline.gateway.dialects.media import guess_mime_type
+from emberline.wire.deltas import ChatDialect
 
 GENERATED_ID_PREFIX = "gemini-"  # prefix of ids that Gemini did not assign
 # Google's documented value for calls that Gemini did not make.

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json, TextContent
 from emberline.gateway.dialects.errors import stream_error
-from emberline.gateway.dialects.events import EventDecoder
+from emberline.gateway.dialects.event_reader import EventDecoder
 from emberline.gateway.dialects.gemini.citations import Grounding
 from emberline.gateway.dialects.gemini.content import GENERATED_ID_PREFIX
 from emberline.gateway.dialects.gemini.reply import block_message, parse_finish_reason, parse_logprobs
+from emberline.wire import deltas
+from emberline.wire.usage import Usage
 
 
 class _Call(msgspec.Struct):
@@ -68,7 +68,7 @@ class GeminiEventReader:
         self._groundings: dict[int, Grounding] = {}
         self._usage: Usage | None = None
 
-    def read(self, event: bytes) -> Iterator[deltas.Delta]:
+    def read(self, event: bytes) -> Iterator[deltas.ProviderDelta]:
         decoded = _DECODER.decode(event)
         if decoded.error is not None:
             raise stream_error({"error": decoded.error})
@@ -85,13 +85,13 @@ class GeminiEventReader:
         if (usage := Usage.parse("gemini", decoded.usage_metadata)) is not None:
             self._usage = usage if self._usage is None else self._usage.merge_later(usage)
 
-    def end(self) -> Iterator[deltas.Delta]:
+    def end(self) -> Iterator[deltas.ProviderDelta]:
         if self._finished_choices:
             if self._usage is not None:
                 yield deltas.UsageUpdate(self._usage)
             yield deltas.StreamEnd()
 
-    def _read_candidate(self, row: _Candidate, choice: int) -> Iterator[deltas.Delta]:
+    def _read_candidate(self, row: _Candidate, choice: int) -> Iterator[deltas.ProviderDelta]:
         logprobs = parse_logprobs(row.logprobs_result)
         for part in (row.content.parts if row.content else None) or ():
             if part.function_call is not None:
@@ -102,7 +102,7 @@ class GeminiEventReader:
                     yield deltas.SignatureDelta(part.thought_signature, "gemini", choice=choice)
             elif part.text:
                 self._texts.setdefault(choice, []).append(part.text)
-                yield deltas.TextDelta(part.text, choice, logprobs)
+                yield deltas.TextDelta(part.text, choice, logprobs=logprobs)
                 logprobs = None
         if row.grounding_metadata or row.citation_metadata:
             grounding = self._groundings.setdefault(choice, Grounding())
@@ -115,7 +115,7 @@ class GeminiEventReader:
             yield from self._read_citations(choice)
             yield deltas.Finish(reason, choice=choice)
 
-    def _read_citations(self, choice: int) -> Iterator[deltas.Delta]:
+    def _read_citations(self, choice: int) -> Iterator[deltas.ProviderDelta]:
         """Yield all citations at the end, when the text is complete in which their offsets count."""
         if choice in self._groundings:
             text = TextContent("".join(self._texts.get(choice, ())))
@@ -123,7 +123,7 @@ class GeminiEventReader:
                 deltas.CitationDelta(citation, choice) for citation in self._groundings[choice].citations([text])
             )
 
-    def _read_call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.Delta]:
+    def _read_call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.ProviderDelta]:
         slot = self._call_counts.get(choice, 0)
         self._call_counts[choice] = slot + 1
         if signature:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
-    FinishReason,
     Json,
     OpaqueContent,
     Part,
@@ -17,16 +15,19 @@ from emberline.gateway.dialects.canonical import (
     RefusalContent,
     TextContent,
     ToolCallContent,
+    correct_finish_reason,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import assign_citations
 from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
-from emberline.gateway.dialects.finish_reasons import FROM_GEMINI, TO_GEMINI, correct_finish_reason
 from emberline.gateway.dialects.gemini.citations import Grounding, render_grounding
 from emberline.gateway.dialects.gemini.content import ContentsParser, render_parts
-from emberline.gateway.dialects.reply_context import ReplyContext
-from emberline.gateway.dialects.usage import render_gemini_usage
+from emberline.wire.deltas import FinishReason
+from emberline.wire.finish_reasons import FROM_GEMINI, TO_GEMINI
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_gemini_usage
 
 _IGNORED_FIELDS = (
     "index",

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas
-from emberline.gateway.dialects.canonical import Citation, Json, Part, ReasoningContent, TextContent, ToolCallContent
+from emberline.gateway.dialects.canonical import Json, Part, ReasoningContent, TextContent, ToolCallContent
 from emberline.gateway.dialects.errors import render_error
-from emberline.gateway.dialects.finish_reasons import TO_GEMINI
 from emberline.gateway.dialects.gemini.citations import render_grounding
 from emberline.gateway.dialects.gemini.content import encode_gemini_signature, render_parts
 from emberline.gateway.dialects.gemini.reply import render_logprobs
-from emberline.gateway.dialects.reply_context import ReplyContext
-from emberline.gateway.dialects.usage import render_gemini_usage
+from emberline.wire import deltas, sse
+from emberline.wire.deltas import Citation
+from emberline.wire.finish_reasons import TO_GEMINI
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_gemini_usage
 
 _TEXT_EVENT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
 
@@ -52,7 +52,7 @@ class GeminiEventWriter:
         self._candidates: dict[int, _Candidate] = {}
         self._usage: Usage | None = None
 
-    def write(self, delta: deltas.Delta) -> bytes:
+    def write(self, delta: deltas.ProviderDelta) -> bytes:
         match delta:
             case deltas.TextDelta(logprobs=None):
                 self._candidate_of(delta.choice).text.append(delta.text)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
-from emberline.gateway.dialects.chat.citations import parse_url_citation, render_url_citation
+from emberline.gateway.dialects.canonical import Part, TextContent
+from emberline.gateway.dialects.chat.citations import parse_url_citation
 from emberline.gateway.dialects.citations import assign_citations, extract_citations
+from emberline.wire.deltas import Citation
 
 
 def parse_citation(raw: object) -> Citation | None:
@@ -20,7 +21,3 @@ def extract_from_parts(parts: Iterable[Part]) -> None:
     for part in parts:
         if isinstance(part, TextContent):
             assign_citations([part], extract_citations(part.extra, "annotations", parse_citation))
-
-
-def render_citation(citation: Citation) -> Json:
-    return {"type": "url_citation", **render_url_citation(citation)}

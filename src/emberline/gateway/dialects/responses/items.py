@@ -20,7 +20,7 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.field_reader import FieldReader, check_type, parse_content, unknown_value_error
 from emberline.gateway.dialects.media import data_url, split_data_url
-from emberline.gateway.dialects.responses.citations import render_citation
+from emberline.wire.citations import render_responses_citation
 
 
 def parse_item(raw: object, path: str) -> CanonicalMessage:
@@ -155,7 +155,9 @@ def _render_part(part: Part, default_type: str) -> Json:
     match part:
         case TextContent():
             annotations = (
-                {"annotations": [render_citation(citation) for citation in part.citations]} if part.citations else {}
+                {"annotations": [render_responses_citation(citation) for citation in part.citations]}
+                if part.citations
+                else {}
             )
             return {"type": default_type, "text": part.text, **annotations, **part.extra}
         case RefusalContent():

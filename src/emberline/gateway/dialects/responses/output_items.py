@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from emberline.api import sse
-from emberline.gateway.dialects.canonical import Citation, Json
-from emberline.gateway.dialects.responses.citations import render_citation
+from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.responses.reply import render_text_part
+from emberline.wire import sse
+from emberline.wire.citations import render_responses_citation
+from emberline.wire.deltas import Citation
 
 _DELTA_EVENT_HEAD = (
     b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":%b,"output_index":%d%b,"delta":'
@@ -90,7 +91,7 @@ class StreamedMessage(StreamedItem):
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._head, text, sse.dumps(logprobs or []), number)
 
     def annotation_event(self, citation: Citation) -> Json:
-        self._annotations.append(render_citation(citation))
+        self._annotations.append(render_responses_citation(citation))
         annotation = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
         return {"type": "response.output_text.annotation.added", **self.location, **self.part_location, **annotation}
 

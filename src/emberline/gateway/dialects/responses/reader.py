@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.errors import stream_error
-from emberline.gateway.dialects.events import EventDecoder
+from emberline.gateway.dialects.event_reader import EventDecoder
 from emberline.gateway.dialects.responses.citations import parse_citation
 from emberline.gateway.dialects.responses.reply import parse_finish_reason
 from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
+from emberline.wire import deltas
+from emberline.wire.usage import Usage
 
 
 class _Item(msgspec.Struct):
@@ -64,7 +64,7 @@ class ResponsesEventReader:
         self._text_offsets: dict[tuple[int, int], int] = {}
         self._text_length = 0
 
-    def read(self, event: bytes) -> Iterator[deltas.Delta]:
+    def read(self, event: bytes) -> Iterator[deltas.ProviderDelta]:
         if event == b"[DONE]":
             return  # some providers send it, although Responses has no such event
         decoded = _DECODER.decode(event)
@@ -99,10 +99,10 @@ class ResponsesEventReader:
                 raise UpstreamBroken(f"an event of the stream lacks its content: {kind}")
         # All other events repeat content, or belong to server-side tools.
 
-    def end(self) -> tuple[deltas.Delta, ...]:
+    def end(self) -> tuple[deltas.ProviderDelta, ...]:
         return ()
 
-    def _read_response(self, kind: str, response: _Response) -> Iterator[deltas.Delta]:
+    def _read_response(self, kind: str, response: _Response) -> Iterator[deltas.ProviderDelta]:
         match kind:
             case "response.created":
                 yield deltas.StreamStart(response.id, response.model, int(response.created_at or 0))
@@ -115,14 +115,14 @@ class ResponsesEventReader:
                     yield deltas.UsageUpdate(usage)
                 yield deltas.StreamEnd()
 
-    def _read_reasoning(self, decoded: _Event) -> Iterator[deltas.Delta]:
+    def _read_reasoning(self, decoded: _Event) -> Iterator[deltas.ProviderDelta]:
         part = (decoded.output_index, decoded.summary_index, decoded.content_index)
         if self._reasoning_part is not None and self._reasoning_part[0] == part[0] and self._reasoning_part != part:
             yield deltas.ReasoningDelta("\n\n")  # between the parts of one item
         self._reasoning_part = part
         yield deltas.ReasoningDelta(decoded.delta)
 
-    def _read_added_item(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
+    def _read_added_item(self, index: int, item: _Item) -> Iterator[deltas.ProviderDelta]:
         if item.type != "function_call":
             return
         if item.call_id is None or item.name is None or index in self._calls:
@@ -131,7 +131,7 @@ class ResponsesEventReader:
             )
         yield self._calls.open(index, item.call_id, item.name)
 
-    def _read_done_item(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
+    def _read_done_item(self, index: int, item: _Item) -> Iterator[deltas.ProviderDelta]:
         if item.type == "reasoning" and item.encrypted_content:
             yield deltas.SignatureDelta(item.encrypted_content, "openai-responses")
         elif item.type == "function_call":

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
 from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
-    FinishReason,
     Json,
     Part,
     ReasoningContent,
     RefusalContent,
     TextContent,
     ToolCallContent,
+    correct_finish_reason,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.deltas import StreamStart
 from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
-from emberline.gateway.dialects.finish_reasons import FROM_RESPONSES, TO_RESPONSES, correct_finish_reason
-from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
-from emberline.gateway.dialects.usage import render_responses_usage
+from emberline.wire.citations import render_responses_citation
+from emberline.wire.deltas import FinishReason, StreamStart
+from emberline.wire.finish_reasons import FROM_RESPONSES, TO_RESPONSES
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
+from emberline.wire.usage_objects import render_responses_usage
 
 # Required fields of every reply that repeat the request, for requests without them.
 _DEFAULT_ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
@@ -108,7 +109,7 @@ def _is_representable(part: Part) -> bool:
 def _render_item(part: Part, id: str, choice: CanonicalChoice) -> Json:
     match part:
         case TextContent():
-            content = render_text_part(part.text, choice.logprobs, list(map(citations.render_citation, part.citations)))
+            content = render_text_part(part.text, choice.logprobs, list(map(render_responses_citation, part.citations)))
             return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
         case RefusalContent():
             content = {"type": "refusal", "refusal": part.text}

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emberline.api import sse
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects import deltas, signatures
-from emberline.gateway.dialects.canonical import Citation, Json
+from emberline.gateway.dialects import signatures
+from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.errors import render_error
-from emberline.gateway.dialects.finish_reasons import TO_RESPONSES
-from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.responses.output_items import (
     StreamedFunctionCall,
     StreamedItem,
@@ -20,6 +16,11 @@ from emberline.gateway.dialects.responses.output_items import (
     StreamedRefusal,
 )
 from emberline.gateway.dialects.responses.reply import item_id, render_response
+from emberline.wire import deltas, sse
+from emberline.wire.deltas import Citation
+from emberline.wire.finish_reasons import TO_RESPONSES
+from emberline.wire.reply_context import ReplyContext
+from emberline.wire.usage import Usage
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # HTTP status -> code; all others: server_error
 
@@ -34,7 +35,7 @@ class ResponsesEventWriter:
         self._usage: Usage | None = None
         self._sequence_number = 0
 
-    def write(self, delta: deltas.Delta) -> bytes:
+    def write(self, delta: deltas.ProviderDelta) -> bytes:
         match delta:
             case deltas.TextDelta():
                 return self._append_text(StreamedMessage, delta.text, delta.logprobs)

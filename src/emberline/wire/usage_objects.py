@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from emberline.gateway.core.usage import Usage
-from emberline.gateway.dialects.canonical import Json
+from emberline.wire.deltas import Json
+from emberline.wire.usage import Usage
 
 
-def render_chat_usage(usage: Usage) -> Json:
-    prompt_details = {
-        "cached_tokens": usage.cached_read,
-        "cache_write_tokens": usage.cache_write,
-        "audio_tokens": usage.audio,
-    }
+def render_chat_usage(usage: Usage, *, of_engine: bool = False) -> Json:
+    """Render the usage; `of_engine`: without the counts that only providers have."""
+    prompt_details = {"cached_tokens": usage.cached_read}
+    if not of_engine:
+        prompt_details |= {"cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}
     if usage.image:
         prompt_details["image_tokens"] = usage.image
     return {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-
-from emberline.gateway.core.errors import UpstreamBroken
+from collections.abc import Callable, Iterator
 
 LARGE_CHUNK_BYTES = 1 << 18  # from this size each separator is searched for on its own
 MAX_EVENT_BYTES = 32 << 20  # one event can carry a whole image
@@ -14,9 +12,11 @@ _SEPARATORS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n")
 _SEPARATOR = re.compile(b"|".join(_SEPARATORS))
 
 
-class RawEventSplitter:
-    def __init__(self) -> None:
+class EventSplitter:
+    def __init__(self, error_type: Callable[[str], Exception]) -> None:
+        """`error_type` makes the exception for an event that is too large."""
         self._partial = bytearray()
+        self._error_type = error_type
 
     def push(self, data: bytes) -> list[bytes]:
         """Return the events that are complete with these bytes, each including its separator."""
@@ -42,7 +42,7 @@ class RawEventSplitter:
 
     def _check_size(self) -> None:
         if len(self._partial) > MAX_EVENT_BYTES:
-            raise UpstreamBroken(f"an event of the stream is larger than the limit of {MAX_EVENT_BYTES} bytes")
+            raise self._error_type(f"an event of the stream is larger than the limit of {MAX_EVENT_BYTES} bytes")
 
     @property
     def partial_bytes(self) -> int:
@@ -74,6 +74,19 @@ def _event_ends_in_large(data: bytes, searched: int) -> Iterator[int]:
         found, separator = min(found_ahead)
         at = found + len(separator)
         yield at
+
+
+def event_data(event: bytes) -> bytes:
+    """Return the data of an event, b"" for a comment; faster than `parse_event`."""
+    start = event.find(b"data: ")  # nearly all events are one line of data, with or without a name before it
+    if (
+        start >= 0
+        and (start == 0 or event[start - 1] == 10)
+        and event.find(b"\n", start) == len(event) - 2
+        and event.find(b"\r") < 0
+    ):
+        return event[start + 6 : -2]
+    return parse_event(event)[1]
 
 
 def parse_event(event: bytes) -> tuple[bytes, bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from emberline.api.deltas import TokenInfo
+from emberline.wire.deltas import TokenInfo
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot represent
 

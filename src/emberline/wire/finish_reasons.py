@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from emberline.gateway.dialects.canonical import FinishReason, Part, ToolCallContent
+from emberline.wire.deltas import FinishReason
 
 FROM_CHAT: Mapping[str, FinishReason] = {
     "stop": "stop",
@@ -47,6 +47,7 @@ TO_CHAT: Mapping[FinishReason, str] = {
     "tool_calls": "tool_calls",
     "filter": "content_filter",
     "pause": "stop",
+    "abort": "abort",
 }
 TO_ANTHROPIC: Mapping[FinishReason, str] = {
     "stop": "end_turn",
@@ -56,6 +57,7 @@ TO_ANTHROPIC: Mapping[FinishReason, str] = {
     "tool_calls": "tool_use",
     "filter": "refusal",
     "pause": "pause_turn",
+    "abort": "pause_turn",  # the client may send the reply back to have it continued
 }
 TO_GEMINI: Mapping[FinishReason, str] = {
     "stop": "STOP",
@@ -65,6 +67,7 @@ TO_GEMINI: Mapping[FinishReason, str] = {
     "tool_calls": "STOP",  # Gemini has no reason for tool calls
     "filter": "SAFETY",
     "pause": "STOP",
+    "abort": "OTHER",
 }
 TO_RESPONSES: Mapping[FinishReason, str | None] = {  # None: completed
     "stop": None,
@@ -74,9 +77,5 @@ TO_RESPONSES: Mapping[FinishReason, str | None] = {  # None: completed
     "tool_calls": None,
     "filter": "content_filter",
     "pause": None,
+    "abort": None,
 }
-
-
-def correct_finish_reason(reason: FinishReason, parts: Iterable[Part]) -> FinishReason:
-    """Return "tool_calls" for a reply that stopped with tool calls: some providers report "stop" there."""
-    return "tool_calls" if reason == "stop" and any(isinstance(part, ToolCallContent) for part in parts) else reason

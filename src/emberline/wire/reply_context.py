@@ -1,0 +1,29 @@
+"""What writing a reply needs from the request that it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from emberline.wire.deltas import Json
+
+
+class _Identified(Protocol):
+    id: str
+    model: str
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    model: str = ""  # model name of the reply; "": the provider's
+    include_usage: bool = True  # whether a chat stream ends with its usage
+    echoed_fields: Json = field(default_factory=dict)  # request fields that a Responses reply repeats
+    created: int = 0  # Unix time in seconds, for replies of providers that send none
+    id: str = ""  # reply id, for providers that send none
+
+    def set_identity(self, reply: _Identified) -> None:
+        """Set the id, model and creation time that the client sees, where the provider sent none."""
+        reply.id = reply.id or self.id
+        reply.model = self.model or reply.model
+        reply.created = reply.created or self.created
