@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import BootedGPUEngine, Checkpoint, ModelConfig
 from emberline.engine.gpu.device import HostDevice
@@ -32,7 +33,7 @@ def booted(directory: Path, memory: MemoryPlan | None = None) -> BootedGPUEngine
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.float32), 64)
     cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # memory that can be freed
-    settings = GPUConfig(max_running=8, max_batch_tokens=64, block_size=16)
+    settings = gpu_config(max_running=8, max_batch_tokens=64, block_size=16)
     eos = frozenset(c.eos)
     runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, None), settings, HostDevice(), model.context)
     scheduler = SchedulerConfig(block_size=16, max_batch_tokens=64, max_running=8, max_context=model.context)

@@ -133,7 +133,7 @@ class ScriptedEngine:
 
 
 class House:
-    def __init__(self, script: Script, tool_style: ToolStyle = HERMES, **worker: Any) -> None:
+    def __init__(self, script: Script, tool_style: ToolStyle = HERMES, **settings: Any) -> None:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
@@ -146,7 +146,7 @@ class House:
         guard = cast("GrammarGuard", self)
         generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
         self.catalog = ModelCatalog([LoadedModel("m", generator, guard, self.metrics, "fp")])
-        config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig("http://router", **worker))
+        config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig("http://router"), **settings)
         self.app = EngineApp(config, engine, self.catalog, None, {})
 
     def check(self, grammar: GrammarSpec, param: str = "") -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 from safetensors.torch import save_file
 from test_device_weights import SMALL, LateStream, interleave, load_all, load_both_ways, start_child_reader
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from emberline.bench.gpu import cold
 from emberline.bench.gpu.model import write_checkpoint
 from emberline.bench.report import BenchReport
-from emberline.core.config import EngineConfig, GPUConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.engine_group_boot import WeightEstimate, plan_time_sharing
@@ -424,10 +425,10 @@ def test_which_weights_are_packed(tmp_path: Path) -> None:
         (ours, "plain", "bfloat16", False),
         (ours, "both", "bfloat16", False),
     ):
-        assert memory.uses_packed_weights(checkpoint, GPUConfig(weights=weights), dtype) is answer
+        assert memory.uses_packed_weights(checkpoint, gpu_config(weights=weights), dtype) is answer
     for weights in ("packed", "both"):
         with pytest.raises(InvalidRequest, match=f"weights is {weights}; only bfloat16"):
-            memory.uses_packed_weights(ours, GPUConfig(weights=weights), "float32")
+            memory.uses_packed_weights(ours, gpu_config(weights=weights), "float32")
     assert memory.weight_dtype(ours) == "bfloat16" and memory.weight_dtype(ours, "float32") == "float32"
 
 
@@ -444,12 +445,12 @@ def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:
         ("packed", "cpu", "bfloat16", False),
         ("wide", "cuda", "float32", False),
     ):
-        found = WeightEstimate.of(EngineConfig(str(tmp_path / name), device=device))
+        found = WeightEstimate.of(EngineConfig.build(str(tmp_path / name), device=device))
         size = memory.weight_bytes(shape, memory.DTYPE_BYTES[dtype], packed=ours)
         assert (found.dtype, found.is_packed, found.weight_bytes) == (dtype, ours, size)
-    configs = {name: EngineConfig(str(tmp_path / name), device="cuda") for name in ("plain", "packed")}
+    configs = {name: EngineConfig.build(str(tmp_path / name), device="cuda") for name in ("plain", "packed")}
     members, _ = plan_time_sharing(configs, 40 << 30, 0, lambda name, settings: pytest.fail("nothing is loaded yet"))
-    plans = [memory.plan_for(shape, GPUConfig(), 40 << 30, "bfloat16", packed=ours) for ours in (False, True)]
+    plans = [memory.plan_for(shape, gpu_config(), 40 << 30, "bfloat16", packed=ours) for ours in (False, True)]
     saved = plans[0].fixed_bytes - plans[1].fixed_bytes
     assert members["plain"].nbytes - members["packed"].nbytes == pytest.approx(saved, abs=1 << 20)
 

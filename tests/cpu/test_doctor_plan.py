@@ -11,7 +11,7 @@ import torch
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.core.config import EngineConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot
@@ -60,7 +60,7 @@ def model(directory: Path, dtype: torch.dtype) -> Path:
 
 
 def serve(directory: Path, options: dict[str, object]) -> LoadedEngine:
-    return boot(EngineConfig(model=str(directory), device="cuda", **options))  # type: ignore[arg-type]
+    return boot(EngineConfig.build(model=str(directory), device="cuda", **options))  # type: ignore[arg-type]
 
 
 def run_doctor(capsys: pytest.CaptureFixture[str], directory: Path, options: dict[str, object]) -> tuple[int, str]:
@@ -180,7 +180,7 @@ def test_packed_weights_are_planned_and_kept(
 def test_cpu_rejects_packed_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = model(tmp_path, torch.bfloat16)
     with pytest.raises(EmberlineError, match="on a CPU it must be auto or plain"):
-        boot(EngineConfig(model=str(directory), device="cpu", weights="packed"))
+        boot(EngineConfig.build(model=str(directory), device="cpu", weights="packed"))
     assert main(["doctor", "--model", str(directory), "--weights", "packed"]) == 1
     assert "on a CPU it must be auto or plain" in capsys.readouterr().out
 

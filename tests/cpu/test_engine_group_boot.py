@@ -10,8 +10,9 @@ from pathlib import Path
 import on_host
 import pytest
 import tiny
+from gpu_settings import gpu_config
 
-from emberline.core.config import EngineConfig, GPUConfig, TimeSharingConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -36,7 +37,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def configs(checkpoints: dict[str, Path]) -> dict[str, EngineConfig]:
-    return {name: EngineConfig(str(home), device="cpu", max_running=8) for name, home in checkpoints.items()}
+    return {name: EngineConfig.build(str(home), device="cpu", max_running=8) for name, home in checkpoints.items()}
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_cpu_models_give_the_same_tokens_as_alone(configs: dict[str, EngineConfi
 
 def test_kv_host_memory_above_free_memory_is_rejected(configs: dict[str, EngineConfig]) -> None:
     with pytest.raises(InvalidRequest, match=r"kv_host_memory is .* GiB of memory are free"):
-        boot_engine_group({"a": replace(configs["a"], kv_host_memory=1 << 50)}, TimeSharingConfig())
+        boot_engine_group({"a": configs["a"].with_settings(kv_host_memory=1 << 50)}, TimeSharingConfig())
 
 
 @pytest.mark.skipif(has_hopper(), reason="there is one")
@@ -117,11 +118,11 @@ def test_too_little_main_memory_is_rejected_before_loading(configs: dict[str, En
     assert kv_bytes_per_model(configs, weights + 6000) == 1000  # half of the free memory for all models
     with pytest.raises(ModelError, match=r"do not fit into main memory: .*\(a .*, b .*, c .*\); .* are free"):
         kv_bytes_per_model(configs, weights - 1)
-    asking = {name: replace(config, kv_memory=GIB) for name, config in configs.items()}
+    asking = {name: config.with_settings(kv_memory=GIB) for name, config in configs.items()}
     with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
         kv_bytes_per_model(asking, weights + 3 * GIB - 1)
     kv_bytes_per_model(asking, weights + 3 * GIB)
-    keeping = {name: replace(config, kv_host_memory=GIB) for name, config in configs.items()}
+    keeping = {name: config.with_settings(kv_host_memory=GIB) for name, config in configs.items()}
     with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
         kv_bytes_per_model(keeping, weights + 3 * GIB - 1)
     kv_bytes_per_model(keeping, weights + 3 * GIB)
@@ -135,12 +136,12 @@ def test_weight_estimate_equals_loaded_weights(checkpoints: dict[str, Path], con
         assert WeightEstimate.of(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
 
 
-def fail_to_load(name: str, settings: GPUConfig) -> BootedGPUEngine:
+def fail_to_load(name: str, settings: EngineConfig) -> BootedGPUEngine:
     raise AssertionError("nothing is loaded yet")
 
 
 def with_gpu(configs: dict[str, EngineConfig], **changes: int) -> dict[str, EngineConfig]:
-    return {name: replace(config, device="cuda", **changes) for name, config in configs.items()}
+    return {name: config.with_settings(device="cuda", **changes) for name, config in configs.items()}
 
 
 def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None:
@@ -149,7 +150,7 @@ def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None
     sizes = [member.nbytes for member in members.values()]
     assert space == model_memory(total) and 0 <= space - sum(sizes) < space / 1000
     kv = [
-        plan_for(WeightEstimate.of(c).config, GPUConfig(max_running=8), total, "float32").kv_bytes
+        plan_for(WeightEstimate.of(c).config, gpu_config(max_running=8), total, "float32").kv_bytes
         for c in configs.values()
     ]
     assert max(sizes) < max(kv) / 2
@@ -187,7 +188,7 @@ def test_sleeping_models_give_the_same_tokens_as_alone(checkpoints: dict[str, Pa
             for name, home in checkpoints.items()
         }
         memory = at_once * max(member.nbytes for member in members.values())
-        group = EngineGroup(members, memory, TimeSharingConfig(turn=0.01))
+        group = EngineGroup(members, memory, TimeSharingConfig(model_turn=0.01))
         assert group.is_awake("a") and not group.is_awake("c")
         assert run_together(group, 6) == expected
         for name in members:
@@ -200,4 +201,4 @@ def test_sleeping_models_give_the_same_tokens_as_alone(checkpoints: dict[str, Pa
 @pytest.mark.parametrize("size", [4, 12, 24, 40, 48, 72, 96])
 def test_unsupported_block_size_is_rejected_before_loading(configs: dict[str, EngineConfig], size: int) -> None:
     with pytest.raises(InvalidRequest, match="block_size"):
-        boot_engine_group({"a": replace(configs["a"], block_size=size)}, TimeSharingConfig())
+        boot_engine_group({"a": configs["a"].with_settings(block_size=size)}, TimeSharingConfig())

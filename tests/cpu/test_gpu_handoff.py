@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 from racing import Racing
 from torch import Tensor
 
-from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TimeSharingConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, TimeSharingConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output, TransferStats
 from emberline.core.params import SamplingParams
@@ -63,7 +64,7 @@ class GpuEngineFixture:
         c = model.config
         self.device = device or HostDevice()
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), 16)
-        settings = GPUConfig(max_running=4, max_batch_tokens=16, transfer=True)
+        settings = gpu_config(max_running=4, max_batch_tokens=16, transfer=TransferConfig("peer"))
         rows = SamplingStateFactory(frozenset(), None)
         self.runner = GPURunner(model, self.cache, frozenset(), rows, settings, self.device, 64)
         self.region = make_region(self.runner, self.device)
@@ -323,14 +324,14 @@ def test_cpu_and_gpu_caches_are_incompatible() -> None:
 
 def test_memory_plan_includes_staging(model: DecoderModel) -> None:
     def scratch(**settings: object) -> int:
-        chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
+        chosen = gpu_config(max_running=4, max_batch_tokens=64, block_size=16, **settings)
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
 
     c = model.config
     shape = KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.bfloat16)
     region = DeviceRegion(shape.layout("m", transposed_keys=False), KVCache(shape, 2), HostDevice())
     slots = [slots.get() for slots in (region._out_slots, region._in_slots) for _ in range(slots.qsize())]
-    assert scratch(transfer=True) - scratch() == sum(slot.scratch.nbytes for slot in slots)
+    assert scratch(transfer=TransferConfig("peer")) - scratch() == sum(slot.scratch.nbytes for slot in slots)
 
 
 def test_settings_configure_the_transfer_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +342,7 @@ def test_settings_configure_the_transfer_endpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
-    config = EngineConfig(
+    config = EngineConfig.build(
         str(home), device="cuda", block_size=16, kv_memory=1 << 18, transfer=TransferConfig("p"), kv_mooncake=True
     )
     engines = [boot(config).engine, boot(replace(config, transfer=TransferConfig("d"))).engine]

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 from on_host import plain_arithmetic
 from racing import Racing
 from torch import Tensor
 
-from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -76,7 +77,7 @@ class TieredEngine:
         shape = KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16)
         cache = KVCache(shape, blocks)
         cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be freed
-        chosen = GPUConfig(max_running=4, max_batch_tokens=64, tiers=tiers, **settings)  # type: ignore[arg-type]
+        chosen = gpu_config(max_running=4, max_batch_tokens=64, kv_host_memory=1 << 20 if tiers else None, **settings)
         self.device = Racing(pins=pins)
         self.runner = GPURunner(
             model, cache, frozenset(), SamplingStateFactory(frozenset(), None), chosen, self.device, 64
@@ -316,14 +317,14 @@ def test_host_tier_is_pinned_until_closed(model: DecoderModel, pins: bool) -> No
 
 def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def scratch(**settings: object) -> int:
-        chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
+        chosen = gpu_config(max_running=4, max_batch_tokens=64, block_size=16, **settings)
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
 
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, 16, torch.bfloat16)
     for size in (0, 1 << 20):
         monkeypatch.setattr(memory, "COPY_PIECE_BYTES", size)
         numbers, *pieces = DeviceCopier(KVCache(shape, 2), Racing()).device_buffers()
-        assert scratch(tiers=True) - scratch() == sum(piece.nbytes for piece in pieces)
+        assert scratch(kv_host_memory=1 << 20) - scratch() == sum(piece.nbytes for piece in pieces)
         assert numbers.nbytes < 1024
 
 
@@ -335,7 +336,7 @@ def test_settings_create_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
-    config = EngineConfig(
+    config = EngineConfig.build(
         str(home),
         device="cuda",
         block_size=16,
@@ -354,4 +355,4 @@ def test_settings_create_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert sum(o.cached_tokens for o in outputs) == cached
         assert engine.stats().tiers["disk"].hit_tokens == cached
     with pytest.raises(InvalidRequest, match="of memory are free"):
-        boot(replace(config, kv_host_memory=1 << 60))
+        boot(config.with_settings(kv_host_memory=1 << 60))

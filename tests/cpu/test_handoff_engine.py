@@ -13,7 +13,7 @@ import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
-from emberline.core.config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import GrammarSpec, SamplingParams
@@ -48,7 +48,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_engine(checkpoint: Path, name: str | None = None, block: int = 8, **others: Any) -> Engine:
     transfer = TransferConfig(name) if name else None
     settings = {"max_batch_tokens": 32, "max_running": 8, "kv_memory": 1 << 20, **others}
-    return boot(EngineConfig(str(checkpoint), device="cpu", block_size=block, transfer=transfer, **settings)).engine
+    return boot(
+        EngineConfig.build(str(checkpoint), device="cpu", block_size=block, transfer=transfer, **settings)
+    ).engine
 
 
 @dataclass
@@ -235,6 +237,6 @@ def test_abort_during_a_pull_frees_all_blocks(checkpoint: Path, expected: dict[s
 
 def test_invalid_transfer_settings_are_rejected(checkpoint: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
-        boot(EngineConfig(str(checkpoint), device="cpu", transfer=TransferConfig("x", host="192.0.2.1")))
+        boot(EngineConfig.build(str(checkpoint), device="cpu", transfer=TransferConfig("x", listen_host="192.0.2.1")))
     with pytest.raises(InvalidRequest, match="lease"):
-        TransferConfig("x", lease=0.0)
+        TransferConfig("x", lease_seconds=0.0)

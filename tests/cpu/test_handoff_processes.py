@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 
-from emberline.core.config import EngineConfig, TimeSharingConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig, TransferConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 def engine(checkpoint: Path, name: str, block: int) -> AsyncEngine:
-    config = EngineConfig(
+    config = EngineConfig.build(
         str(checkpoint),
         device="cpu",
         threads=1,
@@ -32,7 +32,7 @@ def engine(checkpoint: Path, name: str, block: int) -> AsyncEngine:
         kv_memory=16 << 20,
         max_batch_tokens=32,
         max_running=16,
-        transfer=TransferConfig(name, lease=3.0),
+        transfer=TransferConfig(name, lease_seconds=3.0),
     )
     return AsyncEngine({"m": config}, TimeSharingConfig())
 

@@ -15,8 +15,9 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Priority, Submission
@@ -73,7 +74,7 @@ def engine(model: DecoderModel, directory: Path) -> Callable[..., Engine]:
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=running, max_context=CONTEXT)
         if not ahead:
             return Engine(config, TorchRunner(model, cache, eos, compiler))
-        settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
+        settings = gpu_config(max_running=running, max_batch_tokens=budget, graphs=graphs)
         rows = SamplingStateFactory(eos, compiler)
         return Engine(config, CountingRunner(model, cache, eos, rows, settings, HostDevice(), CONTEXT))
 

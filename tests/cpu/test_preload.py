@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 
 from emberline.bench.gpu import cold
-from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine import preload
@@ -131,7 +132,7 @@ def test_warm_up_leaves_no_state(tmp_path: Path) -> None:
 
     def tokens(*, warm: bool) -> list[int]:
         cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), 8)
-        settings = GPUConfig(max_running=2, max_batch_tokens=64)
+        settings = gpu_config(max_running=2, max_batch_tokens=64)
         runner = GPURunner(
             model, cache, frozenset(), SamplingStateFactory(frozenset(), None), settings, HostDevice(), 64
         )

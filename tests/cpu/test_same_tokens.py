@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -51,7 +52,7 @@ def engine(
     )
     if not ahead:
         return Engine(config, TorchRunner(model, cache, frozenset()))
-    settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
+    settings = gpu_config(max_running=running, max_batch_tokens=budget, graphs=graphs)
     maker = SamplingStateFactory(frozenset(), None)
     return Engine(config, GPURunner(model, cache, frozenset(), maker, settings, HostDevice(), 64))
 

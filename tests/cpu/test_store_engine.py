@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from emberline.bench.mooncake_master import MooncakeMaster
-from emberline.core.config import EngineConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
@@ -36,7 +36,7 @@ def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
 def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> Engine:
     store = master.address if master is not None else None
     return boot(
-        EngineConfig(
+        EngineConfig.build(
             str(model), device="cpu", dtype="bfloat16", block_size=8, max_context=64, kv_memory=1 << 18,
             kv_store=store, kv_store_memory=64 << 20, kv_codec=codec,
         )

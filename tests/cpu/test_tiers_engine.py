@@ -11,12 +11,12 @@ import tiny
 import torch
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import EngineConfig, SchedulerConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output, TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, RequestStatus, Submission
-from emberline.engine.boot import boot, gpu_settings
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner
 from emberline.kv.cache import KVCache, KVShape
@@ -270,7 +270,7 @@ def checkpoint(tmp_path: Path) -> Iterator[Path]:
 
 def test_settings_configure_tiers(checkpoint: Path, tmp_path: Path) -> None:
     disk = tmp_path / "kv"
-    config = EngineConfig(
+    config = EngineConfig.build(
         str(checkpoint), device="cpu", block_size=8, kv_memory=1 << 16, kv_disk=str(disk), kv_disk_size=1 << 22
     )
     first = boot(config).engine
@@ -289,16 +289,16 @@ def test_settings_configure_tiers(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_gpu_memory_plan_includes_tiers() -> None:
-    assert gpu_settings(EngineConfig("", kv_host_memory=1 << 20)).tiers
-    assert not gpu_settings(EngineConfig("")).tiers
+    assert EngineConfig.build("", kv_host_memory=1 << 20).for_gpu().tiers.has_tiers
+    assert not EngineConfig.build("").for_gpu().tiers.has_tiers
 
 
 def test_invalid_tier_settings_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="only one of kv_disk and kv_disk_size is set"):
-        EngineConfig("", kv_disk="/x")
+        EngineConfig.build("", kv_disk="/x")
     with pytest.raises(InvalidRequest, match="prefix cache"):
-        EngineConfig("", kv_host_memory=1 << 20, prefix_cache=False)
+        EngineConfig.build("", kv_host_memory=1 << 20, prefix_cache=False)
     (tmp_path / "file").write_text("")
     for wrong in ({"kv_host_memory": 10}, {"kv_disk": str(tmp_path / "file"), "kv_disk_size": 1 << 22}):
         with pytest.raises(InvalidRequest, match=r"at least 2|cannot be used"):
-            boot(EngineConfig(str(checkpoint), device="cpu", kv_memory=1 << 20, **wrong))  # type: ignore[arg-type]
+            boot(EngineConfig.build(str(checkpoint), device="cpu", kv_memory=1 << 20, **wrong))  # type: ignore[arg-type]

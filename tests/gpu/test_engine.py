@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -39,7 +39,7 @@ def engine(checkpoint: Path, dtype: torch.dtype, **settings: object) -> Engine:
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     chosen = {"max_running": 16, "max_batch_tokens": 1024, "max_context": 2048, "kv_tokens": 64 * 1024} | settings
-    return boot_from_checkpoint(checkpoint, GPUConfig(**chosen), dtype=dtype).engine  # type: ignore[arg-type]
+    return boot_from_checkpoint(checkpoint, gpu_config(**chosen), dtype=dtype).engine
 
 
 def submissions(params: SamplingParams) -> list[Submission]:

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from emberline.core.config import EngineConfig, GPUConfig, TimeSharingConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 
@@ -36,7 +36,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]
     homes = {n: tiny.write(root / n, tiny.config(kind, **SIZES), seed=i) for i, (n, kind) in enumerate(kinds.items())}
     # float32: the last bits of logits depend on the batch, which rarely changes a token
     settings = {"device": "cuda", "dtype": "float32", "max_running": 16, "max_batch_tokens": 512}
-    return {name: EngineConfig(str(home), kv_memory=256 << 20, **settings) for name, home in homes.items()}  # type: ignore[arg-type]
+    return {name: EngineConfig.build(str(home), kv_memory=256 << 20, **settings) for name, home in homes.items()}
 
 
 def submissions(name: str) -> Iterator[Submission]:
@@ -100,12 +100,12 @@ def test_models_that_do_not_fit_share_the_gpu_over_time(
     from emberline.engine.engine_group_boot import plan_time_sharing
     from emberline.engine.gpu.boot import BootedGPUEngine
 
-    def load(name: str, settings: GPUConfig) -> BootedGPUEngine:
+    def load(name: str, settings: EngineConfig) -> BootedGPUEngine:
         return boot_on_gpu(configs[name], settings, None)
 
     members, _ = plan_time_sharing(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
     memory = at_once * max(member.nbytes for member in members.values())
-    group = EngineGroup(members, memory, TimeSharingConfig(turn=0.02))
+    group = EngineGroup(members, memory, TimeSharingConfig(model_turn=0.02))
     for _ in range(2):
         assert run_all(group, "abc") == expected
     assert all(group.sleep_stats(name).wakes > 1 for name in configs)
@@ -116,7 +116,9 @@ def test_models_that_do_not_fit_share_the_gpu_over_time(
 def test_models_share_memory_by_default(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
     from emberline.engine.engine_group_boot import boot_engine_group
 
-    plain = {name: replace(config, kv_memory=None) for name, config in configs.items()}
+    plain = {
+        name: replace(config, kv_cache=replace(config.kv_cache, kv_memory=None)) for name, config in configs.items()
+    }
     group, loaded = boot_engine_group(plain, TimeSharingConfig())
     assert all(group.is_awake(name) for name in plain)
     assert sum(one.kv_bytes for one in loaded.values()) > 0.8 * torch.cuda.mem_get_info()[1]

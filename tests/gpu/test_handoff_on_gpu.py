@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 
-from emberline.core.config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.events import TransferStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_engine(checkpoint: Path, name: str, dtypes: tuple[str, str]) -> Engine:
     from emberline.engine.boot import boot
 
-    config = EngineConfig(
+    config = EngineConfig.build(
         str(checkpoint),
         device="cuda",
         dtype=dtypes[0],

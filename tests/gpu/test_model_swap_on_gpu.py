@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
@@ -48,17 +48,17 @@ def make_swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: i
     from emberline.hub.checkpoint import Checkpoint
     from emberline.models.config import ModelConfig
 
-    chosen = GPUConfig(**(SETTINGS | settings))  # type: ignore[arg-type]
+    chosen = gpu_config(**(SETTINGS | settings))
     planned = plan_memory(
         ModelConfig.from_hf(Checkpoint.open(home).config),
         torch.cuda.mem_get_info()[1],
         dtype_bytes=dtype.itemsize,
         kv_dtype_bytes=dtype.itemsize,
-        block_size=chosen.block_size,
-        max_running=chosen.max_running,
-        max_batch_tokens=chosen.max_batch_tokens,
+        block_size=chosen.scheduler.block_size,
+        max_running=chosen.scheduler.max_running,
+        max_batch_tokens=chosen.scheduler.max_batch_tokens,
         max_context=2048,
-        kv_tokens=chosen.kv_tokens,
+        kv_tokens=chosen.kv_cache.kv_tokens,
     )
     return SwappedEngine(planned, lambda: boot_from_checkpoint(home, chosen, dtype=dtype))
 

@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, encode, tokenizer_file
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig
 from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
@@ -37,7 +37,7 @@ def engine(checkpoint: Path, **settings: object) -> Engine:
     chosen = {"max_running": 16, "max_batch_tokens": 256, "max_context": 512, "kv_tokens": 16 * 1024} | settings
     return boot_from_checkpoint(
         checkpoint,
-        GPUConfig(**chosen),  # type: ignore[arg-type]
+        gpu_config(**chosen),
         dtype=torch.float32,
         compiler=lambda folder, config: GrammarCompiler(folder / "tokenizer.json", config.vocab, config.eos),
     ).engine

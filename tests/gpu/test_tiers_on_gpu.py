@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 
-from emberline.core.config import GPUConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -44,7 +44,7 @@ def engine(checkpoint: Path, disk: Path | None = None, **settings: object) -> En
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     chosen = {"max_running": 8, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 2048, "block_size": 16}
-    config = GPUConfig(**(chosen | settings), tiers=disk is not None)  # type: ignore[arg-type]
+    config = gpu_config(**(chosen | settings), kv_host_memory=None if disk is None else 1 << 20)
     return boot_from_checkpoint(checkpoint, config, dtype=torch.float32, tiers=tiers_on(disk) if disk else None).engine
 
 

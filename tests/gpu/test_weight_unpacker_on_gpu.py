@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 from linear_cases import heavy, random
 from torch import Tensor
 
-from emberline.core.config import GPUConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.gpu.device import CudaDevice
@@ -100,7 +100,9 @@ def test_engine_gives_the_same_tokens(tmp_path: Path) -> None:
     tiny.write(tmp_path, tiny.config("llama", **SIZES), dtype=torch.bfloat16, seed=3)
     outputs_by_format: list[list[object]] = []
     for weights in ("plain", "packed"):
-        settings = GPUConfig(max_running=4, max_batch_tokens=2048, kv_tokens=16384, weights=weights, prefix_cache=False)
+        settings = gpu_config(
+            max_running=4, max_batch_tokens=2048, kv_tokens=16384, weights=weights, prefix_cache=False
+        )
         booted = boot_from_checkpoint(tmp_path, settings)
         outputs_now: list[object] = []
         for i, length in enumerate((700, 701, 690, 1500, 699, 1600, MAX_SCORED_TOKENS)):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from gpu_settings import gpu_config
 from torch import Tensor
 
-from emberline.core.config import GPUConfig
 from emberline.core.errors import ModelFileError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -175,7 +175,7 @@ def test_packed_model_gives_same_tokens(tmp_path: Path) -> None:
     outputs: dict[tuple[str, str], list[int]] = {}
     ways = ("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed"), ("plain", "both")
     for files, weights in (*ways, ("packed", "both")):
-        settings = GPUConfig(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
+        settings = gpu_config(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
         booted = boot_from_checkpoint(tmp_path / files, settings)
         engine, tokens = booted.engine, list[int]()
         kept = [weight.layout is WeightLayout.UW12 for weight in iter_instances(PackedWeight, booted.runner.model)]

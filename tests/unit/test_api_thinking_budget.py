@@ -22,7 +22,7 @@ from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.reasoning import THINK, constrain_after_reasoning, constrain_answer
 from emberline.api.tool_style import HERMES
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import DeadlineExceeded, Overloaded
 from emberline.core.events import Output, Stats
 from emberline.core.params import GrammarSpec

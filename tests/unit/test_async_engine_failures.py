@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from emberline.core.config import EngineConfig, TimeSharingConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Stats
 from emberline.core.params import SamplingParams
@@ -69,7 +69,9 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 @asynccontextmanager
 async def running_engine(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
     command = sys.executable, "-c", script
-    engine = AsyncEngine({"m": EngineConfig("m")}, TimeSharingConfig(), stall_timeout=stall_timeout, command=command)
+    engine = AsyncEngine(
+        {"m": EngineConfig.build("m")}, TimeSharingConfig(), stall_timeout=stall_timeout, command=command
+    )
     try:
         await asyncio.wait_for(engine.start(), 60)
         yield engine
@@ -209,7 +211,7 @@ def test_process_ends_with_its_client_and_not_before() -> None:
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process:
         try:
             theirs.close()
-            ours.sendall(encode_message(StartEngine({"m": EngineConfig("m", device="cpu")}, TimeSharingConfig())))
+            ours.sendall(encode_message(StartEngine({"m": EngineConfig.build("m", device="cpu")}, TimeSharingConfig())))
             assert process.stdout is not None and process.stdout.readline() == b"boots\n"
             process.terminate()  # a service manager signals all processes of a service
             ours.close()

@@ -11,7 +11,7 @@ from gateway_records import DAY, NOON, made
 
 from emberline.bench.gateway_logs import LogBenchPlan, bench
 from emberline.bench.log_days import copy_day, shift_id
-from emberline.gateway.core.log_record import LogPayload, day_of
+from emberline.gateway.core.log_record import LogPayload, utc_day
 from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.rollup import RollupQuery
@@ -30,7 +30,7 @@ def test_copied_day_equals_the_first(tmp_path: Path) -> None:
         store = await open_store(f"sqlite:{tmp_path}")
         await store.append([(each, LogPayload(each.id.encode(), b"said")) for each in records])
         await store.close()
-        copy_day(tmp_path, day_of(NOON), day_of(NOON) + timedelta(days=1))
+        copy_day(tmp_path, utc_day(NOON), utc_day(NOON) + timedelta(days=1))
         store = await open_store(f"sqlite:{tmp_path}")
         later = [msgspec.structs.replace(each, id=shift_id(each.id, DAY)) for each in records]
         page = await store.read_page(

@@ -30,7 +30,7 @@ from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, percentil
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.report import BenchReport, BenchResult
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output
 from emberline.core.plan import StepPlan, StepResult

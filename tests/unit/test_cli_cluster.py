@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from emberline.cli import cluster, drain, serve, service
+from emberline.cli import cluster, drain, serve
+from emberline.cli.options import given_options
 from emberline.cluster.supervisor import build_processes
-from emberline.core.config import EngineConfig, TransferConfig, WorkerConfig, cluster_key_from_environment
+from emberline.core.config import WorkerConfig, cluster_key_from_environment
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gpus import Gpu, usable_gpus
 
@@ -67,13 +69,13 @@ def test_each_worker_has_its_own_kv_ports() -> None:
 
 
 def test_each_engine_has_its_own_kv_ports() -> None:
-    config = EngineConfig("m", kv_port=7000, transfer=TransferConfig("w", required=False))
+    config = EngineConfig.build("m", kv_port=7000, transfer=TransferConfig("w", required=False))
     second = config.with_kv_ports(1)
-    assert (second.kv_port, second.transfer) == (7008, TransferConfig("w", port=7008, required=True))
-    free = EngineConfig("m", transfer=TransferConfig("w", required=False))
+    assert (second.network.kv_port, second.transfer) == (7008, TransferConfig("w", listen_port=7008, required=True))
+    free = EngineConfig.build("m", transfer=TransferConfig("w", required=False))
     assert free.with_kv_ports(1) == free
     with pytest.raises(InvalidRequest, match="kv_port is 65535"):
-        EngineConfig("m", kv_port=65535)
+        EngineConfig.build("m", kv_port=65535)
 
 
 def test_mooncake_enables_checksums_by_default() -> None:
@@ -81,8 +83,8 @@ def test_mooncake_enables_checksums_by_default() -> None:
     serve.add_arguments(parser)
 
     def sealed(*options: str) -> bool:
-        given = service.config_options(parser.parse_args(["m", *options]), EngineConfig) | {"model": ""}
-        return EngineConfig(**given).checksums_blocks
+        given = given_options(parser.parse_args(["m", *options]), EngineConfig)
+        return EngineConfig.build("", **given).network.checksums_blocks
 
     assert not sealed() and sealed("--kv-checksums") and sealed("--kv-mooncake")
     assert not sealed("--kv-mooncake", "--no-kv-checksums")
@@ -90,7 +92,7 @@ def test_mooncake_enables_checksums_by_default() -> None:
 
 def test_mooncake_host_needs_mooncake() -> None:
     with pytest.raises(InvalidRequest, match="neither kv_mooncake nor kv_store"):
-        EngineConfig("m", kv_mooncake_host="10.0.0.1")
+        EngineConfig.build("m", kv_mooncake_host="10.0.0.1")
 
 
 def test_cluster_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:

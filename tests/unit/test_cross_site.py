@@ -218,7 +218,7 @@ def test_worker_metrics_need_key(path: str) -> None:
 
 
 def test_exposed_worker_accepts_only_its_router() -> None:
-    closed = build_app(closed=True, worker=WorkerConfig("http://10.0.0.1:1", cluster_key="cluster-secret"))
+    closed = build_app(closed=True, worker=WorkerConfig("http://10.0.0.1:1"), cluster_key="cluster-secret")
     assert fetch(closed, "/v1/models") == fetch(closed, "/metrics") == 401
     assert fetch(closed, "/v1/models", authorization="Bearer cluster-secret") == 401
     assert fetch(closed, "/v1/models", x_emberline_cluster_key="cluster-secret") == 200

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig, TimeSharingConfig
+from emberline.core.engine_config import SchedulerConfig, TimeSharingConfig
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, ModelNotFound, Overloaded
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -72,13 +72,14 @@ class FakeModel:
 class GroupHarness:
     memory: int
     sizes: dict[str, int]
-    rules: TimeSharingConfig = field(default_factory=lambda: TimeSharingConfig(turn=5.0, wait=60.0))
+    rules: TimeSharingConfig = field(default_factory=lambda: TimeSharingConfig(model_turn=5.0, model_wait=60.0))
     is_pipelined: bool = False
+    max_waiting: int = 1024
 
     def __post_init__(self) -> None:
         self.clock, self.log = ManualClock(100.0), list[str]()
         self.models = {n: FakeModel(n, size, self.clock, self.log, self.is_pipelined) for n, size in self.sizes.items()}
-        self.group = EngineGroup(self.models, self.memory, self.rules, self.clock)
+        self.group = EngineGroup(self.models, self.memory, self.rules, self.clock, max_waiting=self.max_waiting)
         del self.log[:]
         self.tokens: dict[str, list[int]] = {}
         self.endings: Counter[str] = Counter()
@@ -130,8 +131,8 @@ class GroupHarness:
         return [name for name, model in self.models.items() if model.awake]
 
 
-def two_models(**rules: float) -> GroupHarness:
-    return GroupHarness(10, {"a": 10, "b": 8}, TimeSharingConfig(**({"turn": 5.0, "wait": 60.0} | rules)))  # type: ignore[arg-type]
+def two_models(model_turn: float = 5.0, model_wait: float = 60.0, max_waiting: int = 1024) -> GroupHarness:
+    return GroupHarness(10, {"a": 10, "b": 8}, TimeSharingConfig(model_turn, model_wait), max_waiting=max_waiting)
 
 
 def test_all_models_are_loaded_and_the_first_is_awake() -> None:
@@ -283,7 +284,7 @@ def test_models_wake_in_the_order_in_which_they_began_to_wait() -> None:
 
 def test_model_keeps_its_position_while_its_requests_change() -> None:
     """Requests that wait for it are rejected in time, but the busy model keeps draining until it has finished."""
-    harness = two_models(wait=8.0)
+    harness = two_models(model_wait=8.0)
     harness.step(10.0)
     harness.submit_one("a", tokens=25)
     harness.step()
@@ -302,7 +303,7 @@ def test_model_keeps_its_position_while_its_requests_change() -> None:
 
 
 def test_request_that_waited_too_long_is_rejected_with_retry_after() -> None:
-    harness = two_models(wait=7.5)
+    harness = two_models(model_wait=7.5)
     harness.submit_one("a", tokens=50)
     harness.step()
     name, slow = harness.submit_one("b"), harness.submit_one("b", timeout=3.0)
@@ -464,7 +465,7 @@ def test_only_changed_models_are_reported() -> None:
 def test_every_request_ends_exactly_once(seed: int, is_pipelined: bool) -> None:
     rng = random.Random(seed)
     sizes = {name: rng.randrange(3, 11) for name in "abcde"}
-    harness = GroupHarness(12, sizes, TimeSharingConfig(turn=1.0, wait=3.0, max_waiting=4), is_pipelined=is_pipelined)
+    harness = GroupHarness(12, sizes, TimeSharingConfig(1.0, 3.0), is_pipelined, max_waiting=4)
     full, asked = 0, dict[str, int]()
     for _ in range(1500):
         if rng.random() < 0.4:

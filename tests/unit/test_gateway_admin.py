@@ -105,7 +105,7 @@ def test_account_in_path_is_a_name_not_a_pattern(api: AdminClient) -> None:
 
 def test_unknown_paths_methods_and_parameters_are_refused(api: AdminClient) -> None:
     api.expect_error(404, "GET", f"{A}/nothing")
-    assert "takes GET" in api.expect_error(405, "POST", f"{A}/audit")["message"]
+    assert "called with GET" in api.expect_error(405, "POST", f"{A}/audit")["message"]
     assert api.expect_error(400, "GET", f"{A}/keys", query="x=1")["param"] == "x"
     assert "twice" in api.expect_error(400, "GET", f"{A}/keys", query="limit=1&limit=2")["message"]
     api.expect_error(400, "GET", f"{A}/keys", query="limit=0")
@@ -431,7 +431,7 @@ def test_route_with_unknown_provider_is_refused(api: AdminClient) -> None:
         ([], "1 to 100"),
         (_without("s"), "one start"),
         (_without("e"), "does not exist"),
-        ([*ELEMENTS, {"id": "e", "type": "end"}], "same id"),
+        ([*ELEMENTS, {"id": "e", "type": "end"}], "is used by two elements"),
         ([*ELEMENTS, {"id": "lost", "type": "end"}], "cannot be reached"),
         (_with("m", outputs={"success": {"elementId": "c"}}), "cycle"),
         (_with("p", outputs={"90%": {"elementId": "m"}, "20%": {"elementId": "r"}}), "110%"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberline.core.gateway_config import GatewayConfig
-from emberline.gateway.http.main import _configured_keys
+from emberline.gateway.http.main import _identities_by_key
 
 
 @pytest.fixture(autouse=True)
@@ -17,13 +17,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_admin_key_is_created_once_and_is_admin(cache: Path) -> None:
-    (token, identity), *others = _configured_keys(GatewayConfig()).items()
+    (token, identity), *others = _identities_by_key(GatewayConfig()).items()
     assert identity.is_admin and not others and len(token) >= 24
-    assert list(_configured_keys(GatewayConfig())) == [token]
+    assert list(_identities_by_key(GatewayConfig())) == [token]
     file = cache / "gateway" / "admin.key"
     assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600
 
 
 def test_configured_keys_replace_the_admin_key(cache: Path) -> None:
-    assert list(_configured_keys(GatewayConfig(api_keys=("a", "b")))) == ["a", "b"]
+    assert list(_identities_by_key(GatewayConfig(api_keys=("a", "b")))) == ["a", "b"]
     assert not (cache / "gateway").exists()

@@ -78,7 +78,7 @@ def test_two_processes_send_each_request_once(tmp_path: Path, monkeypatch: pytes
             wall.advance(0.002)
             ids.append((await one.add("a", "g", "m", "k1", check_requests("m", REQUESTS))).id)
         assert ids == sorted(ids), "the oldest batch is first"
-        async with one.running(), two.running():
+        async with one.run_in_background(), two.run_in_background():
             found = [await wait_until_done(two, id) for id in ids]
         assert sorted(model.asked, key=int) == sorted([r["prompt"] for r in REQUESTS] * 3, key=int)
         assert all(each["usage"]["total_tokens"] == 36 for each in found)
@@ -93,13 +93,13 @@ def test_batch_of_a_dead_process_is_continued(tmp_path: Path) -> None:
         model.pause = 3600
         dead, alive = (BatchQueue(store, model, lambda: 0, wall) for _ in range(2))
         batch = await dead.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
-        claimed = asyncio.create_task(dead._work_on_oldest())
+        claimed = asyncio.create_task(dead._process_oldest_batch())
         while (await alive.read_result("a", batch.id, WHO))["status"] != "running":
             await asyncio.sleep(0.01)
-        assert not await alive._work_on_oldest(), "another process has the lease"
+        assert not await alive._process_oldest_batch(), "another process has the lease"
         wall.advance(queues.LEASE_S + 1)
         model.pause = 0
-        assert await alive._work_on_oldest() and len((await wait_until_done(alive, batch.id))["responses"]) == 12
+        assert await alive._process_oldest_batch() and len((await wait_until_done(alive, batch.id))["responses"]) == 12
         claimed.cancel()  # too late: the lease has expired
         await asyncio.gather(claimed, return_exceptions=True)
         assert len((await wait_until_done(alive, batch.id))["responses"]) == 12
@@ -137,7 +137,7 @@ def test_queue_retries_and_yields_to_other_requests(tmp_path: Path, monkeypatch:
         queue = BatchQueue(store, model, lambda: others.pop(0) if len(others) > 1 else others[0], wall)
         model.busy = ["upstream_refused", "rate_limit_exceeded", "store_failed"]
         batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
-        assert await queue._work_on_oldest()
+        assert await queue._process_oldest_batch()
         assert all(row["success"] for row in (await wait_until_done(queue, batch.id))["responses"]) and others == [0]
 
     run_async(tmp_path, play)
@@ -153,7 +153,7 @@ def test_failed_request_is_sent_once_and_blocks_no_other(tmp_path: Path, odd: An
         model.odd = {"3": odd}
         queue = BatchQueue(store, model, lambda: 0, wall)
         batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
-        assert await queue._work_on_oldest() and not await queue._work_on_oldest()
+        assert await queue._process_oldest_batch() and not await queue._process_oldest_batch()
         rows = (await wait_until_done(queue, batch.id))["responses"]
         assert [row["id"] for row in rows if not row["success"]] == [3]
         assert rows[3]["error"]["code"] == 3043 and model.asked.count("3") == 1
@@ -165,10 +165,10 @@ def test_results_are_kept_for_a_day(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = BatchQueue(store, model, lambda: 0, wall)
         batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
-        assert await queue._work_on_oldest() and not await queue._work_on_oldest()
+        assert await queue._process_oldest_batch() and not await queue._process_oldest_batch()
         await wait_until_done(queue, batch.id)
         wall.advance(queues.RESULTS_KEPT_S + 1)
-        assert not await queue._work_on_oldest()
+        assert not await queue._process_oldest_batch()
         with pytest.raises(NotFound):
             await queue.read_result("a", batch.id, WHO)
         assert await store.list_documents("batch_part", "") == []

@@ -31,7 +31,7 @@ ABC = (A, B, C)
 def first(balance: LoadBalancer, choose: Any, costs: Any = (None, None, None), seed: Any = 1, now: float = 0.0) -> str:
     pool = ModelPool(members=ABC, choose=choose)
     chance = random.Random(seed).random
-    return balance.order(pool, ABC, costs, chance, stream=True, now=now)[0].provider
+    return balance.order_members(pool, ABC, costs, chance, stream=True, now=now)[0].provider
 
 
 def test_weighted_pool_follows_weights() -> None:
@@ -42,14 +42,16 @@ def test_weighted_pool_follows_weights() -> None:
 def test_member_with_weight_zero_is_last() -> None:
     pool = ModelPool(members=(PoolMember(provider="z", model="m", weight=0), A))
     for seed in range(50):
-        order = LoadBalancer().order(pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0)
+        order = LoadBalancer().order_members(
+            pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0
+        )
         assert [member.provider for member in order] == ["a", "z"]
 
 
 def test_cheapest_pool_puts_unknown_prices_last() -> None:
     balance = LoadBalancer()
     assert {first(balance, "cheapest", (30, 20, None), i) for i in range(50)} == {"b"}
-    order = balance.order(
+    order = balance.order_members(
         ModelPool(members=ABC, choose="cheapest"), ABC, (None, 20, 10), random.random, stream=True, now=0
     )
     assert [member.provider for member in order] == ["c", "b", "a"]

@@ -191,7 +191,7 @@ def test_payload_compression_round_trips(size: int, start: bytes) -> None:
 
 def test_request_ids_are_record_ids() -> None:
     ids = RequestIDGenerator()
-    made = [ids.next(1_700_000_000_000 + i) for i in range(1000)]
+    made = [ids.next_id(1_700_000_000_000 + i) for i in range(1000)]
     assert len(set(made)) == 1000 and made == sorted(made) and all(len(id) == 32 for id in made)
     assert created_ms(made[5]) == 1_700_000_000_005
 
@@ -301,5 +301,5 @@ def test_models_are_listed_by_request_names(named: bool, name: str) -> None:
 
 @pytest.mark.parametrize("where", ['"model": ', '"model": "m", "other": '])
 def test_deeply_nested_body_is_refused(where: str) -> None:
-    with pytest.raises(InvalidRequest, match="not a JSON object"):
+    with pytest.raises(InvalidRequest, match="must be a JSON object"):
         read_body_fields(b"{" + where.encode() + b"[" * 100_000 + b"]" * 100_000 + b"}")

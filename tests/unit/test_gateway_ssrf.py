@@ -11,7 +11,7 @@ import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.upstream.ssrf import PublicResolver, is_public, open_public_socket, validate_provider_url
+from emberline.gateway.upstream.ssrf import PublicResolver, is_public_address, open_public_socket, validate_provider_url
 
 PRIVATE = [
     "127.0.0.1",
@@ -70,12 +70,12 @@ PUBLIC = [
 
 @pytest.mark.parametrize("address", PRIVATE)
 def test_private_addresses(address: str) -> None:
-    assert not is_public(address)
+    assert not is_public_address(address)
 
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_public_addresses(address: str) -> None:
-    assert is_public(address)
+    assert is_public_address(address)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import GrammarSpec, SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff, PrefillResult, TokenGroup

@@ -8,11 +8,11 @@ from typing import Any
 
 import llama_8b
 import pytest
+from gpu_settings import gpu_config
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.bench.machine_limits import TokenCost
-from emberline.core.config import GPUConfig
 from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.core.plan import WorkItem
 from emberline.engine import memory
@@ -132,7 +132,7 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
     cost = TokenCost.of(config)
     assert cost.layers + 2 * cost.head == pytest.approx(of_a_token, rel=2e-2)
     with pytest.raises(UnsupportedModel, match="only supported on the CPU"):
-        memory.plan_for(config, GPUConfig(), H200, "bfloat16")
+        memory.plan_for(config, gpu_config(), H200, "bfloat16")
 
 
 def test_configured_kv_tokens_are_used() -> None:

@@ -199,7 +199,7 @@ def test_run_reads_a_body_with_functions_of_bytes() -> None:
         read_outline(named, "").options == {"queueRequest": True} and read_native_body(named, "") == b'{"prompt":"x"}'
     )
     assert read_batch(json.dumps({"requests": [{"prompt": "x"}] * 3}).encode(), "m").count == 3
-    with pytest.raises(InvalidRequest, match="beside requests"):
+    with pytest.raises(InvalidRequest, match="unknown field 'more' in a batch"):
         read_batch(b'{"requests":[],"more":1}', "m")
 
 

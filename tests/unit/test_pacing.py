@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from gpu_settings import gpu_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig
+from emberline.core.engine_config import ITL_TAIL, EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
@@ -53,11 +54,13 @@ class TimedRunner(FakeRunner):
         return StepResult(result.step, result.sampled, result.prompt_logprobs, seconds=seconds)
 
 
-@pytest.mark.parametrize(("target", "tail"), [(None, 4.0), (0.02, 1.5), (0.02, 4.0)])
+@pytest.mark.parametrize(("target", "tail"), [(None, ITL_TAIL), (0.02, 1.5), (0.02, 4.0)])
 def test_stream_continues_beside_a_long_prompt(target: float | None, tail: float) -> None:
     clock = ManualClock()
     runner = TimedRunner(clock)
-    config = SchedulerConfig(max_batch_tokens=8192, max_context=32_768, itl_target=target, itl_tail=tail)
+    config = SchedulerConfig(
+        max_batch_tokens=8192, max_context=32_768, itl_target_ms=target and 1e3 * target, itl_tail=tail
+    )
     engine = Engine(config, runner, clock)
     engine.add(Submission("stream", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True)))
     for _ in range(10):
@@ -120,6 +123,6 @@ def test_many_streams_get_long_steps_too() -> None:
 
 def test_tail_without_a_target_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="itl_tail"):
-        EngineConfig("m", itl_tail=2.0)
+        EngineConfig.build("m", itl_tail=2.0)
     with pytest.raises(InvalidRequest, match="itl_tail"):
-        GPUConfig(itl_target_ms=30.0, itl_tail=0.5)
+        gpu_config(itl_target_ms=30.0, itl_tail=0.5)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig, TransferConfig
 from emberline.core.events import Output
 from emberline.core.handoff import PrefillResult
 from emberline.core.params import SamplingParams
@@ -120,7 +120,7 @@ class PullingEngine:
         self.clock = ManualClock()
         self.source = ManualSource(fake.region())
         self.sender = Sender(self.source.region, "here", clock=self.clock)
-        dock = TransferEndpoint(self.sender, self.source, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
+        dock = TransferEndpoint(self.sender, self.source, config=TransferConfig("here", peer_timeout=5.0))  # type: ignore[arg-type]
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=running)
         tiers = TierStack(HostTier(fake.block_bytes, buffers * 4096), threads=False) if buffers else None
         self.engine = Engine(config, fake, self.clock, tiers, dock)

@@ -87,6 +87,11 @@ def test_unbounded_queue_is_refused() -> None:
 
 def test_invalid_worker_address_is_refused_before_loading() -> None:
     check_worker_address(WorkerConfig("http://router"), "::1", 8001)
-    for bad in ({"url": "host:8001"}, {"url": "ftp://host"}, {"name": "n" * 200}, {"name": "w\u00f6rker"}):
+    for bad in (
+        {"worker_url": "host:8001"},
+        {"worker_url": "ftp://h"},
+        {"worker_name": "n" * 200},
+        {"worker_name": "w\u00f6rker"},
+    ):
         with pytest.raises(InvalidRequest, match="invalid worker name or URL"):
             check_worker_address(WorkerConfig("http://router", **bad), "127.0.0.1", 8001)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output, TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transfer_helpers import content, fill, small, soon
 
-from emberline.core.config import TransferConfig
+from emberline.core.engine_config import TransferConfig
 from emberline.core.freeport import free_port
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.checksum import select_crc

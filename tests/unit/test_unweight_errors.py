@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import unweight_models
 
-from emberline.cli import service
+from emberline.cli import options
 from emberline.cli.__main__ import main
-from emberline.core.config import EngineConfig, ServerConfig
+from emberline.core.config import ServerConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
 from emberline.hub.source import resolve_model
 from emberline.kernels.cpu import library
@@ -138,7 +139,7 @@ def test_invalid_memory_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_memory_sizes() -> None:
-    assert [service.parse_size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
+    assert [options.parse_size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_memory_sizes() -> None:
 )
 def test_invalid_engine_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="at least"):
-        EngineConfig("m", **settings)  # type: ignore[arg-type]
+        EngineConfig.build("m", **settings)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

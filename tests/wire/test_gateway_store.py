@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.core.errors import Conflict, StoreFailed
-from emberline.gateway.core.log_record import LogPayload, LogRecord, day_of, new_record_id
+from emberline.gateway.core.log_record import LogPayload, LogRecord, new_record_id, utc_day
 from emberline.gateway.core.settings import GatewaySettings, LogSettings
 from emberline.gateway.logs.retention import Retention
 from emberline.gateway.store import daily_users, postgres, sqlite, tables
@@ -479,7 +479,7 @@ def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: R
     records = [made(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
     run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
     assert len(all_records(store, LogFilters("acme"), run)) == 4  # readers have the files open
-    today = day_of(NOON)
+    today = utc_day(NOON)
     assert run(store.list_days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
     gone = run(store.drop_before(today - timedelta(days=1)))
     assert gone == [today - timedelta(days=d) for d in (3, 2)]
@@ -541,7 +541,7 @@ def test_day_file_appears_with_its_tables(tmp_path: Path, run: Run[Any], monkeyp
 
     monkeypatch.setattr(sqlite, "_migrate", watching_migrate)
     run(opened.append([(made(), None)]))
-    assert seen == [] and run(opened.list_days()) == [day_of(NOON)]
+    assert seen == [] and run(opened.list_days()) == [utc_day(NOON)]
     run(opened.close())
     assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no temporary file is left"
 
@@ -556,7 +556,7 @@ def test_next_day_partition_is_created_in_advance(store: GatewayStore, url: str,
         return await partitions(url)
 
     names = run(both())
-    today = day_of(NOON)
+    today = utc_day(NOON)
     assert run(store.list_days()) == [today, today + timedelta(days=1)], "an empty partition is not a day of the log"
     assert len(all_records(store, LogFilters("acme"), run)) == 8
     if url.startswith("postgres"):
@@ -590,6 +590,6 @@ def test_migrations_apply_once_and_newer_schema_is_refused(
     with monkeypatch.context() as newer:
         newer.setattr(module, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
         assert run(with_store(lambda s: s.get_record("acme", "main", kept.id))) == kept
-        assert run(with_store(lambda s: s.list_days())) == [day_of(NOON)]  # one try is enough
+        assert run(with_store(lambda s: s.list_days())) == [utc_day(NOON)]  # one try is enough
     with pytest.raises(StoreFailed, match="newer version"):
         run(open_store(url))

@@ -26,7 +26,7 @@ from emberline.core.clock import ManualClock
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.core.identity import Identity
-from emberline.gateway.core.log_record import LogPayload, LogRecord, day_of
+from emberline.gateway.core.log_record import LogPayload, LogRecord, utc_day
 from emberline.gateway.keys.master_keys import MasterKeyFile
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.limits.local import LocalLimiter
@@ -90,7 +90,7 @@ async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchRep
             report.add(f"{name}_asked", asked, "pages")
     report.add("slowest_of_all", slowest, "ms")
     began = time.perf_counter()
-    gone = await store.drop_before(day_of(now) - timedelta(days=plan.days - 1))
+    gone = await store.drop_before(utc_day(now) - timedelta(days=plan.days - 1))
     report.add("drop_a_day", time.perf_counter() - began, "s")
     assert len(gone) == 1, gone
     await store.close()
@@ -137,7 +137,7 @@ async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> 
     report.add("append", plan.timed_rows / (time.perf_counter() - began), "rows/s")
     report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed_rows, "us")
     await store.close()
-    first = day_of(now) - timedelta(days=plan.days)
+    first = utc_day(now) - timedelta(days=plan.days)
     for number in range(1, 1 + copies):
         copy_day(Path(url.removeprefix("sqlite:")), first, first + timedelta(days=number))
     assert middle is not None, "give --rows more than --payload-every"

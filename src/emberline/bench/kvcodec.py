@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from emberline.bench.narrow_network import NamespaceNotAllowed, RemoteNamespace, narrow_network
 from emberline.bench.question_process import Ask, question_process
 from emberline.bench.report import BenchReport
-from emberline.core.config import EngineConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -68,7 +68,7 @@ def bench(name: str, tokens: int, gigabits: list[float], rounds: int) -> BenchRe
 
 def _sample(model: Path, tokens: int) -> tuple[Elements, Elements]:
     """Return [layers, blocks, heads, tokens, dim] in bfloat16, of a prompt from Python's manual."""
-    loaded = boot(EngineConfig(str(model), device="cpu", kv_dtype="bfloat16", kv_memory=1 << 29))
+    loaded = boot(EngineConfig.build(str(model), device="cpu", kv_dtype="bfloat16", kv_memory=1 << 29))
     text = "\n\n".join(topics[name] for name in sorted(topics))
     prompt = Tokenizer.load(model).encode(text)[:tokens]
     if len(prompt) < tokens:

@@ -8,7 +8,7 @@ from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.peers.child_protocol import TokenTicks, serve
-from emberline.core.config import EngineConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -20,7 +20,7 @@ class OfflineEngine:
         from emberline.engine.boot import boot  # imports torch: part of the start
 
         imported = time.perf_counter()
-        loaded = boot(EngineConfig(prefix_cache=False, **settings))
+        loaded = boot(EngineConfig.build(prefix_cache=False, **settings))
         self.engine = loaded.engine
         self.facts: dict[str, Any] = {
             "kernels": loaded.kernels,

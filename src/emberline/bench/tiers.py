@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import numpy as np
 
 from emberline.bench.mooncake_master import MooncakeMaster
 from emberline.bench.report import BenchReport
-from emberline.core.config import EngineConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Submission
@@ -207,14 +206,14 @@ def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) ->
 
 def measure(report: BenchReport, model: str, where: Path, master: str | None, lengths: list[int], rounds: int) -> None:
     for tokens in lengths:
-        probe = boot(EngineConfig(model, device="cpu"))
+        probe = boot(EngineConfig.build(model, device="cpu"))
         block = probe.kv_bytes * probe.engine.config.block_size // probe.kv_tokens
         if tokens == lengths[0]:
             report.config |= {"block_bytes": block, "kernels": probe.kernels}
             add_copies(report, probe.engine, rounds)
             add_files(report, block, where, master, rounds)
         blocks = -(-(tokens + 1) // probe.engine.config.block_size)
-        near = EngineConfig(
+        near = EngineConfig.build(
             model,
             device="cpu",
             kv_memory=(blocks + 2) * block,
@@ -222,10 +221,12 @@ def measure(report: BenchReport, model: str, where: Path, master: str | None, le
             kv_host_memory=8 * blocks * block,
         )
         add_requests(report, "host", boot(near).engine, tokens, rounds)
-        far = replace(
-            near, kv_host_memory=2 * blocks * block, kv_disk=str(where / "kv"), kv_disk_size=64 * blocks * block
+        far = near.with_settings(
+            kv_host_memory=2 * blocks * block, kv_disk=str(where / "kv"), kv_disk_size=64 * blocks * block
         )
         add_requests(report, "disk", boot(far).engine, tokens, rounds)
         if master is not None:
-            far = replace(near, kv_host_memory=2 * blocks * block, kv_store=master, kv_store_memory=64 * blocks * block)
+            far = near.with_settings(
+                kv_host_memory=2 * blocks * block, kv_store=master, kv_store_memory=64 * blocks * block
+            )
             add_requests(report, "store", boot(far).engine, tokens, rounds)

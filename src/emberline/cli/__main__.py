@@ -30,13 +30,24 @@ COMMANDS = {
 
 class HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Return the help text of an option with its default, unless the text names the default itself."""
-        help_, default = action.help, action.default
-        is_shown = not any(default is each for each in (None, False, argparse.SUPPRESS)) and default not in ("", [], ())
-        if help_ is None or "(default:" in help_ or not is_shown or not action.option_strings:
+        """Return the help text of an argument with its default, unless the text names the default itself."""
+        help_ = action.help
+        has_no_value = action.default is argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction)
+        if help_ is None or "(default:" in help_ or has_no_value:
             return help_
-        shown = ",".join(default) if isinstance(default, list) and isinstance(default[0], str) else default
-        return f"{help_} (default: {str(shown).replace('%', '%%')})"
+        if action.required:
+            return f"{help_} (required)"
+        return f"{help_} (default: {_default_text(action.default).replace('%', '%%')})"
+
+
+def _default_text(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None or default in ("", [], ()):
+        return "none"
+    if isinstance(default, list) and isinstance(default[0], str):
+        return ",".join(default)
+    return str(default)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from emberline.cli import service, tracing
+from emberline.cli.options import add_options, given_options
 from emberline.core.config import (
     DEFAULT_MODEL,
-    KV_PORT_COUNT,
     Role,
     RouterConfig,
+    TraceConfig,
     cluster_key_from_environment,
     core_count,
 )
+from emberline.core.engine_config import KV_PORT_COUNT, EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
@@ -33,12 +34,22 @@ POLL_INTERVAL_S = 0.5
 CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router",
                    "--role", "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port",
                    "--open", "--cors-origins", "--allowed-hosts")  # fmt: skip
+ROUTER_SETTINGS = (
+    "host",
+    "port",
+    "api_keys",
+    "open",
+    "cors_origins",
+    "allowed_hosts",
+    "kv_events",
+    "otlp",
+    "trace_share",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     up = kinds.add_parser("up", help="Start a router and workers; Ctrl-C stops them.")
-    default = RouterConfig()
     up.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
     up.add_argument(
         "--workers",
@@ -47,24 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--prefill", type=int, default=0, help="Number of workers that compute prompts for others.")
     up.add_argument("--decode", type=int, default=0, help="Number of decode workers.")
-    up.add_argument("--host", default=default.host, help="Address on which the router listens; workers use 127.0.0.1.")
-    up.add_argument("--port", type=int, default=default.port, help="Port of the router; 0: any free port.")
-    up.add_argument(
-        "--api-key", action="append", default=[], help="Require this API key; may be repeated. (default: none required)"
-    )
-    service.add_exposure(up)
-    up.add_argument(
-        "--kv-events",
-        action="store_true",
-        help="Route by the KV blocks that workers report, instead of inferring them.",
-    )
-    up.add_argument(
-        "--kv-port",
-        type=int,
-        default=0,
-        help=f"First port for KV transfers; each worker uses {KV_PORT_COUNT} ports; 0: any free ports.",
-    )
-    tracing.add_arguments(up)
+    add_options(up, RouterConfig(), ROUTER_SETTINGS, {"host": "Address of the router; workers use 127.0.0.1."})
+    help_ = f"First port for KV transfers; each worker uses {KV_PORT_COUNT} ports; 0: any free ports."
+    add_options(up, EngineConfig.build(""), ("kv_port",), {"kv_port": help_})
     up.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     up.add_argument(
         "options",
@@ -104,14 +100,15 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
     from emberline.cluster.supervisor import Supervisor, build_processes
     from emberline.server.listener import bind_listener
 
-    port = args.port or free_port()
-    url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
+    config = RouterConfig(**given_options(args, RouterConfig))
+    port = config.port or free_port()
+    url = f"http://[{config.host}]:{port}" if ":" in config.host else f"http://{config.host}:{port}"
     # A port in use is reported here, instead of restarting the router again and again.
-    listener = bind_listener(args.host, port)
-    keys = [word for key in args.api_key for word in ("--api-key", key)]
+    listener = bind_listener(config.host, port)
+    keys = [word for key in config.api_keys for word in ("--api-key", key)]
     trace_options = _trace_options(args)
-    router = ["--host", args.host, "--port", str(port), *keys, *_exposure_options(args), *trace_options]
-    router += ["--kv-events"] if args.kv_events else []
+    router = ["--host", config.host, "--port", str(port), *keys, *_exposure_options(config), *trace_options]
+    router += ["--kv-events"] if config.kv_events else []
     key = cluster_key_from_environment() or secrets.token_hex(16)
     key_file = _write_key(logs / "cluster.key", key)
     store_options = [
@@ -127,7 +124,7 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
         router_url=url,
         cluster_key=key,
         log_dir=logs,
-        kv_port=args.kv_port,
+        kv_port=args.kv_port or 0,
         listen_fd=listener.fileno(),
         gpus=[gpu.name for gpu in gpus],
     )
@@ -156,19 +153,21 @@ def _write_key(file: Path, key: str) -> Path:
     return file
 
 
-def _exposure_options(args: argparse.Namespace) -> list[str]:
+def _exposure_options(config: RouterConfig) -> list[str]:
     """Return the listener's options for the router."""
-    lists = {"--cors-origins": args.cors_origins, "--allowed-hosts": args.allowed_hosts}
+    lists = {"--cors-origins": config.cors_origins, "--allowed-hosts": config.allowed_hosts}
     return [
-        *(["--open"] if args.open else []),
+        *(["--open"] if config.open else []),
         *(f"{name}={','.join(values)}" for name, values in lists.items() if values),
     ]
 
 
 def _trace_options(args: argparse.Namespace) -> list[str]:
-    tracing.trace_config(args)  # reports invalid options here, and not in every process's log
-    endpoint = [] if args.otlp is None else ["--otlp", args.otlp]
-    return [*endpoint, "--trace-share", str(args.trace_share)]
+    config = RouterConfig(**given_options(args, RouterConfig))
+    # Reports invalid options here, and not in every process's log.
+    TraceConfig.from_options(config.otlp, config.trace_share)
+    endpoint = [] if config.otlp is None else ["--otlp", config.otlp]
+    return [*endpoint, "--trace-share", str(config.trace_share)]
 
 
 def _may_use_gpus(args: argparse.Namespace) -> bool:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline import __version__
-from emberline.cli import service
-from emberline.core.config import DEFAULT_MODEL, WEIGHT_FORMATS, GPUConfig, cache_dir, core_count
+from emberline.cli.options import add_options, given_options, parse_size
+from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.freememory import free_memory, physical_memory
 
@@ -38,6 +39,16 @@ CPU_FEATURES = (
     "asimdhp",
     "asimd",
 )
+PLAN_SETTINGS = (
+    "dtype",
+    "weights",
+    "kv_dtype",
+    "kv_memory",
+    "block_size",
+    "max_context",
+    "max_batch_tokens",
+    "max_running",
+)
 SUPPORTED_CAPABILITY = (9, 0)  # the kernels use instructions that only Hopper has
 CAPABILITY_MAJOR_ATTRIBUTE, CAPABILITY_MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
@@ -59,48 +70,26 @@ class DetectedGPU:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu = GPUConfig()
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to plan for.")
     parser.add_argument("--pull", action="store_true", help="Download the model if it is not in the cache.")
     parser.add_argument(
         "--gpu-memory",
-        type=service.parse_size,
+        type=parse_size,
         help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
     )
-    parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="Data type of the weights."
-    )
-    parser.add_argument(
-        "--weights", default=gpu.weights, choices=WEIGHT_FORMATS, help="Format of the weights in GPU memory."
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        default="auto",
-        choices=["auto", "bfloat16", "float32", "float8"],
-        help="Data type of the KV cache.",
-    )
-    parser.add_argument(
-        "--kv-memory",
-        type=service.parse_size,
-        help="Size of the KV cache in bytes, such as 2G. (default: all that fits)",
-    )
-    parser.add_argument("--block-size", type=positive_int, default=gpu.block_size, help="Tokens of a KV block.")
-    parser.add_argument("--max-context", type=positive_int, help="Maximum context in tokens. (default: the model's)")
-    parser.add_argument(
-        "--max-batch-tokens",
-        type=positive_int,
-        default=gpu.max_batch_tokens,
-        help="Maximum tokens computed in one step.",
-    )
-    parser.add_argument(
-        "--max-running", type=positive_int, default=gpu.max_running, help="Maximum requests in one batch."
-    )
+    add_options(parser, EngineConfig.build("").for_gpu(), PLAN_SETTINGS, parse_int=positive_int)
     parser.add_argument(
         "--tiers", action="store_true", help="Plan GPU buffers for KV blocks that move to main memory or disk."
     )
     parser.add_argument(
         "--transfer", action="store_true", help="Plan GPU buffers for KV blocks that move to other workers."
     )
+
+
+def positive_int(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: the value must be at least 1")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,12 +108,6 @@ def run(args: argparse.Namespace) -> int:
         if f.hint:
             print(f"    {'':<{width}}  hint: {f.hint}")
     return 1 if any(f.is_ok is False for f in findings) else 0
-
-
-def positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: the value must be at least 1")
-    return int(text)
 
 
 def _check_machine() -> Iterator[DoctorFinding]:
@@ -290,22 +273,26 @@ def _check_memory(
     """Show how a GPU's memory would be used, computed by the engine's own functions."""
     from emberline.engine import memory
 
-    names = ("weights", "kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context",
-             "tiers", "transfer")  # fmt: skip
-    settings = GPUConfig(**{name: getattr(args, name) for name in names})
-    dtype = memory.weight_dtype(checkpoint, args.dtype)
+    given = given_options(args, EngineConfig)
+    settings = EngineConfig.build(
+        "",
+        **given,
+        kv_host_memory=1 if args.tiers else None,
+        transfer=TransferConfig("doctor") if args.transfer else None,
+    ).for_gpu()
+    dtype = memory.weight_dtype(checkpoint, settings.dtype)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.served_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
     yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
     if gpu_bytes is None:
-        memory.reject_packed_weights(settings.weights)
+        memory.reject_packed_weights(settings.gpu.weights)
         return
     packed = memory.uses_packed_weights(checkpoint, settings, dtype)
     plan = memory.plan_for(config, settings, gpu_bytes, dtype, packed=packed)
-    form = "packed" if packed else "both plain and packed" if settings.weights == "both" else "plain"
+    form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
     weights = f"{dtype} {form}"
-    batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens per step"
+    batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"
     yield DoctorFinding(
         "gpu memory", f"{_format_gib(gpu_bytes)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}"
     )

@@ -8,25 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli import service
+from emberline.cli.options import add_options, given_options
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
 
-CONFIG_OPTIONS = (
-    "host",
-    "port",
-    "engine",
-    "store",
-    "redis",
-    "otlp",
-    "trace_share",
-    "open",
-    "cors_origins",
-    "allowed_hosts",
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = GatewayConfig()
     actions = ["serve", "rotate-keys"]
     parser.add_argument(
         "action",
@@ -39,27 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, help="Settings file, gateway.toml. (default: the local engine as the only provider)"
     )
-    parser.add_argument("--host", help=f"Address to listen on. (default: {default.host})")
-    parser.add_argument("--port", type=int, help=f"Port to listen on. (default: {default.port})")
-    parser.add_argument("--engine", help=f"URL of the local engine or router. (default: {default.engine})")
-    parser.add_argument(
-        "--store", help="Database: sqlite:DIRECTORY or postgresql://... (default: SQLite in the cache directory)"
-    )
-    parser.add_argument(
-        "--redis", help="redis://... URL with which several replicas share their limits. (default: one replica)"
-    )
-    parser.add_argument(
-        "--api-key", action="append", help="API key with all permissions; may be repeated. (default: keys of the store)"
-    )
-    service.add_exposure(parser, default=None)
-    parser.add_argument(
-        "--otlp", metavar="URL", help="URL of an OpenTelemetry collector for traces. (default: no traces)"
-    )
-    parser.add_argument(
-        "--trace-share",
-        type=float,
-        help=f"Share, 0 to 1, of calls without a trace context that are traced. (default: {default.trace_share:g})",
-    )
+    add_options(parser, GatewayConfig())
     service.add_log_level(parser)
 
 
@@ -98,6 +65,6 @@ def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> Gat
             )
         if isinstance(value, list):
             settings[name] = tuple(value)
-    options = {name: getattr(args, name) for name in CONFIG_OPTIONS}
-    config = replace(GatewayConfig(**settings), **{name: value for name, value in options.items() if value is not None})
-    return replace(config, api_keys=(*config.api_keys, *(args.api_key or ())))
+    config, options = GatewayConfig(**settings), given_options(args, GatewayConfig)
+    options["api_keys"] = (*config.api_keys, *options.get("api_keys", ()))
+    return replace(config, **options)

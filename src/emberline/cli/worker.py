@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
 
 from emberline.cli import serve
-from emberline.core.config import Role
+from emberline.cli.options import add_options
+from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--role",
-        default="both",
-        choices=get_args(Role),
-        help="prefill: compute prompts for other workers; decode: generate from their prompts; both: do both.",
-    )
-    serve.add_arguments(parser)
+    add_options(parser, WorkerConfig(""), ("role",))
+    serve.add_arguments(parser, ServerConfig(port=0))
     parser.set_defaults(port=0)
 
 

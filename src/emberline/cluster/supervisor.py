@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberline.core.config import KV_PORT_COUNT, Role
+from emberline.core.config import Role
+from emberline.core.engine_config import KV_PORT_COUNT
 from emberline.core.environment import environment_with_cluster_key, supervised_environment
 
 MAX_RESTART_PAUSE_S = 30.0

@@ -9,6 +9,8 @@ from emberline.core.errors import InvalidRequest
 
 Role = Literal["prefill", "decode", "both"]  # what a worker does: compute prompts for other workers, generate, or both
 
+ROLES: tuple[str, ...] = get_args(Role)
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignWorkerConfig:
@@ -22,7 +24,7 @@ class ForeignWorkerConfig:
     def __post_init__(self) -> None:
         if self.dialect not in ("vllm", "sglang"):
             raise InvalidRequest(f"foreign worker {self.url}: unknown kind {self.dialect!r}", hint="use vllm or sglang")
-        if self.role not in get_args(Role):
+        if self.role not in ROLES:
             hint = "use prefill, decode or both"
             raise InvalidRequest(f"foreign worker {self.url}: unknown role {self.role!r}", hint=hint)
         if not self.url.startswith(("http://", "https://")):

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from emberline.core.clock import SystemClock
-from emberline.core.config import EngineConfig, TimeSharingConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Output, Stats
 from emberline.core.request import Submission

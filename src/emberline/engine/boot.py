@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TransferConfig, core_count
+from emberline.core.config import core_count
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
@@ -79,7 +80,7 @@ def boot(
     `reader`: a reader of the checkpoint's files that was started before torch was imported, for a GPU.
     `default_kv_bytes`: KV cache on the CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
-        return loaded_from_gpu(boot_on_gpu(config, gpu_settings(config), reader))
+        return loaded_from_gpu(boot_on_gpu(config.for_gpu(), reader))
     if reader is not None:
         reader.close()
     return _boot_on_cpu(config, default_kv_bytes)
@@ -89,34 +90,8 @@ def runs_on_gpu(config: EngineConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and has_hopper())
 
 
-def gpu_settings(config: EngineConfig) -> GPUConfig:
-    if config.threads:
-        raise InvalidRequest(
-            f"threads is {config.threads}, but only an engine on the CPU uses it",
-            param="threads",
-            hint="drop --threads",
-        )
-    overrides = {
-        name: value
-        for name in ("max_batch_tokens", "max_running", "block_size")
-        if (value := getattr(config, name)) is not None
-    }
-    return GPUConfig(
-        max_waiting=config.max_waiting,
-        max_context=config.max_context,
-        prefix_cache=config.prefix_cache,
-        weights=config.weights,
-        kv_dtype=config.kv_dtype,
-        kv_memory=config.kv_memory,
-        itl_target_ms=config.itl_target_ms,
-        itl_tail=config.itl_tail,
-        tiers=config.has_tiers,
-        transfer=config.transfer is not None,
-        **overrides,
-    )
-
-
-def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: FileReader | None) -> BootedGPUEngine:
+def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
+    """Load the model on the GPU. `config` has the GPU's defaults already: see EngineConfig.for_gpu."""
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
@@ -134,12 +109,12 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: FileReader | 
 
     return boot_from_checkpoint(
         Path(config.model),
-        settings,
+        config,
         dtype=_parse_dtype("dtype", config.dtype),
         reader=reader,
         compiler=_make_compiler,
-        tiers=make_tiers if settings.tiers else None,
-        endpoint=open_endpoint if settings.transfer else None,
+        tiers=make_tiers if config.tiers.has_tiers else None,
+        endpoint=open_endpoint if config.transfer is not None else None,
     )
 
 
@@ -160,43 +135,27 @@ def loaded_from_gpu(booted: BootedGPUEngine) -> LoadedEngine:
 
 def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
     began = time.perf_counter()
-    if config.itl_target_ms is not None:
-        raise InvalidRequest(
-            "itl_target_ms is set, but only an engine on a GPU supports it",
-            param="itl_target_ms",
-            hint="drop --itl-target-ms",
-        )
-    memory.reject_packed_weights(config.weights)
+    _check_cpu_settings(config)
     _check_host_memory(config)
-    _check_block_size(config)
     threads = config.threads or core_count()
     backend = ops.start_backend(threads=threads)
     # torch's threads spin for a while after each op, on the cores that our kernels need next: one is enough for torch.
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
-    model = load_decoder(Path(config.model), config.dtype, config.max_context)
+    model = load_decoder(Path(config.model), config.dtype, config.requested_context)
     loaded = time.perf_counter()
-    defaults = SchedulerConfig()
-    running, block = config.max_running or defaults.max_running, config.block_size or defaults.block_size
+    scheduler = config.scheduler.for_model(model.context)
     cache = allocate_cache(
         model,
-        dtype=_parse_dtype("kv_dtype", config.kv_dtype) or model.dtype,
-        block_size=block,
-        memory=config.kv_memory or default_kv_bytes or (free_memory() - config.kv_host_memory) // 2,
-        max_tokens=_max_kv_tokens(config, running, model.context),
+        dtype=_parse_dtype("kv_dtype", config.kv_cache.kv_dtype) or model.dtype,
+        block_size=scheduler.block_size,
+        memory=config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
+        max_tokens=_max_kv_tokens(config, model.context),
         shared=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
     runner = TorchRunner(model, cache, eos, lambda: _make_compiler(Path(config.model), model.config))
-    scheduler = SchedulerConfig(
-        block_size=block,
-        max_batch_tokens=max(config.max_batch_tokens or defaults.max_batch_tokens, running),
-        max_running=running,
-        max_waiting=config.max_waiting,
-        max_context=model.context,
-        prefix_cache=config.prefix_cache,
-    )
-    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.has_tiers else None
+    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
         endpoint = _open_transfer_endpoint(
@@ -207,7 +166,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=cache.num_blocks * block,
+        kv_tokens=cache.num_blocks * scheduler.block_size,
         weight_bytes=model.weight_bytes,
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
         kernels=str(backend),
@@ -223,9 +182,16 @@ def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str)
     return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
 
 
-def _check_block_size(config: EngineConfig) -> None:
-    if config.block_size is not None and config.block_size not in (8, 16, 32) and config.block_size % 64:
-        message = f"block_size is {config.block_size}; on a CPU it must be 8, 16, 32 or a multiple of 64"
+def _check_cpu_settings(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that an engine on a CPU does not support."""
+    for name, value in (("itl_target_ms", config.scheduler.itl_target_ms), ("kv_tokens", config.kv_cache.kv_tokens)):
+        if value is not None:
+            hint = f"drop --{name.replace('_', '-')}"
+            raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
+    memory.reject_packed_weights(config.gpu.weights)
+    block_size = config.scheduler.block_size
+    if block_size not in (8, 16, 32) and block_size % 64:
+        message = f"block_size is {block_size}; on a CPU it must be 8, 16, 32 or a multiple of 64"
         raise InvalidRequest(message, param="block_size")
 
 
@@ -233,9 +199,9 @@ def _check_host_memory(config: EngineConfig) -> None:
     """Raise InvalidRequest if kv_host_memory is more than the free memory.
 
     A GPU's host tier is pinned, so all of it is allocated at the start."""
-    if config.kv_host_memory > (free := free_memory()):
+    if config.tiers.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
-            f"kv_host_memory is {memory.format_gib(config.kv_host_memory)} GiB; "
+            f"kv_host_memory is {memory.format_gib(config.tiers.kv_host_memory)} GiB; "
             f"{memory.format_gib(free)} GiB of memory are free",
             param="kv_host_memory",
             hint="lower --kv-host-memory",
@@ -243,19 +209,18 @@ def _check_host_memory(config: EngineConfig) -> None:
 
 
 def _make_tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None) -> TierStack:
+    tiers, network = config.tiers, config.network
     size, crc = shape.block_bytes, select_crc(library)
-    codec = select_kv_codec(config.kv_codec, library, str(shape.dtype))
-    host = HostTier(size, config.kv_host_memory or STAGING_BLOCKS * buffer_bytes_for(size), config.kv_policy)
+    codec, coding = select_kv_codec(network.kv_codec, library, str(shape.dtype)), network.kv_codec
+    host = HostTier(size, tiers.kv_host_memory or STAGING_BLOCKS * buffer_bytes_for(size), tiers.kv_policy)
     below: list[Tier] = []
-    if config.kv_disk is not None and config.kv_disk_size is not None:
-        directory, quota, policy = Path(config.kv_disk), config.kv_disk_size, config.kv_policy
-        below.append(
-            DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=config.kv_codec)
-        )
-    if config.kv_store is not None:
-        memory = config.kv_store_memory
-        address = StoreListenAddress(config.kv_mooncake_host, port_at_offset(config.kv_port, STORE_PORT_OFFSET))
-        tier = RemoteTier(config.kv_store, layout, size, memory, address, crc=crc, codec=codec, coding=config.kv_codec)
+    if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
+        directory, quota, policy = Path(tiers.kv_disk), tiers.kv_disk_size, tiers.kv_policy
+        below.append(DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=coding))
+    if tiers.kv_store is not None:
+        memory = tiers.kv_store_memory
+        address = StoreListenAddress(network.kv_mooncake_host, port_at_offset(network.kv_port, STORE_PORT_OFFSET))
+        tier = RemoteTier(tiers.kv_store, layout, size, memory, address, crc=crc, codec=codec, coding=coding)
         below.append(tier)
     return TierStack(host, below)
 
@@ -267,16 +232,17 @@ def _open_transfer_endpoint(
     same_host: SameHostAccess | None,
     library: ctypes.CDLL | None,
 ) -> TransferEndpoint | None:
-    codec = select_kv_codec(config.kv_codec, library, region.layout.dtype)
+    network = config.network
+    codec = select_kv_codec(network.kv_codec, library, region.layout.dtype)
     mooncake = (
-        resolve_ipv4_address(config.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if config.kv_mooncake else None
+        resolve_ipv4_address(network.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if network.kv_mooncake else None
     )
-    options = TransferOptions(select_crc(library), codec, config.kv_codec == "uw", mooncake, config.checksums_blocks)
+    options = TransferOptions(select_crc(library), codec, network.kv_codec == "uw", mooncake, network.checksums_blocks)
     try:
         return TransferEndpoint.open(transfer, region, same_host, options)
     except OSError as error:
         if transfer.required:
-            address = f"{transfer.host}:{transfer.port}"
+            address = f"{transfer.listen_host}:{transfer.listen_port}"
             raise InvalidRequest(
                 f"KV transfers cannot listen at {address}: {error}", param="transfer", hint="choose another --kv-port"
             ) from error
@@ -299,7 +265,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _max_kv_tokens(config: EngineConfig, running: int, context: int) -> int:
-    if config.kv_memory is not None:
+def _max_kv_tokens(config: EngineConfig, context: int) -> int:
+    if config.kv_cache.kv_memory is not None:
         return 1 << 40  # kv_memory is set: use all of it
-    return min(DEFAULT_KV_CONTEXTS, running) * context
+    return min(DEFAULT_KV_CONTEXTS, config.scheduler.max_running) * context

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import InvalidRequest, Overloaded
 from emberline.core.events import Output, Stats, TransferStats
 from emberline.core.params import GrammarSpec
@@ -111,7 +111,7 @@ class Engine:
             load_timeout_s=config.load_timeout,
             tiers=tiers,
             pulls=PullManager(
-                transfer_endpoint.receiver, stall_timeout_s=transfer_endpoint.config.patience, clock=self.clock
+                transfer_endpoint.receiver, stall_timeout_s=transfer_endpoint.config.peer_timeout, clock=self.clock
             )
             if transfer_endpoint
             else None,
@@ -120,7 +120,7 @@ class Engine:
         self.transfer_endpoint = transfer_endpoint
         self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
         self._publisher = (
-            BlockPublisher(transfer_endpoint.sender, self.kv, transfer_endpoint.config.lease)
+            BlockPublisher(transfer_endpoint.sender, self.kv, transfer_endpoint.config.lease_seconds)
             if transfer_endpoint
             else None
         )

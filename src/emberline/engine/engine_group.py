@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.core.config import TimeSharingConfig
+from emberline.core.engine_config import SchedulerConfig, TimeSharingConfig
 from emberline.core.errors import (
     DeadlineExceeded,
     EmberlineError,
@@ -68,12 +68,19 @@ class StepReport:
 
 class EngineGroup:
     def __init__(
-        self, members: Mapping[str, SwappableEngine], memory: int, config: TimeSharingConfig, clock: Clock | None = None
+        self,
+        members: Mapping[str, SwappableEngine],
+        memory: int,
+        config: TimeSharingConfig,
+        clock: Clock | None = None,
+        *,
+        max_waiting: int = SchedulerConfig().max_waiting,
     ) -> None:
         """Load every model, so that errors show at once; the first one is awake at the end.
 
-        `memory`: bytes for all models that are awake at the same time."""
-        self.config = config
+        `memory`: bytes for all models that are awake at the same time. `max_waiting`: requests that may wait for one
+        sleeping model."""
+        self.config, self.max_waiting = config, max_waiting
         self._clock = clock or SystemClock()
         self._sleep_manager = SleepManager(memory, self._clock)
         self._queues: dict[str, WakeQueue] = {}  # by model, in the order in which they began to wait
@@ -186,7 +193,7 @@ class EngineGroup:
     def _has_used_its_turn(self, name: str, waiting_since: float) -> bool:
         woke = self._sleep_manager.awake_since(name)
         assert woke is not None
-        return self._clock.now() >= max(woke, waiting_since) + self.config.turn
+        return self._clock.now() >= max(woke, waiting_since) + self.config.model_turn
 
     def _wake(self, name: str) -> None:
         queue = self._queues.pop(name)
@@ -216,7 +223,7 @@ class EngineGroup:
     def _enqueue(self, name: str, submission: Submission) -> None:
         now = self._clock.now()
         queue = self._queues.get(name) or WakeQueue(now)
-        if len(queue.requests) >= self.config.max_waiting:
+        if len(queue.requests) >= self.max_waiting:
             raise self._overload_error(
                 f"the queue is full: {len(queue.requests)} requests wait for the sleeping model {name!r}"
             )
@@ -243,7 +250,7 @@ class EngineGroup:
                         f"the request did not start within its time limit: the model {name!r} slept for {waited:.0f} s",
                         hint="raise --token-timeout",
                     )
-                elif waited >= self.config.wait:
+                elif waited >= self.config.model_wait:
                     message = f"the model {name!r} could not be woken within {waited:.0f} s: other models are busy"
                     error = self._overload_error(message)
                 else:
@@ -253,4 +260,4 @@ class EngineGroup:
 
     def _overload_error(self, message: str) -> Overloaded:
         hint = "retry after the time in Retry-After"
-        return Overloaded(message, retry_after=math.ceil(self.config.turn), hint=hint)
+        return Overloaded(message, retry_after=math.ceil(self.config.model_turn), hint=hint)

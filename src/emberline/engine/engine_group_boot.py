@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberline.core.config import EngineConfig, GPUConfig, TimeSharingConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.freememory import free_memory
 from emberline.engine import memory
-from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, gpu_settings, loaded_from_gpu, runs_on_gpu
+from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, loaded_from_gpu, runs_on_gpu
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, model_memory
@@ -69,8 +69,8 @@ class WeightEstimate:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_checkpoint(checkpoint)
         dtype = memory.weight_dtype(checkpoint, config.dtype)
-        packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, gpu_settings(config), dtype)
-        both = runs_on_gpu(config) and config.weights == "both"
+        packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype)
+        both = runs_on_gpu(config) and config.gpu.weights == "both"
         size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed, both=both)
         return WeightEstimate(model, dtype, size, packed)
 
@@ -92,25 +92,27 @@ def boot_engine_group(
             loaded[name] = boot(configs[name], readers.get(name), default_kv_bytes=kv_room)
             return loaded[name]
 
-        return EngineGroup({name: AlwaysAwakeEngine(partial(load, name)) for name in configs}, 0, time_sharing), loaded
+        awake = {name: AlwaysAwakeEngine(partial(load, name)) for name in configs}
+        return EngineGroup(awake, 0, time_sharing), loaded
     from emberline.engine.gpu.boot import device_memory
     from emberline.engine.gpu.device import CudaDevice
 
     configs = {name: _without_transfer(config) for name, config in configs.items()}
 
-    def load_on_gpu(name: str, settings: GPUConfig) -> BootedGPUEngine:
-        booted = boot_on_gpu(configs[name], settings, readers.get(name))
+    def load_on_gpu(name: str, settings: EngineConfig) -> BootedGPUEngine:
+        booted = boot_on_gpu(settings, readers.get(name))
         loaded[name] = loaded_from_gpu(booted)
         return booted
 
     members, space = plan_time_sharing(configs, device_memory(CudaDevice().torch_device), free_memory(), load_on_gpu)
-    return EngineGroup(members, space, time_sharing), loaded
+    max_waiting = max(config.scheduler.max_waiting for config in configs.values())
+    return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
 
 
 def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free: int) -> int:
     """Return the bytes of each model's KV cache on a CPU. Raises ModelError if the models do not fit."""
     weights = {name: WeightEstimate.of(config).weight_bytes for name, config in configs.items()}
-    configured = sum((config.kv_memory or 0) + config.kv_host_memory for config in configs.values())
+    configured = sum((config.kv_cache.kv_memory or 0) + config.tiers.kv_host_memory for config in configs.values())
     left = free - sum(weights.values()) - configured
     if left < 0:
         raise _memory_error(
@@ -123,14 +125,14 @@ def plan_time_sharing(
     configs: Mapping[str, EngineConfig],
     device_bytes: int,
     free_host_bytes: int,
-    load: Callable[[str, GPUConfig], BootedGPUEngine],
+    load: Callable[[str, EngineConfig], BootedGPUEngine],
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
     Return the models, which are not loaded yet, and the bytes for all that are awake at the same time. Raises
     ModelError if the models do not fit."""
     weighed = {name: WeightEstimate.of(config) for name, config in configs.items()}
-    settings = {name: gpu_settings(config) for name, config in configs.items()}
+    settings = {name: config.for_gpu() for name, config in configs.items()}
 
     def plans() -> dict[str, memory.MemoryPlan]:
         return {
@@ -139,16 +141,16 @@ def plan_time_sharing(
         }
 
     planned, space = plans(), model_memory(device_bytes)
-    if all(s.kv_memory is None for s in settings.values()):
+    if all(s.kv_cache.kv_memory is None for s in settings.values()):
         part = equal_kv_share(planned.values(), space)
         if part is not None:
             for name, plan in planned.items():
                 block = plan.kv_bytes // plan.kv_blocks
-                settings[name] = replace(settings[name], kv_memory=part // block * block)
+                settings[name] = settings[name].with_settings(kv_memory=part // block * block)
             planned = plans()
     members = {name: SwappedEngine(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
     weights = {name: w.weight_bytes for name, w in weighed.items()}
-    kv_bytes = sum(config.kv_host_memory for config in configs.values())
+    kv_bytes = sum(config.tiers.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
     if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
         besides = f" and {memory.format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""

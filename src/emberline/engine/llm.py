@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from emberline.core.config import DEFAULT_MODEL, EngineConfig
+from emberline.core.config import DEFAULT_MODEL
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded, UnsupportedModel
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -49,11 +50,11 @@ class LLM:
     def __init__(self, model: Path | str = DEFAULT_MODEL, **settings: Any) -> None:
         """Load a model.
 
-        `model` is any name that `emberline pull` accepts; `settings` are fields of EngineConfig."""
+        `model` is any name that `emberline pull` accepts; `settings` are those of EngineConfig.build."""
         directory = resolve_model(str(model))
         self.tokenizer = Tokenizer.load(directory)
         self.template = _load_template(directory)
-        self.loaded = boot(EngineConfig(model=str(directory), **settings))
+        self.loaded = boot(EngineConfig.build(str(directory), **settings))
         self.engine = self.loaded.engine
         runner = self.engine.runner  # checks untrusted grammars; the first one starts its process
         self._guard = GrammarGuard(directory / "tokenizer.json", runner.vocab_size, sorted(runner.eos))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.core.config import GPUConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
@@ -80,30 +80,30 @@ class MemoryPlan:
 
 
 def plan_for(
-    config: ModelConfig, settings: GPUConfig, total_bytes: int, dtype: str, *, packed: bool = False
+    config: ModelConfig, settings: EngineConfig, total_bytes: int, dtype: str, *, packed: bool = False
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_experts(config)
     kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
-    tokens = settings.kv_tokens
-    if settings.kv_memory is not None:
-        tokens = settings.kv_memory // kv_token_bytes(config, kv_bytes)
+    tokens = settings.kv_cache.kv_tokens
+    if settings.kv_cache.kv_memory is not None:
+        tokens = settings.kv_cache.kv_memory // kv_token_bytes(config, kv_bytes)
     return plan_memory(
         config,
         total_bytes,
         dtype_bytes=DTYPE_BYTES[dtype],
         kv_dtype_bytes=kv_bytes,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        max_batch_tokens=settings.max_batch_tokens,
+        block_size=settings.scheduler.block_size,
+        max_running=settings.scheduler.max_running,
+        max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_context=served_context(config, settings),
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
-        both=settings.weights == "both" and dtype == "bfloat16",
-        tiers=settings.tiers,
-        transfer=settings.transfer,
+        both=settings.gpu.weights == "both" and dtype == "bfloat16",
+        tiers=settings.tiers.has_tiers,
+        transfer=settings.transfer is not None,
     )
 
 
@@ -120,16 +120,16 @@ def weight_dtype(checkpoint: Checkpoint, requested: str = "auto") -> str:
     return "float32" if dtypes & {"F32", "F16"} else "bfloat16"
 
 
-def uses_packed_weights(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
+def uses_packed_weights(checkpoint: Checkpoint, settings: EngineConfig, dtype: str) -> bool:
     """Return whether weights of this dtype are kept in 12 bits.
 
     Raises InvalidRequest if that is impossible."""
-    if settings.weights in ("packed", "both") and dtype != "bfloat16":
+    if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
         hint = "use --dtype bfloat16 or --weights plain"
-        message = f"weights is {settings.weights}; only bfloat16 can be packed, and the model has {dtype}"
+        message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
         raise InvalidRequest(message, param="weights", hint=hint)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    return settings.weights == "packed" or (settings.weights == "auto" and coded and dtype == "bfloat16")
+    return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and coded and dtype == "bfloat16")
 
 
 def reject_packed_weights(weights: str) -> None:
@@ -146,9 +146,9 @@ def reject_experts(config: ModelConfig) -> None:
         raise UnsupportedModel(message, hint="use --device cpu")
 
 
-def kv_dtype(settings: GPUConfig, dtype: str) -> str:
+def kv_dtype(settings: EngineConfig, dtype: str) -> str:
     """Return the name of the KV cache's dtype. Raises InvalidRequest if it is unknown."""
-    name = dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+    name = dtype if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
     if name not in DTYPE_BYTES:
         raise InvalidRequest(
             f"kv_dtype is {name!r}; it must be one of auto, {', '.join(DTYPE_BYTES)}", param="kv_dtype"
@@ -156,9 +156,9 @@ def kv_dtype(settings: GPUConfig, dtype: str) -> str:
     return name
 
 
-def served_context(config: ModelConfig, settings: GPUConfig) -> int:
+def served_context(config: ModelConfig, settings: EngineConfig) -> int:
     """Return the context length to serve. Raises InvalidRequest if the model does not support it."""
-    length = config.max_context if settings.max_context is None else settings.max_context
+    length = config.max_context if settings.requested_context is None else settings.requested_context
     if not 1 <= length <= config.longest_context:
         raise InvalidRequest(
             f"max_context is {length}; this model allows 1 to {config.longest_context}", param="max_context"

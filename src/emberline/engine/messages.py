@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from emberline.core import errors
-from emberline.core.config import EngineConfig, TimeSharingConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, SleepStats, Stats
 from emberline.core.numerics import Numerics

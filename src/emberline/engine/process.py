@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberline.core.config import EngineConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.engine import preload
 from emberline.engine.engine_group import EngineGroup

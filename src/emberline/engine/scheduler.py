@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from emberline.core.clock import Clock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output, Timing
 from emberline.core.plan import PENDING_TOKEN, Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.core.request import FinishReason, Request, RequestStatus
@@ -41,7 +41,7 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of WaitingQueue.rank
         self.requests: dict[str, Request] = {}  # all open ones
         self.preemptions = self.prompt_tokens = self.generated_tokens = self._step = 0
-        self._prompt_pacer = None if config.itl_target is None else PromptPacer(config.itl_target, config.itl_tail)
+        self._prompt_pacer = PromptPacer(target / 1e3, config.itl_tail) if (target := config.itl_target_ms) else None
         self._scored_budget = MAX_SCORED_TOKENS  # remaining in this step
         self._followers: dict[str, list[Request]] = {}  # siblings that wait until their leader has computed the prompt
         self._loading: dict[str, Request] = {}  # wait for blocks from a lower tier or another engine

@@ -1,1 +1,4 @@
-"""One URL in front of many providers: cache, limits, cost, keys, logs, fallback. No torch, no engine."""
+"""The gateway: one URL in front of many LLM providers, with caching, limits, costs, keys, logs and fallbacks.
+
+It imports neither torch nor the engine.
+"""

@@ -1,4 +1,4 @@
-"""Errors on the wire: reading a provider's error, and writing an error in the client's dialect."""
+"""Error replies: reads a provider's error response, and writes an error in the client's dialect (wire format)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FORWARDED = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "
 def read_provider_error(
     provider: str, status: int, headers: Mapping[str, str], body: bytes, dialect: Dialect
 ) -> ProviderErrorReply:
-    """Return the error for a provider's error response. `headers` must ignore the case of names."""
+    """Return the error for a provider's error response. `headers` must be a case-insensitive mapping."""
     message = parse_error(body).message
     error = ProviderErrorReply(
         f"provider {provider} answered with status {status}: {message}",
-        reason=_reason(status, body),
+        reason=_refusal_reason(status, body),
         status=status,
         headers=headers,
         body=body,
@@ -43,7 +43,7 @@ def read_provider_error(
     return error
 
 
-def _reason(status: int, body: bytes) -> RefusalReason:
+def _refusal_reason(status: int, body: bytes) -> RefusalReason:
     if status in BUSY_STATUSES:
         return "busy"
     if status >= 500:
@@ -61,7 +61,7 @@ def _reason(status: int, body: bytes) -> RefusalReason:
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds to wait before a retry, or None if the headers have no valid value."""
+    """Return the seconds to wait before a retry, or None if the headers contain no valid time."""
     milliseconds = headers.get("retry-after-ms", "")
     if milliseconds.replace(".", "", 1).isdecimal():
         return float(milliseconds) / 1e3
@@ -75,9 +75,9 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
-    """Return the error as a reply in the client's dialect.
+    """Return the error as a reply in the client's dialect (wire format).
 
-    A provider's error is passed on unchanged if the provider has the same dialect.
+    A provider's error is passed on unchanged if the client uses the provider's dialect.
     """
     if isinstance(error, ProviderErrorReply) and error.dialect == dialect:
         forwarded = {name.lower(): value for name, value in error.headers.items() if name.lower() in _FORWARDED}
@@ -99,7 +99,7 @@ def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
 def error_event(dialect: Dialect, error: EmberlineError, number: int = 0) -> bytes | None:
     """Return the error as the last event of a stream.
 
-    None means that the dialect has no error event, so that only a broken connection shows the failure.
+    Return None if the dialect (wire format) has no error event. Only a broken connection then shows the failure.
     """
     match dialect:
         case "openai-chat":

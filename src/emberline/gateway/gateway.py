@@ -65,12 +65,12 @@ class SettingsSource(Protocol):
 class IdentitySource(Protocol):
     """Looks up the identity of a gateway key."""
 
-    async def identify(self, token: str) -> Identity | None:
+    async def identify(self, secret: str) -> Identity | None:
         """Return the identity of the key with this secret, or None if it is not a valid gateway key."""
         ...
 
-    async def identity_of(self, id: str) -> Identity | None:
-        """Return the identity of the key with this id, or None if it expired or was revoked."""
+    async def identity_of(self, key_id: str) -> Identity | None:
+        """Return the identity of the key with this id, or None if the key expired or was revoked."""
         ...
 
 
@@ -100,17 +100,18 @@ class Gateway:
         self._targets: dict[str, RequestTarget] = {}  # cache, by path
 
     async def answer(self, inbound: InboundRequest, key_id: str | None = None) -> GatewayReply:
-        """Answer a request; every failure becomes an error reply.
+        """Answer a request. Every failure becomes an error reply.
 
-        `key_id` is the key that a queued request was submitted with; "" means that it was submitted without a key.
+        `key_id` is set only for a request from the batch queue: the id of the key that queued the request, or "" if no
+        key was used.
         """
         dialect: Dialect = "raw"
         try:
-            target = self._targets.get(inbound.path) or self._target(inbound.path)
+            target = self._targets.get(inbound.path) or self._parse_target(inbound.path)
             dialect = target.dialect
             request = await self.build_request(target, inbound)
             if key_id:
-                request.identity = await self._valid_identity(key_id)
+                request.identity = await self._current_identity(key_id)
             dialect = request.dialect
             reply = await self._handler(request)
             reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), dialect
@@ -121,7 +122,7 @@ class Gateway:
             return error_reply(dialect, e)
 
     async def open_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
-        """Open a realtime session at a provider. Return the open session, or an error reply."""
+        """Open a realtime session at a provider. Return the open session, or an error reply if that failed."""
         try:
             request = await self.build_request(target, inbound)
             request.model, request.stream = model, True
@@ -132,7 +133,7 @@ class Gateway:
                 log.exception("Realtime session failed with an internal error: path=%s", inbound.path)
             return error_reply("raw", e)
 
-    def _target(self, path: str) -> RequestTarget:
+    def _parse_target(self, path: str) -> RequestTarget:
         target = parse_path(path)
         if len(path) < MAX_CACHED_PATH_CHARS:
             if len(self._targets) >= MAX_CACHED_PATHS:
@@ -141,17 +142,19 @@ class Gateway:
         return target
 
     async def build_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
-        """Return the request for the layers, or raise an EmberlineError that says why it is refused."""
+        """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
         began = self._clock.now()
         if inbound.method != "POST" and target.kind != "native":
-            raise MethodNotAllowed(f"{inbound.path[:200]} takes POST, not {inbound.method[:20]}", allowed="POST")
+            raise MethodNotAllowed(
+                f"{inbound.path[:200]} must be called with POST, not {inbound.method[:20]}", allowed="POST"
+            )
         options = RequestOptions.from_headers(inbound.headers)
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
         received = _with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
-        identity, headers = await self._identify_and_strip(target, received)
+        identity, headers = await self._identify_and_strip_keys(target, received)
         request = GatewayRequest(
-            id=self._ids.next(round(self._wall_clock.now() * 1e3)),
+            id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
             account=target.account,
             gateway=gateway,
             provider=target.provider,
@@ -179,12 +182,12 @@ class Gateway:
         return request
 
     async def authenticate(self, target: RequestTarget, headers: dict[str, str]) -> tuple[Identity, GatewaySettings]:
-        """Return the caller's identity and the gateway's settings for a request that no provider gets.
+        """Return the caller's identity and the gateway's settings, for a request that is not sent to a provider.
 
         Raise Unauthorized if the gateway requires a key and the headers have none.
         """
         gateway = target.gateway or RequestOptions.from_headers(headers).gateway_id or DEFAULT_NAME
-        identity, _ = await self._identify_and_strip(target, headers)
+        identity, _ = await self._identify_and_strip_keys(target, headers)
         settings = await self._settings_source.get_settings(target.account, gateway)
         if settings.authentication and identity.kind == "anonymous":
             raise Unauthorized(
@@ -195,24 +198,27 @@ class Gateway:
 
     async def identify(self, headers: dict[str, str]) -> Identity:
         """Return the caller's identity. Raise Unauthorized if the headers have an invalid gateway key."""
-        return (await self._identify_and_strip(RequestTarget("plain"), headers))[0]
+        return (await self._identify_and_strip_keys(RequestTarget("plain"), headers))[0]
 
-    async def _valid_identity(self, key_id: str) -> Identity:
-        """Return what the key may do now, not when the request was queued."""
+    async def _current_identity(self, key_id: str) -> Identity:
+        """Return the present identity of the key that queued a request.
+
+        Raise Unauthorized if the key expired or was revoked.
+        """
         if (found := await self._identity_source.identity_of(key_id)) is None:
             raise Unauthorized(
-                f"API key {key_id[:80]!r} of this queued request expired or was revoked",
+                f"API key {key_id[:80]!r}, which queued this request, expired or was revoked",
                 hint="create a new key at /keys and submit the request again",
             )
         return found
 
-    async def _identify_and_strip(
+    async def _identify_and_strip_keys(
         self, target: RequestTarget, headers: dict[str, str]
     ) -> tuple[Identity, dict[str, str]]:
         """Return the caller's identity, and the headers without gateway keys.
 
-        Providers never see gateway keys, not even invalid ones. If the path names a provider, the usual headers have
-        the provider's key unless the value is a gateway key.
+        Providers never receive gateway keys, not even invalid ones. If the path names a provider, the usual key headers
+        contain the provider's key, unless their value is a gateway key.
         """
         identity, removed = None, [*GATEWAY_KEY_HEADERS]
         for name in KEY_HEADERS:
@@ -231,7 +237,7 @@ class Gateway:
         return identity or ANONYMOUS, forwarded
 
     async def _set_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
-        """Set the provider, model and dialect from the path, the body's model, or the body's steps."""
+        """Set the request's provider, model and dialect from the path, or from the body's model or steps."""
         match target.kind:
             case "universal":
                 steps = await read_steps(request.body, request.options, request.settings, self._registry)
@@ -241,7 +247,7 @@ class Gateway:
             case "native":
                 provider = self._registry.find(target.provider, request.settings)
                 request.dialect = provider.dialect_at(target.endpoint, request.query)
-                fields = _body_fields(request) if request.dialect != "raw" else _raw_body_fields(request)
+                fields = _read_request_fields(request) if request.dialect != "raw" else _read_fields_or_none(request)
                 self._set_body_fields(request, fields)
                 request.model = (
                     provider.model_from_path(target.endpoint) or request.model
@@ -249,12 +255,12 @@ class Gateway:
                 request.stream = request.stream or provider.is_stream_path(target.endpoint, request.query)
             case _:
                 request.is_dialect_endpoint = True
-                self._set_body_fields(request, _body_fields(request))
+                self._set_body_fields(request, _read_request_fields(request))
                 if target.dialect == "gemini":
-                    self._set_gemini(request, target)
+                    self._set_gemini_destination(request, target)
                 if not request.model:
                     raise InvalidRequest(
-                        "model is missing or not a string", param="model", hint="GET /v1/models lists the models"
+                        "model must be set to a string", param="model", hint="GET /v1/models lists the models"
                     )
                 request.provider, request.model = resolve_model(
                     request.model, request.settings, require_provider=target.kind == "compat"
@@ -262,18 +268,18 @@ class Gateway:
                 if target.endpoint == COUNT_TOKENS_ENDPOINT:
                     self._check_can_count_tokens(request)
 
-    def _set_gemini(self, request: GatewayRequest, target: RequestTarget) -> None:
-        """Take model and stream from the path. Drop the query, because it may have a gateway key."""
+    def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
+        """Set the model and the stream flag from Gemini's path. Remove the query, which may contain a gateway key."""
         if target.stream and "alt=sse" not in request.query.split("&"):
             raise InvalidRequest(
-                "streamGenerateContent needs alt=sse: a stream is sent as events, not as a JSON list",
+                "alt must be sse for streamGenerateContent: the gateway streams server-sent events, not a JSON list",
                 param="alt",
                 hint="add ?alt=sse to the URL",
             )
         request.model, request.stream, request.query = target.model, target.stream, ""
 
     def _check_can_count_tokens(self, request: GatewayRequest) -> None:
-        """Raise InvalidRequest unless the provider has Anthropic's protocol, the only one with count_tokens."""
+        """Raise InvalidRequest unless the provider uses Anthropic's protocol, the only protocol with count_tokens."""
         if request.provider not in VIRTUAL_PROVIDERS:
             provider = self._registry.find(request.provider, request.settings)
             if provider.supports("anthropic", request.model):
@@ -287,9 +293,10 @@ class Gateway:
         )
 
     def _set_first_step(self, request: GatewayRequest, first: RequestStep, *, is_only_step: bool) -> None:
-        """Set the destination to the first step.
+        """Set the request's destination to its first step.
 
-        A single compat step becomes a compat request, so that it can name a dynamic route or a pool.
+        A request with a single compat step is treated like a compat request, so that it can name a dynamic route or a
+        pool.
         """
         assert first.endpoint is not None and first.dialect is not None and first.body is not None
         self._set_body_fields(request, first.body_fields or read_body_fields(first.body))
@@ -311,17 +318,17 @@ class Gateway:
 
 
 def _with_query_key(inbound: InboundRequest) -> dict[str, str]:
-    """Return the headers with the key that Gemini's clients may send as the query parameter `key`."""
+    """Return the headers. Add the key that Gemini's clients may send as the query parameter `key`."""
     key = dict(parse_qsl(inbound.query)).get("key")
     return {**inbound.headers, "x-goog-api-key": key} if key else inbound.headers
 
 
 def _without_scheme(credential: str) -> str:
-    """Return the credential without "Bearer ", in any case of letters."""
+    """Return the credential without the prefix "Bearer ", which is matched in any letter case."""
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 
-def _body_fields(request: GatewayRequest) -> BodyFields:
+def _read_request_fields(request: GatewayRequest) -> BodyFields:
     if request.body_summary is None:
         return read_body_fields(request.body)
     if request.body_summary.body_fields is None:
@@ -329,8 +336,8 @@ def _body_fields(request: GatewayRequest) -> BodyFields:
     return request.body_summary.body_fields
 
 
-def _raw_body_fields(request: GatewayRequest) -> BodyFields:
+def _read_fields_or_none(request: GatewayRequest) -> BodyFields:
     try:
-        return _body_fields(request) if request.body[:1] == b"{" else BodyFields()
+        return _read_request_fields(request) if request.body[:1] == b"{" else BodyFields()
     except InvalidRequest:
         return BodyFields()  # a provider's own endpoint may take any body

@@ -1,7 +1,7 @@
-"""ModelLister: the models that a caller can use.
+"""ModelLister: lists the models that a caller can use.
 
-Self-hosted servers are queried for their models. The models of other providers come from the catalogue, if there is a
-key for the provider. A server that does not answer adds no models.
+Self-hosted servers are asked for their models. Models of other providers are taken from the price catalogue, if there
+is a key for the provider. A server that does not answer contributes no models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIST_TIMEOUT_S = 2.0  # seconds
 MAX_LIST_BYTES = 4 << 20
 
 
-class _Row(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     created: int = 0
     max_model_len: int = 0
@@ -36,8 +36,8 @@ class _Row(msgspec.Struct):
     kind: str = "chat"  # servers other than Emberline do not send it
 
 
-class _Rows(msgspec.Struct):
-    data: list[_Row]
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel]
 
 
 class ModelLister:
@@ -52,12 +52,12 @@ class ModelLister:
     async def list_models(
         self, settings: GatewaySettings, identity: Identity, *, with_provider: bool = False
     ) -> list[ServedModel]:
-        """Return the models that this caller may use, under the names that requests take.
+        """Return the models that the caller may use, under the names that requests use.
 
-        `with_provider`: names always begin with the provider, also those of the default provider.
+        `with_provider`: every name begins with its provider, even for models of the default provider.
         """
         providers = [slug for slug, each in settings.providers.items() if each.enabled]
-        found = await asyncio.gather(*(self._models_of(slug, settings) for slug in providers))
+        found = await asyncio.gather(*(self._models_of_provider(slug, settings) for slug in providers))
         models = []
         for slug, rows in zip(providers, found, strict=True):
             for row in rows:
@@ -74,15 +74,15 @@ class ModelLister:
         ]
         return sorted([*models, *routes], key=lambda model: model.id)
 
-    async def _models_of(self, slug: str, settings: GatewaySettings) -> list[_Row]:
+    async def _models_of_provider(self, slug: str, settings: GatewaySettings) -> list[_ListedModel]:
         provider = self._registry.find(slug, settings)
         key = await self._vault.get_key(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
         if not provider.needs_key:
             return await self._query_server(provider, key)
         known = self._catalogue.current.models(slug) if key is not None else []
-        return [_Row(model.name, 0, model.context or 0, kind=model.kind) for model in known]
+        return [_ListedModel(model.name, 0, model.context or 0, kind=model.kind) for model in known]
 
-    async def _query_server(self, provider: Provider, key: str | None) -> list[_Row]:
+    async def _query_server(self, provider: Provider, key: str | None) -> list[_ListedModel]:
         headers = {"accept": "application/json"}
         if key is not None:
             provider.authorize(headers, key)
@@ -95,7 +95,7 @@ class ModelLister:
                 body = await incoming.read_all(LIST_TIMEOUT_S, MAX_LIST_BYTES)
             finally:
                 incoming.close()
-            return msgspec.json.decode(body, type=_Rows).data if incoming.status == 200 else []
+            return msgspec.json.decode(body, type=_ModelList).data if incoming.status == 200 else []
         except (UpstreamFailed, *JSON_DECODE_ERRORS):
             return []
 

@@ -1,7 +1,7 @@
-"""Checks of a gateway's settings that go beyond the types of single fields.
+"""Checks of a gateway's settings that the types of single fields cannot express.
 
-Settings of the configuration file are checked at the start, settings of the management API when they are stored, so
-that a mistake is reported there and not by failing requests.
+Settings in the configuration file are checked at the start, settings from the management API when they are stored. A
+mistake is therefore reported at once, not by requests that fail later.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _AMOUNTS = ("input", "output", "cached_read", "cache_write", "cache_write_long",
 
 
 def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> None:
-    """Raise InvalidRequest, with the gateway's name, if the settings are inconsistent.
+    """Raise InvalidRequest, with the gateway's name in the message, if the settings are inconsistent.
 
     `allow_private`: provider addresses may be in private networks.
     """
     try:
-        _check_numbers(settings)
+        _check_number_ranges(settings)
         limit_rules(settings)
         warn_about_caller_splits(settings)
         for name, price in settings.prices.items():
@@ -52,7 +52,7 @@ def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> 
         raise InvalidRequest(f"gateway {settings.gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 
 
-def _check_numbers(settings: GatewaySettings) -> None:
+def _check_number_ranges(settings: GatewaySettings) -> None:
     breaker = settings.breaker
     for param, value, is_valid, rule in (
         ("cache_ttl", settings.cache_ttl, settings.cache_ttl >= 0, "0 seconds or more"),
@@ -61,11 +61,11 @@ def _check_numbers(settings: GatewaySettings) -> None:
         ("breaker.pause", breaker.pause, 0 < breaker.pause <= 30, "above 0 and at most 30 seconds"),
     ):
         if not is_valid:
-            raise InvalidRequest(f"{param} is {value}; it must be {rule}", param=param)
+            raise InvalidRequest(f"{param} must be {rule}, not {value}", param=param)
 
 
 def _referenced_providers(settings: GatewaySettings) -> Iterator[tuple[str, str]]:
-    """Yield every provider that requests may be sent to, with the setting that names it."""
+    """Yield every provider that requests may be sent to, and the name of the setting that refers to the provider."""
     yield "default_provider", settings.default_provider
     for fallback in settings.fallbacks:
         for target in fallback.to:
@@ -78,21 +78,21 @@ def _referenced_providers(settings: GatewaySettings) -> Iterator[tuple[str, str]
 
 
 def check_price(price: Price | None, prefix: str = "") -> None:
-    """Raise InvalidRequest if an amount is out of range. `prefix` is put before the field's name."""
+    """Raise InvalidRequest if a price is out of range. `prefix` is put before the field's name in the message."""
     while price is not None:
         for name in _AMOUNTS:
             amount = getattr(price, name)
             if amount is not None and not 0 <= amount <= MAX_PRICE_MICROS:
                 raise InvalidRequest(
-                    f"{prefix}{name} is {amount}; it must be from 0 to {MAX_PRICE_MICROS} (micro-dollars per million"
-                    " tokens)",
+                    f"{prefix}{name} must be from 0 to {MAX_PRICE_MICROS} (micro-dollars per million tokens),"
+                    f" not {amount}",
                     param=f"{prefix}{name}",
                 )
         price = price.long.price if price.long is not None else None
 
 
 def check_headers(headers: Mapping[str, str], param: str = "headers") -> None:
-    """Raise InvalidRequest if a header cannot be sent with every request to a provider."""
+    """Raise InvalidRequest if a header is not allowed in requests to a provider."""
     for name, value in headers.items():
         if not _HEADER.fullmatch(name):
             reason = "the name has characters that HTTP does not allow"
@@ -102,4 +102,4 @@ def check_headers(headers: Mapping[str, str], param: str = "headers") -> None:
             reason = "the value must be printable ASCII"
         else:
             continue
-        raise InvalidRequest(f"header {name[:80]!r} cannot be sent: {reason}", param=param)
+        raise InvalidRequest(f"header {name[:80]!r} cannot be sent to a provider: {reason}", param=param)

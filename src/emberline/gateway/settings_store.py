@@ -1,7 +1,7 @@
 """SettingsStore: the complete settings of every gateway.
 
 They combine the gateway's own settings, from the configuration file or the store, with the custom providers, budgets,
-routes and prices of its account. StoreVersionWatch says how soon a change is seen.
+routes and prices of its account. StoreVersionWatch decides how soon a change takes effect.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class SettingsStore:
         configured: ConfiguredGateways,
         store: GatewayStore,
         watch: StoreVersionWatch,
-        engine: str,
+        engine_url: str,
         *,
         require_keys: bool = False,
     ) -> None:
-        """`configured` gateways come from the configuration file; the store cannot change them.
+        """`configured`: the gateways of the configuration file, which the store cannot change.
 
-        `require_keys`: every gateway requires a key, whatever its settings say.
+        `require_keys`: every gateway requires a key, even if its settings do not.
         """
         self._require_keys = require_keys
         self._configured = configured
         self._store = store
-        self._engine = engine
+        self._engine = engine_url
         self._cache: StoreCache[tuple[str, str], GatewaySettings | None] = StoreCache(watch)
 
     async def get_settings(self, account: str, gateway: str) -> GatewaySettings:
-        found = await self._cache.get((account, gateway), lambda: self._load(account, gateway))
+        found = await self._cache.get((account, gateway), lambda: self._load_settings(account, gateway))
         if found is None:
             raise GatewayNotFound(
                 f"account {account[:80]!r} has no gateway {gateway[:80]!r}",
@@ -61,7 +61,7 @@ class SettingsStore:
             )
         return found
 
-    async def _load(self, account: str, gateway: str) -> GatewaySettings | None:
+    async def _load_settings(self, account: str, gateway: str) -> GatewaySettings | None:
         settings = self._configured.get((account, gateway))
         if settings is None:
             document = await self._store.get("gateway", account, gateway)
@@ -77,22 +77,22 @@ class SettingsStore:
         return msgspec.structs.replace(
             settings,
             providers={**providers, **settings.providers},
-            budgets=(*settings.budgets, *[rule async for rule in self._budgets(account, gateway)]),
-            routes={**settings.routes, **{name: graph async for name, graph in self._routes(account, gateway)}},
-            prices={**settings.prices, **{name: price async for name, price in self._prices(account)}},
+            budgets=(*settings.budgets, *[rule async for rule in self._account_budgets(account, gateway)]),
+            routes={**settings.routes, **{name: graph async for name, graph in self._account_routes(account, gateway)}},
+            prices={**settings.prices, **{name: price async for name, price in self._account_prices(account)}},
         )
 
-    async def _budgets(self, account: str, gateway: str) -> AsyncIterator[dict[str, Any]]:
+    async def _account_budgets(self, account: str, gateway: str) -> AsyncIterator[dict[str, Any]]:
         async for budget in self._decode_all("budget", account, AccountBudget):
             if budget.enabled and _matches_any(gateway, budget.gateways):
                 yield msgspec.to_builtins(budget.rule)
 
-    async def _prices(self, account: str) -> AsyncIterator[tuple[str, Price]]:
-        async for document in self._documents("price", account):
+    async def _account_prices(self, account: str) -> AsyncIterator[tuple[str, Price]]:
+        async for document in self._list_documents("price", account):
             yield document.id, msgspec.json.decode(document.body, type=Price)
 
-    async def _routes(self, account: str, gateway: str) -> AsyncIterator[tuple[str, Any]]:
-        async for document in self._documents("route", account):
+    async def _account_routes(self, account: str, gateway: str) -> AsyncIterator[tuple[str, Any]]:
+        async for document in self._list_documents("route", account):
             route = msgspec.json.decode(document.body, type=StoredRoute)
             if route.deployed is not None:
                 found = await self._store.get("route_version", account, f"{document.id}/{route.deployed:08d}")
@@ -101,10 +101,10 @@ class SettingsStore:
                     yield document.id, {"elements": msgspec.to_builtins(version.elements)}
 
     async def _decode_all(self, kind: DocumentKind, account: str, type: type[T]) -> AsyncIterator[T]:
-        async for document in self._documents(kind, account):
+        async for document in self._list_documents(kind, account):
             yield msgspec.json.decode(document.body, type=type)
 
-    async def _documents(self, kind: DocumentKind, account: str) -> AsyncIterator[Document]:
+    async def _list_documents(self, kind: DocumentKind, account: str) -> AsyncIterator[Document]:
         after = ("", "")
         while page := await self._store.list_documents(kind, account, after=after, limit=PAGE_SIZE):
             for document in page:
@@ -117,7 +117,7 @@ def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _read_stored_settings(document: Document) -> GatewaySettings:
-    """Return the stored settings with public provider addresses required.
+    """Return the stored settings, in which provider addresses are restricted to public ones.
 
     A user of the management API is not the operator, and must not reach private addresses.
     """
@@ -142,22 +142,22 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from e
 
 
-def read_configured_gateways(config: Mapping[str, Any], engine: str) -> dict[tuple[str, str], GatewaySettings]:
-    """Return the gateways of the `[gateways.NAME]` tables, and always the default gateway.
+def read_configured_gateways(config: Mapping[str, Any], engine_url: str) -> dict[tuple[str, str], GatewaySettings]:
+    """Return the gateways of the `[gateways.NAME]` tables, and always a default gateway.
 
     Raise InvalidRequest if a table has an invalid value or names a provider key that cannot be read.
     """
     tables = config.get("gateways", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise InvalidRequest(
-            "gateways in the configuration must be tables", param="gateways", hint="write [gateways.NAME] tables"
+            "gateways in the configuration file must be tables", param="gateways", hint="write [gateways.NAME] tables"
         )
     gateways = {}
     for name, table in {DEFAULT_NAME: {}, **tables}.items():
         settings = GatewaySettings.parse({"gateway": name, **table})
         if settings.gateway != name:
             raise InvalidRequest(
-                f"the table [gateways.{name}] has gateway = {settings.gateway[:80]!r}, which is another name",
+                f"gateway in the table [gateways.{name}] must be {name!r}, not {settings.gateway[:80]!r}",
                 param="gateway",
                 hint="leave `gateway` out of the table",
             )
@@ -166,19 +166,19 @@ def read_configured_gateways(config: Mapping[str, Any], engine: str) -> dict[tup
             RouteGraph.parse(route)
         if settings.cache_invalidate_on_update:
             settings = msgspec.structs.replace(settings, version=zlib.crc32(msgspec.json.encode(settings)))
-        gateways[settings.account, name] = _with_secrets(with_engine_provider(settings, engine))
+        gateways[settings.account, name] = _with_provider_keys(with_engine_provider(settings, engine_url))
     return gateways
 
 
-def with_engine_provider(settings: GatewaySettings, engine: str) -> GatewaySettings:
-    """Return the settings with the provider `emberline` at `engine`, unless they define that provider."""
+def with_engine_provider(settings: GatewaySettings, engine_url: str) -> GatewaySettings:
+    """Return the settings with a provider `emberline` at `engine_url`, unless they define a provider of that name."""
     if "emberline" in settings.providers:
         return settings
-    default = {"emberline": ProviderSettings(base_url=engine)}
+    default = {"emberline": ProviderSettings(base_url=engine_url)}
     return msgspec.structs.replace(settings, providers={**default, **settings.providers})
 
 
-def _with_secrets(settings: GatewaySettings) -> GatewaySettings:
+def _with_provider_keys(settings: GatewaySettings) -> GatewaySettings:
     providers = dict(settings.providers)
     for slug, provider in providers.items():
         if provider.key_env is not None:

@@ -95,4 +95,4 @@ async def open_tracing(
         )
     ) as pool:
         async with OTLPSpanExporter(pool, config, about, clock, WallClock()) as collector:
-            yield RequestTracing(Tracer(collector, clock, config.share), collector)
+            yield RequestTracing(Tracer(collector, clock, config.traced_share), collector)

@@ -13,7 +13,8 @@ from functools import partial
 
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.clock import ManualClock
-from emberline.core.config import RouterConfig, SchedulerConfig
+from emberline.core.config import RouterConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.plan import SampledToken, StepPlan, StepResult
 from emberline.core.request import Submission

@@ -44,9 +44,9 @@ class OTLPSpanExporter:
     ) -> None:
         """`resource`: attributes of this process. `wall_clock`: Unix time in seconds."""
         self._pool = pool
-        parts = urlsplit(config.url)
+        parts = urlsplit(config.collector_url)
         self._origin, self._path = f"{parts.scheme}://{parts.netloc}", parts.path + (parts.query and f"?{parts.query}")
-        self._headers = {**config.headers, "content-type": "application/json"}
+        self._headers = {**config.collector_headers, "content-type": "application/json"}
         self._resource = {"attributes": encode_attributes(resource)}
         self._clock, self._wall = clock, wall_clock
         self._queue: deque[Span] = deque()

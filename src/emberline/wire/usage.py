@@ -1,10 +1,12 @@
 """Usage: the tokens that a request used, in the same form for every provider.
 
-Providers differ in what their counts include. Here the parts are always subsets: `cached_read`, `cache_write`, `audio`
-and `image` of `input`; `cache_write_long` (cached for an hour) of `cache_write`; `reasoning` of `output`. `Usage.parse`
-ensures this for any provider's counts: a part that exceeds its whole is reduced, never billed twice, never an error.
+Providers differ in what their counts include. Here `input` includes `cached_read`, `cache_write`, `audio` and `image`;
+`cache_write` includes `cache_write_long` (cached for an hour); `output` includes `reasoning`. `Usage.parse` ensures
+this for the counts of every provider. A part that exceeds its whole is reduced to the whole, so that no token is billed
+twice.
 
-A stream may have several usage objects. Each is cumulative, so `merge_later` takes the larger of every count.
+A stream may report its usage several times, each time for the whole stream up to that event. `merge_later` therefore
+takes the larger of two counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ MAX_TOKENS = 1 << 53  # a larger count is invalid and ignored
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Numbers of tokens."""
+    """Token counts of a request."""
 
     input: int = 0
     cached_read: int = 0
@@ -42,12 +44,15 @@ class Usage(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(dialect: str, data: object) -> Usage | None:
-        """Return the usage in a dialect's decoded usage object, or None if it has no token counts."""
+        """Return the usage in a decoded usage object of this dialect, or None if it has no token counts."""
         return USAGE_READERS[dialect](data) if isinstance(data, dict | Mapping) else None  # `dict |`: a faster check
 
     @staticmethod
     def find_in(dialect: str, event: object) -> Usage | None:
-        """Return the usage in a decoded reply or in one decoded event of a stream, or None."""
+        """Return the usage in a decoded reply, or in one decoded event of a stream.
+
+        Return None if there is no usage.
+        """
         if not isinstance(event, Mapping):
             return None
         for outer, name in USAGE_LOCATIONS[dialect]:
@@ -57,12 +62,12 @@ class Usage(msgspec.Struct, frozen=True):
         return None
 
     def plus(self, other: Usage) -> Usage:
-        """Return the sum of this usage and that of another request."""
+        """Return the sum of this usage and the usage of a different request."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
     def merge_later(self, later: Usage) -> Usage:
-        """Return this usage updated with that of a later event of the same stream."""
-        return _consistent(
+        """Return this usage updated with the usage in a later event of the same stream."""
+        return _make_consistent_usage(
             input=max(self.input, later.input),
             cached_read=max(self.cached_read, later.cached_read),
             cache_write=max(self.cache_write, later.cache_write),
@@ -74,7 +79,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-def _consistent(
+def _make_consistent_usage(
     *,
     input: int,
     output: int,
@@ -85,7 +90,7 @@ def _consistent(
     audio: int = 0,
     image: int = 0,
 ) -> Usage:
-    """Return the usage with every part reduced to at most its whole."""
+    """Return the usage with each part reduced to at most its whole, for example `cached_read` to at most `input`."""
     if not (cached_read or cache_write or reasoning or audio or image):  # the usual case
         return Usage(input=input, output=output)
     cached_read = min(cached_read, input)
@@ -102,8 +107,8 @@ def _consistent(
     )
 
 
-def _count(data: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a count, or 0. Some providers write 12.0."""
+def _read_count(data: Mapping[str, Any], *names: str) -> int:
+    """Return the first of the named fields that is a valid count, or 0. A float such as 12.0 is a valid count."""
     for name in names:
         value = data.get(name)
         if type(value) is int and 0 <= value <= MAX_TOKENS:  # type(): True is not a count
@@ -113,114 +118,120 @@ def _count(data: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _read_object(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = data.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _chat(data: Mapping[str, Any]) -> Usage | None:
+def _read_chat_usage(data: Mapping[str, Any]) -> Usage | None:
     if "prompt_tokens" not in data and "completion_tokens" not in data:
         return None
-    input, output = _count(data, "prompt_tokens"), _count(data, "completion_tokens")
-    into, out = _part(data, "prompt_tokens_details"), _part(data, "completion_tokens_details")
+    input, output = _read_count(data, "prompt_tokens"), _read_count(data, "completion_tokens")
+    into, out = _read_object(data, "prompt_tokens_details"), _read_object(data, "completion_tokens_details")
     # xAI and Gemini's OpenAI endpoint count reasoning tokens, which they bill, in total_tokens only.
-    hidden = max(0, _count(data, "total_tokens") - input - output)
-    cached = _count(data, "prompt_cache_hit_tokens", "cached_tokens")
+    hidden = max(0, _read_count(data, "total_tokens") - input - output)
+    cached = _read_count(data, "prompt_cache_hit_tokens", "cached_tokens")
     if not (into or out or hidden):
-        return _consistent(input=input, cached_read=cached, output=output)
-    return _consistent(
+        return _make_consistent_usage(input=input, cached_read=cached, output=output)
+    return _make_consistent_usage(
         input=input,
-        cached_read=_count(into, "cached_tokens") or cached,
-        cache_write=_count(into, "cache_write_tokens", "cache_creation_tokens"),
+        cached_read=_read_count(into, "cached_tokens") or cached,
+        cache_write=_read_count(into, "cache_write_tokens", "cache_creation_tokens"),
         output=output + hidden,
-        reasoning=max(_count(out, "reasoning_tokens"), hidden),
-        audio=_count(into, "audio_tokens"),
-        image=_count(into, "image_tokens"),
+        reasoning=max(_read_count(out, "reasoning_tokens"), hidden),
+        audio=_read_count(into, "audio_tokens"),
+        image=_read_count(into, "image_tokens"),
     )
 
 
-def _responses(data: Mapping[str, Any]) -> Usage | None:
+def _read_responses_usage(data: Mapping[str, Any]) -> Usage | None:
     if "input_tokens" not in data and "output_tokens" not in data:
         return None
-    into, out = _part(data, "input_tokens_details"), _part(data, "output_tokens_details")
-    return _consistent(
-        input=_count(data, "input_tokens"),
-        cached_read=_count(into, "cached_tokens"),
-        cache_write=_count(into, "cache_write_tokens"),
-        output=_count(data, "output_tokens"),
-        reasoning=_count(out, "reasoning_tokens"),
-        audio=_count(into, "audio_tokens"),
-        image=_count(into, "image_tokens"),
+    into, out = _read_object(data, "input_tokens_details"), _read_object(data, "output_tokens_details")
+    return _make_consistent_usage(
+        input=_read_count(data, "input_tokens"),
+        cached_read=_read_count(into, "cached_tokens"),
+        cache_write=_read_count(into, "cache_write_tokens"),
+        output=_read_count(data, "output_tokens"),
+        reasoning=_read_count(out, "reasoning_tokens"),
+        audio=_read_count(into, "audio_tokens"),
+        image=_read_count(into, "image_tokens"),
     )
 
 
-def _anthropic(data: Mapping[str, Any]) -> Usage | None:
+def _read_anthropic_usage(data: Mapping[str, Any]) -> Usage | None:
     if "input_tokens" not in data and "output_tokens" not in data:
         return None
-    read, write = _count(data, "cache_read_input_tokens"), _count(data, "cache_creation_input_tokens")
-    return _consistent(
-        input=_count(data, "input_tokens") + read + write,
+    read, write = _read_count(data, "cache_read_input_tokens"), _read_count(data, "cache_creation_input_tokens")
+    return _make_consistent_usage(
+        input=_read_count(data, "input_tokens") + read + write,
         cached_read=read,
         cache_write=write,
-        cache_write_long=_count(_part(data, "cache_creation"), "ephemeral_1h_input_tokens"),
-        output=_count(data, "output_tokens"),
-        reasoning=_count(_part(data, "output_tokens_details"), "thinking_tokens", "reasoning_tokens"),
+        cache_write_long=_read_count(_read_object(data, "cache_creation"), "ephemeral_1h_input_tokens"),
+        output=_read_count(data, "output_tokens"),
+        reasoning=_read_count(_read_object(data, "output_tokens_details"), "thinking_tokens", "reasoning_tokens"),
     )
 
 
-def _gemini(data: Mapping[str, Any]) -> Usage | None:
+def _read_gemini_usage(data: Mapping[str, Any]) -> Usage | None:
     if not any(name in data for name in ("promptTokenCount", "candidatesTokenCount", "totalTokenCount")):
         return None
-    thoughts = _count(data, "thoughtsTokenCount")
-    return _consistent(
-        input=_count(data, "promptTokenCount") + _count(data, "toolUsePromptTokenCount"),
-        cached_read=_count(data, "cachedContentTokenCount"),
-        output=_count(data, "candidatesTokenCount") + thoughts,
+    thoughts = _read_count(data, "thoughtsTokenCount")
+    return _make_consistent_usage(
+        input=_read_count(data, "promptTokenCount") + _read_count(data, "toolUsePromptTokenCount"),
+        cached_read=_read_count(data, "cachedContentTokenCount"),
+        output=_read_count(data, "candidatesTokenCount") + thoughts,
         reasoning=thoughts,
-        audio=_modality(data, "AUDIO"),
-        image=_modality(data, "IMAGE"),
+        audio=_count_modality_tokens(data, "AUDIO"),
+        image=_count_modality_tokens(data, "IMAGE"),
     )
 
 
-def _modality(data: Mapping[str, Any], modality: str) -> int:
+def _count_modality_tokens(data: Mapping[str, Any], modality: str) -> int:
     details = data.get("promptTokensDetails")
     rows = [row for row in details if isinstance(row, Mapping)] if isinstance(details, list) else []
-    return sum(_count(row, "tokenCount") for row in rows if row.get("modality") == modality)
+    return sum(_read_count(row, "tokenCount") for row in rows if row.get("modality") == modality)
 
 
-def _converse(data: Mapping[str, Any]) -> Usage | None:
-    """Read Bedrock's Converse: as with Anthropic, inputTokens does not include cached tokens."""
+def _read_converse_usage(data: Mapping[str, Any]) -> Usage | None:
+    """Read the usage of Bedrock's Converse API. As in Anthropic's API, inputTokens does not include cached tokens."""
     if "inputTokens" not in data and "outputTokens" not in data:
         return None
-    read, write = _count(data, "cacheReadInputTokens"), _count(data, "cacheWriteInputTokens")
-    return _consistent(
-        input=_count(data, "inputTokens") + read + write,
+    read, write = _read_count(data, "cacheReadInputTokens"), _read_count(data, "cacheWriteInputTokens")
+    return _make_consistent_usage(
+        input=_read_count(data, "inputTokens") + read + write,
         cached_read=read,
         cache_write=write,
-        output=_count(data, "outputTokens"),
+        output=_read_count(data, "outputTokens"),
     )
 
 
-def _cohere(data: Mapping[str, Any]) -> Usage | None:
-    """Read Cohere's usage, which bills `billed_units`; they may be fewer than `tokens`."""
-    billed = _part(data, "billed_units") or _part(data, "tokens")
-    return _responses(billed) if billed else None
+def _read_cohere_usage(data: Mapping[str, Any]) -> Usage | None:
+    """Read Cohere's usage from `billed_units`, which can be fewer than `tokens`, or else from `tokens`."""
+    billed = _read_object(data, "billed_units") or _read_object(data, "tokens")
+    return _read_responses_usage(billed) if billed else None
 
 
-def _raw(data: Mapping[str, Any]) -> Usage | None:
-    """Read the usage of an endpoint with an unknown dialect: the first format that fits."""
+def _read_unknown_usage(data: Mapping[str, Any]) -> Usage | None:
+    """Read the usage of an endpoint whose dialect is unknown, with the first format that matches."""
     excludes_cache = "cache_read_input_tokens" in data or "cache_creation_input_tokens" in data
-    readers = (_chat, _gemini, _converse, _cohere, _anthropic if excludes_cache else _responses)
+    readers = (
+        _read_chat_usage,
+        _read_gemini_usage,
+        _read_converse_usage,
+        _read_cohere_usage,
+        _read_anthropic_usage if excludes_cache else _read_responses_usage,
+    )
     return next((usage for read in readers if (usage := read(data)) is not None), None)
 
 
 USAGE_READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
-    "openai-chat": _chat,
-    "openai-responses": _responses,
-    "openai-embeddings": _chat,
-    "anthropic": _anthropic,
-    "gemini": _gemini,
-    "raw": _raw,
+    "openai-chat": _read_chat_usage,
+    "openai-responses": _read_responses_usage,
+    "openai-embeddings": _read_chat_usage,
+    "anthropic": _read_anthropic_usage,
+    "gemini": _read_gemini_usage,
+    "raw": _read_unknown_usage,
 }
 # Where a reply or an event of a stream has its usage: (enclosing object, or "" for the top level; field).
 USAGE_LOCATIONS: Mapping[str, tuple[tuple[str, str], ...]] = {

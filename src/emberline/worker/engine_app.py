@@ -87,7 +87,7 @@ class EngineApp:
             routes["/cluster/resume"] = HTTPRoute(traced(cluster.resume), required_key="cluster")
             routes["/cluster/prefill"] = HTTPRoute(traced(cluster.prefill), required_key="cluster")
             routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
-        cluster_key = config.worker.cluster_key if config.worker is not None else None
+        cluster_key = config.cluster_key if config.worker is not None else None
         hint = "/openapi.json lists the endpoints"
         access = AccessPolicy(config.api_keys, cluster_key, config.closed)
         self._site = RouteTable(routes, HTTPRoute(self._describe_model, "GET"), pages, access, hint)

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from emberline.core.config import EngineConfig, ServerConfig, TimeSharingConfig, TransferConfig, WorkerConfig
+from emberline.core.config import ServerConfig, WorkerConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.async_engine import AsyncEngine, EngineState
@@ -118,7 +119,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig:
     """Check access from other machines; without API keys such a worker accepts only its router's cluster key."""
-    cluster_key = config.worker.cluster_key if config.worker is not None else None
+    cluster_key = config.cluster_key if config.worker is not None else None
     hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")
     authenticated = bool(config.api_keys or cluster_key)
     check_exposure(listener, is_authenticated=authenticated, allows_anyone=config.open, hint=hint)
@@ -126,7 +127,9 @@ def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig
 
 
 def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
-    hostname = urlsplit(config.worker.url).hostname if config.worker is not None and config.worker.url else None
+    hostname = (
+        urlsplit(config.worker.worker_url).hostname if config.worker is not None and config.worker.worker_url else None
+    )
     return CrossSitePolicy.build(
         config.cors_origins,
         (*config.allowed_hosts, *([hostname] if hostname else [])),
@@ -152,7 +155,7 @@ def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: 
     name, url = _name(worker, port), _url(worker, config.host, port)
     reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
     return Registrar(
-        worker.router, worker.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
+        worker.router, config.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
     )
 
 
@@ -174,31 +177,33 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
     """
     from emberline.cluster.address import is_unspecified, outgoing_address
 
-    if worker.url or not is_unspecified(host):
+    if worker.worker_url or not is_unspecified(host):
         return worker
     try:
         found = outgoing_address(worker.router)
     except (OSError, ValueError) as e:
         what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
         raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
-    return replace(worker, url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
+    return replace(worker, worker_url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
 
 
 def _url(worker: WorkerConfig, host: str, port: int) -> str:
-    return worker.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return worker.worker_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _name(worker: WorkerConfig | None, port: int) -> str:
     """Return the worker's name, by default its address: cloned machines may have the same hostname."""
     if worker is None:
         return f"{socket.gethostname()}:{port}"
-    return worker.name or (urlsplit(worker.url).netloc if worker.url else f"{socket.gethostname()}:{port}")
+    return worker.worker_name or (
+        urlsplit(worker.worker_url).netloc if worker.worker_url else f"{socket.gethostname()}:{port}"
+    )
 
 
 def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
     """Return the KV transfer's config, with the name and address of the HTTP server."""
-    hostname = urlsplit(worker.url).hostname if worker.url else None
-    return TransferConfig(_name(worker, port), host, advertise=hostname, required=worker.role != "both")
+    hostname = urlsplit(worker.worker_url).hostname if worker.worker_url else None
+    return TransferConfig(_name(worker, port), host, advertised_host=hostname, required=worker.role != "both")
 
 
 def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:

@@ -219,7 +219,7 @@ def _argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--peers", type=names, default=[], help="peers to measure, if installed: vllm,transformers")
     parser.add_argument(
-        "--set", type=_parse_setting, action="append", default=[], metavar="NAME=VALUE", help="GPUConfig field"
+        "--set", type=_parse_setting, action="append", default=[], metavar="NAME=VALUE", help="setting of the engine"
     )
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)

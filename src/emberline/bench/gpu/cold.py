@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from emberline.bench.report import BenchReport
-from emberline.core.config import GPUConfig, cache_dir
+from emberline.core.config import cache_dir
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -206,7 +207,7 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
     read_by_then = reader.stats
     imported = {f"import_{name}": count - before[name] for name, count in io_usage().items()}
-    booted = boot_from_checkpoint(directory, GPUConfig(**settings), reader=reader)
+    booted = boot_from_checkpoint(directory, EngineConfig.build("", **settings).for_gpu(), reader=reader)
     mark("boot")
     _generate(booted.engine, 1)
     mark("first_token")

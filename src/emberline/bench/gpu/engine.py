@@ -18,7 +18,7 @@ from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
-from emberline.core.config import GPUConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -43,6 +43,7 @@ CPU_BATCHES = (64, 256)  # batches whose host CPU time is reported; the first ma
 ROUNDS = 2  # of a decode measurement
 PREFILL_ROUNDS = 3
 JOB_TIMEOUT_S = 60.0
+MAX_WAITING = 4096  # requests of a measurement that may wait at the same time
 SETTINGS: dict[str, Any] = {
     "max_running": 1024,
     "max_batch_tokens": 32_768,  # a whole prompt is one step
@@ -302,9 +303,8 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
-    return boot_gpu(
-        CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings), compiler=grammar_compiler
-    )
+    config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **settings}).for_gpu()
+    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, compiler=grammar_compiler)
 
 
 def is_selected(name: str, only: Sequence[str]) -> bool:

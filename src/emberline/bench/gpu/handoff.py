@@ -23,7 +23,7 @@ from emberline.bench.gpu.engine import CONFIG, VOCAB
 from emberline.bench.gpu.model import GPURandomWeights
 from emberline.bench.report import BenchReport
 from emberline.bench.transfer import raw_sockets
-from emberline.core.config import GPUConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Timing
 from emberline.core.params import SamplingParams
@@ -264,15 +264,17 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _region() -> DeviceRegion:
-    device, settings = CudaDevice(), GPUConfig()
-    shape = KVShape(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, settings.block_size, torch.bfloat16)
+    device, settings = CudaDevice(), EngineConfig.build("").for_gpu()
+    shape = KVShape(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, settings.scheduler.block_size, torch.bfloat16)
     cache = KVCache(shape, CACHE_FACTOR * MOVED_BLOCKS, str(device.torch_device))
     torch.cuda.synchronize()
     return DeviceRegion(shape.layout("bench", transposed_keys=False), cache, device)
 
 
 def _engine(name: str) -> Engine:
-    settings = GPUConfig(max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=True)
+    settings = EngineConfig.build(
+        "", max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=TransferConfig(name)
+    ).for_gpu()
     weights = GPURandomWeights("cuda", torch.bfloat16)
     context = PROMPT_TOKENS + 256
     return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_open_endpoint, name)).engine

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emberline.core.config import GPUConfig, SchedulerConfig, kernel_dir
+from emberline.core.config import kernel_dir
+from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
@@ -47,7 +48,7 @@ from emberline.models.weights import Weights
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
 
-__all__ = ["BootedGPUEngine", "GPUConfig", "SyncRunner", "boot_from_checkpoint", "boot_gpu"]
+__all__ = ["BootedGPUEngine", "SyncRunner", "boot_from_checkpoint", "boot_gpu"]
 
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
@@ -84,7 +85,7 @@ def boot_gpu(
     weights: Weights,
     *,
     context: int,
-    settings: GPUConfig,
+    settings: EngineConfig,
     identity: Callable[[], str] = lambda: "random",
     compiler: Callable[[], GrammarCompiler] | None = None,
     device: Device | None = None,
@@ -95,17 +96,17 @@ def boot_gpu(
 
     `weights`: the source of the tensors; this function finishes it. `identity`: returns the checkpoint's fingerprint,
     and is called after the weights are loaded. `tiers`, `endpoint`: make what the settings of the same name require."""
-    assert (tiers is not None) == settings.tiers and (endpoint is not None) == settings.transfer
+    assert (tiers is not None, endpoint is not None) == (settings.tiers.has_tiers, settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = DecoderModel.load(config, weights, context, "")
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
-    shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
-    served = replace(settings, max_context=context)
+    shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
+    served = settings.with_settings(max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
     # Before the cache fills the memory.
-    tuned = _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.graphs else 0.0
+    tuned = _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.gpu.graphs else 0.0
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
     eos = frozenset(config.eos)
@@ -117,41 +118,28 @@ def boot_gpu(
         "runner": ready - planned,
         **_load_weights(weights, runner),
     }
-    if settings.weights == "both":
+    if settings.gpu.weights == "both":
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
-    if weights.packed or settings.weights == "both":
+    if weights.packed or settings.gpu.weights == "both":
         _check_packed_size(weights.loaded_bytes, plan)
     # Computing the identity reads a little of every tensor: not while the disk is busy.
-    weight_format = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
+    weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
     # The format is part of the fingerprint, since other kernels compute other keys and values.
     model_id = identity() if weight_format == "plain" else f"{identity()}-{weight_format}"
     runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
-    scheduler = _scheduler_config(settings, context)
+    scheduler = settings.scheduler.for_model(context)
     begun = time.perf_counter()
     below = make_tiers(runner, tiers) if tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
     shared = endpoint(make_region(runner, device)) if endpoint is not None else None
     engine = Engine(
-        scheduler, runner if settings.overlap else SyncRunner(runner), tiers=below, transfer_endpoint=shared
+        scheduler, runner if settings.gpu.overlap else SyncRunner(runner), tiers=below, transfer_endpoint=shared
     )
     seconds["capture"] = _capture_first(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
-
-
-def _scheduler_config(settings: GPUConfig, context: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        block_size=settings.block_size,
-        max_batch_tokens=max(settings.max_batch_tokens, settings.max_running),
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
-        max_context=context,
-        prefix_cache=settings.prefix_cache,
-        itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
-        itl_tail=settings.itl_tail,
-    )
 
 
 def _check_packed_size(loaded_bytes: int, plan: memory.MemoryPlan) -> None:
@@ -163,7 +151,7 @@ def _check_packed_size(loaded_bytes: int, plan: memory.MemoryPlan) -> None:
 
 def boot_from_checkpoint(
     directory: Path,
-    settings: GPUConfig,
+    settings: EngineConfig,
     *,
     dtype: torch.dtype | None = None,
     reader: FileReader | None = None,
@@ -221,7 +209,7 @@ def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
     return DeviceRegion(layout, runner.cache, device)
 
 
-def _tune_products(model: DecoderModel, settings: GPUConfig) -> float:
+def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
     """Find the fastest matrix product kernels for all sizes of steps; return the seconds.
 
     The measurements of an earlier start are reused."""
@@ -229,7 +217,9 @@ def _tune_products(model: DecoderModel, settings: GPUConfig) -> float:
 
     weights = set(iter_instances(ops.PackedWeight, model.layers))
     return tuning.tune_products(
-        weights, model.config.hidden, captured_token_counts(settings.max_running, settings.max_batch_tokens)
+        weights,
+        model.config.hidden,
+        captured_token_counts(settings.scheduler.max_running, settings.scheduler.max_batch_tokens),
     )
 
 

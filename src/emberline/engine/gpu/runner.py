@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from emberline.core.config import GPUConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.engine.gpu.batch import DeviceBatch
@@ -47,10 +47,11 @@ class GPURunner:
         cache: KVCache,
         eos: frozenset[int],
         make_state: SamplingStateFactory,
-        settings: GPUConfig,
+        settings: EngineConfig,
         device: Device,
         max_context: int,
     ) -> None:
+        limits = settings.scheduler
         self.model = model
         self.cache = cache
         self.num_blocks = cache.num_blocks
@@ -59,27 +60,27 @@ class GPURunner:
         self.prepare = make_state.prepare
         self._make_state = make_state
         self._block_size = cache.shape.block_size
-        self._rows = DeviceRows(settings.max_running, -(-max_context // self._block_size), device.torch_device)
+        self._rows = DeviceRows(limits.max_running, -(-max_context // self._block_size), device.torch_device)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running, widened = (
-            settings.max_running,
-            max_widened_blocks(self._block_size, max_context, settings.max_batch_tokens),
+            limits.max_running,
+            max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
         )
-        self._penalties = DevicePenalties(settings.max_running + 1, self.vocab_size, device.torch_device)
+        self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = ops.AttentionPlanner(
             heads, cache.keys, model.dtype, max_step_rows(running), max_widened_blocks=widened
         )
-        self.graphs = settings.graphs  # whether steps are captured; False while another thread uses the device
-        self._grid = grid_of(model.config, settings.max_batch_tokens)
-        self.shapes = order_by_use(captured_shapes(running, settings.max_batch_tokens, self._grid))
+        self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
+        self._grid = grid_of(model.config, limits.max_batch_tokens)
+        self.shapes = order_by_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
-        size = _staging_bytes(settings, self._attention_planner)
+        size = _staging_bytes(limits, self._attention_planner)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
-        masks = settings.max_running * mask_words(self.vocab_size) * 4
+        masks = limits.max_running * mask_words(self.vocab_size) * 4
         self._extra_inputs = InputStaging(size + masks, device)  # a step's inputs other than the model's
-        self.copier = DeviceCopier(cache, device) if settings.tiers else None
+        self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
 
     @property
     def layout(self) -> str:
@@ -131,7 +132,7 @@ class GPURunner:
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:
             return lambda: None
-        assert self.copier is not None, "GPUConfig.tiers is False"
+        assert self.copier is not None, "EngineConfig.tiers has no tier"
         return self.copier.launch(plan.saves, plan.loads)
 
     def _launch(self, step: int, work: Sequence[WorkItem], failed: dict[str, str]) -> Callable[[], StepResult]:
@@ -336,9 +337,9 @@ class GPURunner:
         return token_logprobs(logits[: len(successors)], successors, [top] * len(successors))
 
 
-def _staging_bytes(settings: GPUConfig, planner: ops.AttentionPlanner) -> int:
+def _staging_bytes(limits: SchedulerConfig, planner: ops.AttentionPlanner) -> int:
     per_token, per_row = 8 + 8 + 8 + 4, 4 + 8 + 4 + 8 + 64
-    tables = 16 * (settings.max_batch_tokens // settings.block_size + settings.max_running)
-    rows = max_step_rows(settings.max_running)
-    tiles = planner.max_plan_bytes(rows, settings.max_batch_tokens)
-    return 2 * (settings.max_batch_tokens * per_token + rows * per_row + tables + tiles) + (1 << 20)
+    tables = 16 * (limits.max_batch_tokens // limits.block_size + limits.max_running)
+    rows = max_step_rows(limits.max_running)
+    tiles = planner.max_plan_bytes(rows, limits.max_batch_tokens)
+    return 2 * (limits.max_batch_tokens * per_token + rows * per_row + tables + tiles) + (1 << 20)

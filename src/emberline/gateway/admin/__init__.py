@@ -1,1 +1,1 @@
-"""The management API: settings, keys, routes, logs and costs of gateways. It is independent of HTTP."""
+"""The management API: reads and changes settings, keys, routes, logs and costs of gateways. It has no HTTP code."""

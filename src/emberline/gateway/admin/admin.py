@@ -29,7 +29,7 @@ from emberline.gateway.admin.cloudflare_providers import CloudflareProviderEndpo
 from emberline.gateway.admin.cloudflare_routes import CloudflareRouteEndpoints
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.keys import KeyEndpoints, ProviderKeyEndpoints
-from emberline.gateway.admin.log_query import join_filter_parameters, unknown_parameter
+from emberline.gateway.admin.log_query import find_unknown_parameter, join_filter_parameters
 from emberline.gateway.admin.logs import LogEndpoints
 from emberline.gateway.admin.openapi import openapi_document
 from emberline.gateway.admin.routes import RouteEndpoints
@@ -49,8 +49,8 @@ class AdminAPI:
     def __init__(self, context: AdminContext, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
         self._logs = LogEndpoints(context)
         self._endpoints = [
-            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._document),
-            *gateways.endpoints(context),
+            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._openapi_document),
+            *gateways.gateway_endpoints(context),
             *BudgetUsageEndpoints(context).endpoints(),
             *KeyEndpoints(context).endpoints(),
             *ProviderKeyEndpoints(context).endpoints(),
@@ -73,16 +73,19 @@ class AdminAPI:
     async def handle(
         self, method: str, path: str, query: str, body: bytes, identity: Identity, origin: str = ""
     ) -> tuple[int, Any]:
-        """Return the status and the JSON value to send; every failure becomes an error value.
+        """Handle a request.
 
-        `origin`: scheme and host by which the caller reached the gateway.
+        Return the HTTP status and the JSON body of the reply, which describes the error after a failure. `origin`:
+        scheme and host under which the caller reached the gateway.
         """
         path = path.removeprefix(CLOUDFLARE_PREFIX)
         is_cloudflare = path.startswith("/accounts/")
         try:
             endpoint, request = self._read_request(method, path, query, body, identity)
             if endpoint.is_export:
-                raise InvalidRequest(f"{path[:200]} is an export and answers with JSON lines, not with JSON")
+                raise InvalidRequest(
+                    f"{method[:20]} {path[:200]} replies with JSON lines and cannot be handled as a JSON request"
+                )
             result = await endpoint.handle(replace(request, origin=origin))
             return endpoint.status, msgspec.to_builtins(success_envelope(result) if is_cloudflare else result)
         except Exception as e:
@@ -95,11 +98,14 @@ class AdminAPI:
             return e.status, error_envelope(e) if is_cloudflare else openai_error(e).body
 
     def is_export(self, method: str, path: str) -> bool:
-        """Return whether the endpoint answers with JSON lines, so that `export` must be called."""
+        """Return whether the endpoint replies with JSON lines.
+
+        Such a request must be passed to `export`, not to `handle`.
+        """
         return any(e.is_export and e.method == method and e.match(path) is not None for e in self._endpoints)
 
     def export(self, method: str, path: str, query: str, identity: Identity) -> AsyncIterator[bytes]:
-        """Return the lines of an export. Raise EmberlineError at once if the request is invalid or forbidden."""
+        """Return the JSON lines of an export. Raise EmberlineError at once if the request is invalid or forbidden."""
         _, request = self._read_request(method, path, query, b"", identity)
         return self._logs.export_lines(request)
 
@@ -110,7 +116,7 @@ class AdminAPI:
         if "account" in path_parameters:
             _check_access(identity, check_name(path_parameters["account"], "account"))
         request = AdminRequest(identity, path_parameters, _read_query(query), body)
-        if name := unknown_parameter(request.query, endpoint.query):
+        if name := find_unknown_parameter(request.query, endpoint.query):
             known = ", ".join(endpoint.query)
             raise InvalidRequest(
                 f"unknown query parameter {name[:80]!r} of {method} {path[:200]}",
@@ -118,7 +124,7 @@ class AdminAPI:
                 hint=f"known parameters: {known}" if known else "this endpoint has no query parameters",
             )
         if body and endpoint.request is None and method not in ("PATCH",):
-            raise InvalidRequest(f"{method} {path[:200]} takes no body", hint="send the request without a body")
+            raise InvalidRequest(f"{method} {path[:200]} must have no body", hint="send the request without a body")
         return endpoint, request
 
     def _find_endpoint(self, method: str, path: str) -> tuple[AdminEndpoint, dict[str, str]]:
@@ -130,10 +136,10 @@ class AdminAPI:
                 methods.append(endpoint.method)
         if methods:
             allowed = ", ".join(dict.fromkeys(methods))
-            raise MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method[:20]}", allowed=allowed)
+            raise MethodNotAllowed(f"{path[:200]} must be called with {allowed}, not {method[:20]}", allowed=allowed)
         raise NotFound(f"the management API has no path {path[:200]!r}", hint="GET /admin/openapi.json lists all paths")
 
-    async def _document(self, request: AdminRequest) -> dict[str, Any]:
+    async def _openapi_document(self, request: AdminRequest) -> dict[str, Any]:
         return self._openapi
 
 
@@ -145,8 +151,8 @@ def _check_access(identity: Identity, account: str) -> None:
         )
     if not identity.is_admin:
         raise Forbidden(
-            f"key {identity.name!r} may not use the management API: it does not have the scope admin",
-            hint="use an admin key, or add the scope admin to this one",
+            f"key {identity.name!r} may not use the management API because the key lacks the scope admin",
+            hint="use an admin key, or add the scope admin to this key",
         )
     if not fnmatchcase(account, identity.account):
         raise Forbidden(
@@ -159,7 +165,10 @@ def _read_query(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MAX_QUERY_PARAMETERS, errors="strict")
     except ValueError as e:
-        raise InvalidRequest(f"the URL's query is invalid: {e}") from e
+        raise InvalidRequest(
+            f"the URL's query is invalid: {e}",
+            hint=f"send at most {MAX_QUERY_PARAMETERS} parameters NAME=VALUE, joined by &",
+        ) from e
     parameters: dict[str, str] = {}
     for name, value in join_filter_parameters(pairs):
         if name in parameters:

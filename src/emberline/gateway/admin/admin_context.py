@@ -1,4 +1,7 @@
-"""AdminContext: what all endpoints share. `commit` makes every change and adds an audit entry."""
+"""AdminContext: the store, the key vault, the limiter and the clock that all endpoints share.
+
+Every change goes through `commit`, which adds an audit entry.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ class AdminContext:
         before: Any = None,
         after: Any = None,
     ) -> None:
-        """Commit a change with its audit entry, which shows `before` and `after`: they must have no secrets."""
+        """Write and delete documents in one transaction, together with an audit entry.
+
+        The audit entry shows `before` and `after`, which must not contain secrets.
+        """
         audit = AuditEntry(
             at=self.now_ms(),
             account=request.account,
@@ -96,7 +102,7 @@ class AdminContext:
 
 
 def check_version(document: Document, request: AdminRequest) -> Document:
-    """Return the document. Raise Conflict if the query names another version than the stored one."""
+    """Return the document. Raise Conflict if the query parameter `version` differs from the stored version."""
     version = request.int_parameter("version", document.version, 0, 2**53)
     if version != document.version:
         raise Conflict.of_document(document.kind, document.id, is_new=False)

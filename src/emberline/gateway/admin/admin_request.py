@@ -1,4 +1,4 @@
-"""AdminRequest: one request to the management API, and the decoding of its values."""
+"""AdminRequest: one request to the management API, with methods that decode its body and query parameters."""
 
 from __future__ import annotations
 
@@ -36,50 +36,59 @@ class AdminRequest:
         return decode_json(self.body, kind)
 
     def int_parameter(self, name: str, default: int, minimum: int, maximum: int) -> int:
-        """Return a query parameter. Raise InvalidRequest if it is not an integer in the range."""
+        """Return an integer query parameter. Raise InvalidRequest if the value is not an integer in the range."""
         text = self.query.get(name)
         if text is None:
             return default
         if not re.fullmatch(r"-?[0-9]{1,18}", text) or not minimum <= int(text) <= maximum:
             raise InvalidRequest(
-                f"query parameter {name} is {text[:40]!r}; it must be an integer from {minimum} to {maximum}",
+                f"query parameter {name} must be an integer from {minimum} to {maximum}, not {text[:40]!r}",
                 param=name,
             )
         return int(text)
 
     def bool_parameter(self, name: str) -> bool | None:
-        """Return a query parameter, or None if it is not given. Raise InvalidRequest unless true or false."""
+        """Return a boolean query parameter, or None if it is absent.
+
+        Raise InvalidRequest if the value is neither true nor false.
+        """
         text = self.query.get(name)
         if text is None:
             return None
         if text not in ("true", "false"):
-            raise InvalidRequest(f"query parameter {name} is {text[:40]!r}; it must be true or false", param=name)
+            raise InvalidRequest(f"query parameter {name} must be true or false, not {text[:40]!r}", param=name)
         return text == "true"
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
-    """Decode JSON as this type; an empty body is {}. Raise InvalidRequest if it does not fit."""
+    """Decode a JSON body to a value of type `kind`; an empty body is read as {}.
+
+    Raise InvalidRequest if the body does not match the type.
+    """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as e:
         raise to_invalid_request(e) from e
     except JSON_DECODE_ERRORS as e:
-        raise InvalidRequest(f"the body is not JSON: {e}") from e
+        raise InvalidRequest(f"the body is not valid JSON: {e}", hint="send a JSON object, or no body") from e
 
 
 def convert_value(value: Any, kind: type[T]) -> T:
-    """Convert decoded JSON to this type. Raise InvalidRequest if it does not fit."""
+    """Convert decoded JSON to a value of type `kind`. Raise InvalidRequest if the JSON does not match the type."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
         raise to_invalid_request(e) from e
 
 
-def to_invalid_request(e: msgspec.ValidationError) -> InvalidRequest:
-    """Return the error with msgspec's message; its `param` is the path at the end of that message."""
-    if isinstance(e.__cause__, InvalidRequest):
-        return e.__cause__
-    parts = _MESSAGE_AND_PATH.fullmatch(str(e))
+def to_invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
+    """Convert msgspec's validation error to InvalidRequest.
+
+    `param` is the path of the field, which msgspec names at the end of its message.
+    """
+    if isinstance(error.__cause__, InvalidRequest):
+        return error.__cause__
+    parts = _MESSAGE_AND_PATH.fullmatch(str(error))
     assert parts is not None
     message, path = parts[1], parts[2] or ""
     if field := _FIELD.search(message):  # a missing or unknown field is only in the message
@@ -88,7 +97,7 @@ def to_invalid_request(e: msgspec.ValidationError) -> InvalidRequest:
 
 
 def check_name(name: str, param: str) -> str:
-    """Return the name if it can be part of a URL path, else raise InvalidRequest."""
+    """Return the name. Raise InvalidRequest if the name cannot be part of a URL path."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
         hint = "use 1 to 64 letters, digits, dots, dashes and underscores"
         raise InvalidRequest(f"{param} {name[:80]!r} is not a valid name", param=param, hint=hint)

@@ -1,4 +1,4 @@
-"""AuditEndpoints: the audit log, which has every change and the key that made it."""
+"""AuditEndpoints: reads the audit log, which contains every change and the key that made the change."""
 
 from __future__ import annotations
 

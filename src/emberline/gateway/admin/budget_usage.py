@@ -1,7 +1,8 @@
-"""BudgetUsageEndpoints: how much of each budget is used now, as the limiter counts it.
+"""BudgetUsageEndpoints: how much of each budget is used now, as counted by the limiter.
 
-A budget is counted separately for every gateway and, if it has `split`, for each value. Only the log has the values:
-those of its newest records are listed.
+Every gateway has its own count of a budget. A budget with `split` has a separate count for each value of the split
+attribute, for example for each user. The limiter cannot list these values, so they are taken from the newest log
+records.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class BudgetUsageEndpoints:
         ]
 
     async def list_usage(self, request: AdminRequest) -> Listing:
-        """Return the usage of all budgets, the most used one first."""
+        """Return the usage of all budgets, sorted by the used share, highest first."""
         now, only_gateway = self._context.now_ms(), request.query.get("gateway", "")
-        rules = {gateway: rules for gateway, rules in (await self._rules(request.account)).items() if rules}
+        rules = {gateway: rules for gateway, rules in (await self._rules_by_gateway(request.account)).items() if rules}
         has_split = any(rule.split for of_gateway in rules.values() for rule in of_gateway)
         filters = LogFilters(request.account, only_gateway)
         recent = await self._context.store.read_page(filters, limit=RECENT_RECORDS) if has_split else None
@@ -59,53 +60,56 @@ class BudgetUsageEndpoints:
         for gateway, of_gateway in rules.items():
             if only_gateway in ("", gateway):
                 records = [each for each in recent.records if each.gateway == gateway] if recent is not None else []
-                views += await self._views(f"{request.account}/{gateway}", gateway, of_gateway, records, now)
+                views += await self._budget_views(f"{request.account}/{gateway}", gateway, of_gateway, records, now)
         return Listing(sorted(views, key=lambda view: view.used / max(1, view.limit), reverse=True))
 
-    async def _rules(self, account: str) -> dict[str, list[LimitRule]]:
-        """Return the rules of each gateway: its own budgets and the account's budgets for it."""
+    async def _rules_by_gateway(self, account: str) -> dict[str, list[LimitRule]]:
+        """Return the budget rules that apply to each gateway: the gateway's own and those of the account."""
         found = {name: settings for (owner, name), settings in self._context.configured.items() if owner == account}
         for document in await self._context.list_all("gateway", account):
             found.setdefault(document.id, decode_json(document.body, GatewaySettings))
         budgets = [decode_json(each.body, AccountBudget) for each in await self._context.list_all("budget", account)]
         return {
-            name: [*LimitRule.parse(settings.budgets, "micros"), *_applying_rules(budgets, name)]
+            name: [*LimitRule.parse(settings.budgets, "micros"), *_budget_rules_for_gateway(budgets, name)]
             for name, settings in found.items()
         }
 
-    async def _views(
+    async def _budget_views(
         self, full_name: str, gateway: str, rules: Iterable[LimitRule], records: Sequence[LogRecord], now: int
     ) -> list[BudgetUsageView]:
-        """`full_name`: account/gateway, as limits name a gateway."""
+        """Return the usage of one gateway's budgets. `full_name` is ACCOUNT/GATEWAY, the name that limits use."""
         claims: list[Claim] = []
         splits: list[dict[str, str]] = []
         for rule in rules:
-            for split in _splits(rule, full_name, records):
+            for split in _split_combinations(rule, full_name, records):
                 claims.append(rule.make_claim({**split, "gateway": full_name}, 0))
                 splits.append(split)
         spent = await self._context.limiter.bucket_usage(claims, now / 1e3) if claims else []
-        views = [_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
+        views = [_budget_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
         return [view for view in views if view.used or not view.split]
 
 
-def _applying_rules(budgets: Iterable[AccountBudget], gateway: str) -> list[LimitRule]:
+def _budget_rules_for_gateway(budgets: Iterable[AccountBudget], gateway: str) -> list[LimitRule]:
     return [b.rule for b in budgets if b.enabled and any(fnmatchcase(gateway, each) for each in b.gateways)]
 
 
-def _splits(rule: LimitRule, full_name: str, records: Sequence[LogRecord]) -> list[dict[str, str]]:
-    """Return the combinations of `split` values that a rule counts separately, newest first; [{}] without `split`."""
+def _split_combinations(rule: LimitRule, full_name: str, records: Sequence[LogRecord]) -> list[dict[str, str]]:
+    """Return the values of the rule's `split` attributes that occur in the records, newest first.
+
+    Return [{}] for a rule without `split`.
+    """
     if not rule.split:
         return [{}]
     found: dict[tuple[str, ...], None] = {}
     for record in records:
-        attributes = _attributes(record, full_name)
+        attributes = _record_attributes(record, full_name)
         if all(attributes.get(name, "") in values for name, values in rule.only.items()):
             found.setdefault(tuple(attributes.get(name, "") for name in rule.split))
     return [dict(zip(rule.split, values, strict=True)) for values in list(found)[:MAX_SPLIT_VALUES]]
 
 
-def _attributes(record: LogRecord, full_name: str) -> dict[str, str]:
-    """Return the attributes of a record that rules can split by; compare limits/claims.py."""
+def _record_attributes(record: LogRecord, full_name: str) -> dict[str, str]:
+    """Return the attributes of a log record that rules can split by, named as in limits/claims.py."""
     attributes = {"gateway": full_name, "key": record.key_id, "user": record.user}
     attributes |= {"model": record.model, "provider": record.provider}
     for name, value in record.metadata.items():
@@ -113,14 +117,16 @@ def _attributes(record: LogRecord, full_name: str) -> dict[str, str]:
     return attributes
 
 
-def _view(claim: Claim, split: dict[str, str], spent: BucketUsage, gateway: str, now: int) -> BudgetUsageView:
+def _budget_view(
+    claim: Claim, split: dict[str, str], bucket_usage: BucketUsage, gateway: str, now: int
+) -> BudgetUsageView:
     rule = claim.rule
     return BudgetUsageView(
         budget=rule.name,
         gateway=gateway,
         split=split,
         amount=rule.amount,
-        used=spent.used,
+        used=bucket_usage.used,
         limit=rule.limit,
-        ends=now + spent.resets_in_ms if rule.technique == "fixed" else None,
+        ends=now + bucket_usage.resets_in_ms if rule.technique == "fixed" else None,
     )

@@ -1,4 +1,4 @@
-"""CatalogueEndpoints: the known providers, and the models of the price catalogue."""
+"""CatalogueEndpoints: lists the known providers and the models of the price catalogue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CatalogueEndpoints:
             ProviderKeyID.of_document(document).provider
             for document in await self._context.list_all("provider_key", request.account)
         }
-        return _page(
+        return _list_page(
             request,
             {
                 slug: KnownProvider(
@@ -74,18 +74,19 @@ class CatalogueEndpoints:
         )
 
     async def list_models(self, request: AdminRequest) -> Listing:
-        return _page(
-            request, {f"{model.provider}/{model.name}": _row(model) for model in self._catalogue.current.models()}
+        return _list_page(
+            request,
+            {f"{model.provider}/{model.name}": _model_view(model) for model in self._catalogue.current.models()},
         )
 
 
-def _page(request: AdminRequest, rows: dict[str, Any]) -> Listing:
+def _list_page(request: AdminRequest, rows_by_id: dict[str, Any]) -> Listing:
     limit, after = request.int_parameter("limit", DEFAULT_PAGE_SIZE, 1, MAX_PAGE_SIZE), request.query.get("after", "")
-    left = sorted(id for id in rows if id > after)
-    return Listing([rows[id] for id in left[:limit]], left[limit - 1] if len(left) > limit else "")
+    left = sorted(id for id in rows_by_id if id > after)
+    return Listing([rows_by_id[id] for id in left[:limit]], left[limit - 1] if len(left) > limit else "")
 
 
-def _row(model: CatalogueModel) -> CatalogueModelView:
+def _model_view(model: CatalogueModel) -> CatalogueModelView:
     return CatalogueModelView(
         id=f"{model.provider}/{model.name}",
         kind=model.kind,

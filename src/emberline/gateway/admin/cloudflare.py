@@ -1,7 +1,7 @@
-"""The management API with Cloudflare's paths, names, pages and envelope, over the same store.
+"""The management API in Cloudflare's form: the same data under Cloudflare's paths, field names and reply envelope.
 
-Fields for features that the gateway does not have (log push, a limit of log rows, ...) are accepted only with the value
-that turns the feature off.
+A field of a feature that this gateway lacks, such as log push, is accepted only with the value that disables the
+feature.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}  # HTTP status -> Cloudf
 
 
 class PagedResult(msgspec.Struct, frozen=True):
-    """A result with a `result_info` beside it."""
+    """A list of results. The reply contains the page numbers in `result_info`."""
 
     result: list[Any]
     info: dict[str, Any]
 
 
 class NamedResult(msgspec.Struct, frozen=True):
-    """A result that Cloudflare's clients also expect under another name."""
+    """A result that the reply contains twice: as `result` and as the field `name`, which Cloudflare's clients read."""
 
     name: str
     result: Any
@@ -67,31 +67,34 @@ class CloudflareGatewaySpec(StrictStruct, frozen=True, kw_only=True):
     workers_ai_billing_mode: Literal["postpaid"] | None = None  # the provider bills, not the gateway
 
     def apply_to(self, old: GatewaySettings) -> GatewaySettings:
-        rates, retries = self._rates(old), old.retries
+        rates, retries = self._changed_limit_rules(old), old.retries
         return msgspec.structs.replace(
             old,
-            cache_ttl=_or(self.cache_ttl, old.cache_ttl),
-            cache_invalidate_on_update=_or(self.cache_invalidate_on_update, old.cache_invalidate_on_update),
-            authentication=_or(self.authentication, old.authentication),
-            zdr=_or(self.zdr, old.zdr),
-            logs=msgspec.structs.replace(old.logs, collect=_or(self.collect_logs, old.logs.collect)),
+            cache_ttl=_new_or_old(self.cache_ttl, old.cache_ttl),
+            cache_invalidate_on_update=_new_or_old(self.cache_invalidate_on_update, old.cache_invalidate_on_update),
+            authentication=_new_or_old(self.authentication, old.authentication),
+            zdr=_new_or_old(self.zdr, old.zdr),
+            logs=msgspec.structs.replace(old.logs, collect=_new_or_old(self.collect_logs, old.logs.collect)),
             limits=rates,
             retries=RetrySettings(
-                attempts=_or(self.retry_max_attempts, retries.attempts),
+                attempts=_new_or_old(self.retry_max_attempts, retries.attempts),
                 delay=retries.delay if self.retry_delay is None else self.retry_delay / 1e3,
-                backoff=_or(self.retry_backoff, retries.backoff),
+                backoff=_new_or_old(self.retry_backoff, retries.backoff),
             ),
         )
 
-    def _rates(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
-        """Return the rules with the rate limit changed; a limit of 0 removes it."""
-        rule = _rate_rule(old)
-        limit = _or(self.rate_limiting_limit, rule.get("limit", 0))
-        interval = _or(self.rate_limiting_interval, rule.get("per", 0))
-        technique = _or(self.rate_limiting_technique, rule.get("technique", "fixed"))
+    def _changed_limit_rules(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
+        """Return the gateway's limit rules with Cloudflare's rate limit changed.
+
+        A limit of 0 removes the rate limit.
+        """
+        rule = _rate_limit_rule(old)
+        limit = _new_or_old(self.rate_limiting_limit, rule.get("limit", 0))
+        interval = _new_or_old(self.rate_limiting_interval, rule.get("per", 0))
+        technique = _new_or_old(self.rate_limiting_technique, rule.get("technique", "fixed"))
         if bool(limit) != bool(interval):
             raise InvalidRequest(
-                f"a rate limit needs both values: rate_limiting_limit is {limit}, rate_limiting_interval is {interval}",
+                f"rate_limiting_limit and rate_limiting_interval must be set together, not {limit} and {interval}",
                 param=RATE_LIMIT_RULE,
                 hint="set both above 0, or both to 0 for no limit",
             )
@@ -129,7 +132,9 @@ class CloudflareEndpoints:
             ),
             AdminEndpoint("DELETE", f"{gateways}/{{gateway}}", "Delete a gateway", self.delete_gateway),
             AdminEndpoint("GET", logs, "List a gateway's log records", self.list_logs, query=logs_query),
-            AdminEndpoint("DELETE", logs, "Delete records that match the filters", self._logs.erase, query=erase_query),
+            AdminEndpoint(
+                "DELETE", logs, "Delete records that match the filters", self._logs.erase_records, query=erase_query
+            ),
             AdminEndpoint("GET", f"{logs}/{{id}}", "Get a log record", self._logs.get),
             AdminEndpoint("PATCH", f"{logs}/{{id}}", "Add feedback to a log record", self.edit_log, FeedbackSpec),
             AdminEndpoint("GET", f"{logs}/{{id}}/request", "Get a record's request body", self._logs.get_request),
@@ -160,7 +165,7 @@ class CloudflareEndpoints:
     async def create_gateway(self, request: AdminRequest) -> dict[str, Any]:
         spec = request.decode_body(CloudflareGatewaySpec)
         if spec.id is None:
-            raise InvalidRequest("the new gateway has no id", param="id", hint="set id, the gateway's name")
+            raise InvalidRequest("id must be set for a new gateway", param="id", hint="set id to the gateway's name")
         create = with_path_parameters(request, {"gateway": spec.id}, spec.apply_to(GatewaySettings(logs=LogSettings())))
         return gateway_view(await self._gateways.create(create))
 
@@ -184,7 +189,7 @@ class CloudflareEndpoints:
                 param="meta_info",
                 hint="leave meta_info out; /admin/accounts/ACCOUNT/rollups has counts",
             )
-        page, per_page = page_parameters(request, 20)
+        page, per_page = read_page_parameters(request, 20)
         if page * per_page > MAX_PAGED_RECORDS:
             raise InvalidRequest(
                 f"page {page} with {per_page} records per page is beyond the first {MAX_PAGED_RECORDS} records",
@@ -206,7 +211,10 @@ class CloudflareEndpoints:
         return PagedResult([record_view(each) for each in records], info)
 
     async def edit_log(self, request: AdminRequest) -> dict[str, Any]:
-        """Add feedback. Unlike LogEndpoints.patch it accepts a body without fields, which changes nothing."""
+        """Add feedback to a log record.
+
+        A body without fields changes nothing, whereas LogEndpoints.patch rejects such a body.
+        """
         return await (
             self._logs.get(request)
             if request.decode_body(FeedbackSpec) == FeedbackSpec()
@@ -214,7 +222,7 @@ class CloudflareEndpoints:
         )
 
     async def _saved_filters(self, request: AdminRequest, gateway: str) -> list[log_query.CloudflareFilter]:
-        """Return the filters of the dataset that the query names."""
+        """Return the stored filters of the dataset that the query parameter `dataset` names."""
         if not (id := request.query.get("dataset")):
             return []
         document = await self._context.get_document("dataset", request.account, f"{gateway}/{id}")
@@ -250,7 +258,7 @@ class CloudflareEndpoints:
 
 def gateway_view(stored: StoredView) -> dict[str, Any]:
     settings = convert_value(msgspec.to_builtins(stored.value), GatewaySettings)
-    rate = _rate_rule(settings)
+    rate = _rate_limit_rule(settings)
     return {
         "id": stored.id,
         "modified_at": to_iso_time(stored.updated),
@@ -274,7 +282,7 @@ def provider_view(stored: StoredView) -> dict[str, Any]:
 
 
 def success_envelope(result: Any) -> dict[str, Any]:
-    """Return Cloudflare's envelope for a result, with the extra fields of PagedResult and NamedResult."""
+    """Return Cloudflare's reply envelope with the result, and with the extra fields of PagedResult and NamedResult."""
     success = {"success": True, "errors": [], "messages": []}
     if isinstance(result, PagedResult):
         return {**success, "result": result.result, "result_info": result.info}
@@ -291,26 +299,26 @@ def error_envelope(error: EmberlineError) -> dict[str, Any]:
     return {"success": False, "errors": [fields], "messages": [], "result": None}
 
 
-def with_path_parameters(request: AdminRequest, added: dict[str, str], body: Any = None) -> AdminRequest:
-    """Return the request with more path parameters and, unless it is None, another body."""
+def with_path_parameters(request: AdminRequest, added_parameters: dict[str, str], body: Any = None) -> AdminRequest:
+    """Return a copy of the request with more path parameters and, unless `body` is None, a new body."""
     raw = request.body if body is None else msgspec.json.encode(body)
-    return replace(request, path_parameters={**request.path_parameters, **added}, body=raw)
+    return replace(request, path_parameters={**request.path_parameters, **added_parameters}, body=raw)
 
 
-def paged_result(request: AdminRequest, found: Sequence[Any]) -> PagedResult:
-    """Return the page of `found` that the query asks for by number."""
-    page, per_page = page_parameters(request, 20)
-    items = list(found[(page - 1) * per_page : page * per_page])
-    return PagedResult(items, {"count": len(items), "page": page, "per_page": per_page, "total_count": len(found)})
+def paged_result(request: AdminRequest, all_items: Sequence[Any]) -> PagedResult:
+    """Return the page of `all_items` that the query parameters page and per_page select."""
+    page, per_page = read_page_parameters(request, 20)
+    items = list(all_items[(page - 1) * per_page : page * per_page])
+    return PagedResult(items, {"count": len(items), "page": page, "per_page": per_page, "total_count": len(all_items)})
 
 
-def page_parameters(request: AdminRequest, default: int) -> tuple[int, int]:
+def read_page_parameters(request: AdminRequest, default_per_page: int) -> tuple[int, int]:
     """Return the query parameters page and per_page."""
-    return request.int_parameter("page", 1, 1, 10_000), request.int_parameter("per_page", default, 1, 100)
+    return request.int_parameter("page", 1, 1, 10_000), request.int_parameter("per_page", default_per_page, 1, 100)
 
 
 def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
-    """Decode `headers` of a custom provider, which Cloudflare's clients send as a string of JSON."""
+    """Return the request with `headers` decoded, which Cloudflare's clients send as a string of JSON."""
     body = request.decode_body(dict[str, Any])
     if not isinstance(headers := body.get("headers"), str):
         return request
@@ -319,12 +327,12 @@ def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
     except JSON_DECODE_ERRORS as e:
         hint = 'send an object such as {"x-name": "value"}, or the same as a string'
         raise InvalidRequest(
-            f"headers is {headers[:80]!r}, which is not a JSON object of strings: {e}", param="headers", hint=hint
+            f"headers must be a JSON object of strings, not {headers[:80]!r}: {e}", param="headers", hint=hint
         ) from e
     return with_path_parameters(request, {}, {**body, "headers": found})
 
 
-def _rate_rule(settings: GatewaySettings) -> dict[str, Any]:
+def _rate_limit_rule(settings: GatewaySettings) -> dict[str, Any]:
     return next((dict(each) for each in settings.limits if each.get("name") == RATE_LIMIT_RULE), {})
 
 
@@ -332,5 +340,5 @@ def to_iso_time(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1e3, UTC).isoformat(timespec="milliseconds")
 
 
-def _or(new: Any, old: Any) -> Any:
+def _new_or_old(new: Any, old: Any) -> Any:
     return old if new is None else new

@@ -1,6 +1,6 @@
-"""DatasetEndpoints: Cloudflare's datasets, which are stored filters of a gateway's log.
+"""DatasetEndpoints: Cloudflare's datasets. A dataset is a stored set of filters for a gateway's log.
 
-The log is read through a dataset with the query parameter `dataset=ID`.
+The query parameter `dataset=ID` applies these filters when the log is read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DatasetEndpoints:
     async def list(self, request: AdminRequest) -> PagedResult:
         gateway = (await self._gateways.get(request)).id
         documents = await self._context.list_all("dataset", request.account)
-        views = [_view(each) for each in documents if each.id.startswith(f"{gateway}/")]
+        views = [_dataset_view(each) for each in documents if each.id.startswith(f"{gateway}/")]
         if (enable := request.bool_parameter("enable")) is not None:
             views = [each for each in views if each["enable"] == enable]
         if name := request.query.get("name"):
@@ -63,42 +63,42 @@ class DatasetEndpoints:
         return paged_result(request, [each for each in views if search in _searchable_text(each)])
 
     async def get(self, request: AdminRequest) -> Json:
-        return _view(await self.get_document(request, request.path_parameters["dataset"]))
+        return _dataset_view(await self.get_document(request, request.path_parameters["dataset"]))
 
     async def create(self, request: AdminRequest) -> Json:
-        gateway, spec = (await self._gateways.get(request)).id, _read_spec(request)
+        gateway, spec = (await self._gateways.get(request)).id, _read_dataset_spec(request)
         document = Document("dataset", request.account, f"{gateway}/{uuid.uuid4().hex}", b"")
-        return await self._save(request, document, spec, self._context.now_ms())
+        return await self._save_dataset(request, document, spec, self._context.now_ms())
 
     async def put(self, request: AdminRequest) -> Json:
-        old, spec = await self.get_document(request, request.path_parameters["dataset"]), _read_spec(request)
-        return await self._save(request, old, spec, decode_json(old.body, Dataset).created)
+        old, spec = await self.get_document(request, request.path_parameters["dataset"]), _read_dataset_spec(request)
+        return await self._save_dataset(request, old, spec, decode_json(old.body, Dataset).created)
 
     async def delete(self, request: AdminRequest) -> Json:
         old = await self.get_document(request, request.path_parameters["dataset"])
-        await self._context.commit(request, "dataset.delete", old.id, delete=[old], before=_view(old))
-        return _view(old)
+        await self._context.commit(request, "dataset.delete", old.id, delete=[old], before=_dataset_view(old))
+        return _dataset_view(old)
 
     async def get_document(self, request: AdminRequest, id: str) -> Document:
         gateway = (await self._gateways.get(request)).id
         return await self._context.get_document("dataset", request.account, f"{gateway}/{id}")
 
-    async def _save(self, request: AdminRequest, old: Document, spec: DatasetSpec, created: int) -> Json:
-        new = with_body(old, Dataset(**msgspec.structs.asdict(spec), created=created))
-        view = _view(replace(new, updated=self._context.now_ms()))
-        before = _view(old) if old.version else None
+    async def _save_dataset(self, request: AdminRequest, old: Document, spec: DatasetSpec, created_ms: int) -> Json:
+        new = with_body(old, Dataset(**msgspec.structs.asdict(spec), created=created_ms))
+        view = _dataset_view(replace(new, updated=self._context.now_ms()))
+        before = _dataset_view(old) if old.version else None
         action = f"dataset.{'update' if old.version else 'create'}"
         await self._context.commit(request, action, old.id, put=[new], before=before, after=view)
         return view
 
 
-def _read_spec(request: AdminRequest) -> DatasetSpec:
+def _read_dataset_spec(request: AdminRequest) -> DatasetSpec:
     spec = request.decode_body(DatasetSpec)
     log_query.check_filters(spec.filters)
     return spec
 
 
-def _view(document: Document) -> Json:
+def _dataset_view(document: Document) -> Json:
     found = decode_json(document.body, Dataset)
     gateway, _, id = document.id.partition("/")
     return {

@@ -1,6 +1,6 @@
-"""CloudflareProviderEndpoints: Cloudflare's `provider_configs` (stored keys) and provider URLs.
+"""CloudflareProviderEndpoints: Cloudflare's `provider_configs`, which are stored provider keys, and provider URLs.
 
-Stored keys belong to the account: every gateway of the account can use a key that is stored below one gateway.
+A stored key belongs to the account. Every gateway of the account can use the key, although the path names one gateway.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class CloudflareProviderEndpoints:
         return paged_result(request, [_config_view(request, each) for each in found])
 
     async def create_config(self, request: AdminRequest) -> Json:
-        """Store a provider key. With default_config it is also stored under the alias `default`.
+        """Store a provider key.
 
-        Requests that name no alias use the alias `default`.
+        If `default_config` is true, store the key also under the alias `default`. Requests that name no alias use the
+        key with the alias `default`.
         """
         settings: GatewaySettings = (await self._gateways.get(request)).value
         spec = request.decode_body(ProviderConfigSpec)
@@ -80,8 +81,7 @@ class CloudflareProviderEndpoints:
         if spec.alias == DEFAULT_ALIAS and not spec.default_config:
             hint = "use another alias, or set default_config to true"
             raise InvalidRequest(
-                f"a key with the alias {DEFAULT_ALIAS!r} cannot have default_config: false, because requests use it by"
-                " default",
+                f"default_config must not be false for the alias {DEFAULT_ALIAS!r}, the default of requests",
                 param="default_config",
                 hint=hint,
             )

@@ -1,7 +1,7 @@
 """CloudflareRouteEndpoints: dynamic routes, their versions and deployments, at Cloudflare's paths.
 
-Routes belong to the account and name the gateways that they apply to; below a gateway only its routes are visible. The
-id of a route is its name.
+A route belongs to the account and lists the gateways that it applies to. A path below a gateway shows only the routes
+of that gateway. The name of a route is also its id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from emberline.gateway.admin.cloudflare import (
     PAGE_PARAMETERS,
     ROOT,
     NamedResult,
-    page_parameters,
+    read_page_parameters,
     to_iso_time,
     with_path_parameters,
 )
@@ -96,13 +96,13 @@ class CloudflareRouteEndpoints:
         await self._check_gateway(request)
         views = []
         for document in await self._context.list_all("route", request.account):
-            newest = await self._version(request, document, decode_route(document).latest)
+            newest = await self._route_version(request, document, decode_route(document).latest)
             if _applies_to(newest, request.path_parameters["gateway"]):
-                views.append(await self._view(request, document))
-        return _page_result(request, "routes", views)
+                views.append(await self._route_view(request, document))
+        return _named_page(request, "routes", views)
 
     async def get(self, request: AdminRequest) -> Json:
-        return await self._view(request, await self._document(request))
+        return await self._route_view(request, await self._route_document(request))
 
     async def create(self, request: AdminRequest) -> Json:
         await self._check_gateway(request)
@@ -111,23 +111,25 @@ class CloudflareRouteEndpoints:
         if await self._context.store.get("route", request.account, name) is not None:
             raise Conflict(
                 f"account {request.account!r} has a route {name!r} already",
-                hint="choose another name: all gateways of an account share the names of routes",
+                hint="choose a different name: all gateways of an account share the names of routes",
             )
-        route = RouteSpec(elements=_read_elements(spec.elements), gateways=(_gateway(request),))
+        route = RouteSpec(elements=_read_elements(spec.elements), gateways=(_gateway_in_path(request),))
         create = with_path_parameters(request, {"route": name}, route)
         await self._routes.add_version(create)
         await self._routes.deploy(with_path_parameters(create, {}, DeployRequest(version=1)))
         return await self.get(create)
 
     async def rename(self, request: AdminRequest) -> NamedResult:
-        document, name = await self._document(request), check_name(request.decode_body(RouteRename).name, "name")
+        document, name = await self._route_document(request), check_name(request.decode_body(RouteRename).name, "name")
         if name != document.id:
             if await self._context.store.get("route", request.account, name) is not None:
-                raise Conflict(f"account {request.account!r} has a route {name!r} already", hint="choose another name")
-            await self._move(request, document, name)
+                raise Conflict(
+                    f"account {request.account!r} has a route {name!r} already", hint="choose a different name"
+                )
+            await self._move_to_name(request, document, name)
         return NamedResult("route", await self.get(with_path_parameters(request, {"route": name})))
 
-    async def _move(self, request: AdminRequest, document: Document, name: str) -> None:
+    async def _move_to_name(self, request: AdminRequest, document: Document, name: str) -> None:
         numbers = range(1, decode_route(document).latest + 1)
         found = [
             await self._context.store.get("route_version", request.account, version_document_id(document.id, n))
@@ -143,47 +145,50 @@ class CloudflareRouteEndpoints:
         return view
 
     async def list_versions(self, request: AdminRequest) -> NamedResult:
-        document = await self._document(request)
+        document = await self._route_document(request)
         route = decode_route(document)
         numbers = range(route.latest, 0, -1)
-        views = [_version_view(await self._version(request, document, n), route) for n in numbers]
-        return _page_result(request, "versions", views)
+        views = [_version_view(await self._route_version(request, document, n), route) for n in numbers]
+        return _named_page(request, "versions", views)
 
     async def get_version(self, request: AdminRequest) -> Json:
-        document = await self._document(request)
-        found = await self._version(request, document, _read_version_id(request.path_parameters["number"]))
-        return {**await self._view(request, document, found), **_version_view(found, decode_route(document))}
+        document = await self._route_document(request)
+        found = await self._route_version(request, document, _read_version_id(request.path_parameters["number"]))
+        return {**await self._route_view(request, document, found), **_version_view(found, decode_route(document))}
 
     async def add_version(self, request: AdminRequest) -> Json:
-        document = await self._document(request)
-        before = await self._version(request, document, decode_route(document).latest)
+        document = await self._route_document(request)
+        before = await self._route_version(request, document, decode_route(document).latest)
         spec = RouteSpec(
             elements=_read_elements(request.decode_body(CloudflareVersionSpec).elements), gateways=before.gateways
         )
         added = await self._routes.add_version(with_path_parameters(request, {}, spec))
-        return await self._view(request, await self._document(request), added)
+        return await self._route_view(request, await self._route_document(request), added)
 
     async def list_deployments(self, request: AdminRequest) -> NamedResult:
-        document = await self._document(request)
-        views = [_deployment_view(each) for each in reversed(_deployments(document))]
-        return _page_result(request, "deployments", views)
+        document = await self._route_document(request)
+        views = [_deployment_view(each) for each in reversed(_stored_deployments(document))]
+        return _named_page(request, "deployments", views)
 
     async def deploy(self, request: AdminRequest) -> Json:
-        await self._document(request)
+        await self._route_document(request)
         number = _read_version_id(request.decode_body(DeploymentSpec).version_id)
         await self._routes.deploy(with_path_parameters(request, {}, DeployRequest(version=number)))
         return await self.get(request)
 
-    async def _view(self, request: AdminRequest, document: Document, version: RouteVersion | None = None) -> Json:
-        """Return the route with this version; by default with the deployed or else the newest one."""
+    async def _route_view(self, request: AdminRequest, document: Document, version: RouteVersion | None = None) -> Json:
+        """Return the JSON of a route with this version.
+
+        The default is the deployed version, or the newest version if none is deployed.
+        """
         route = decode_route(document)
-        first = await self._version(request, document, 1)
-        version = version or await self._version(request, document, route.deployed or route.latest)
-        deployments = _deployments(document)
+        first = await self._route_version(request, document, 1)
+        version = version or await self._route_version(request, document, route.deployed or route.latest)
+        deployments = _stored_deployments(document)
         return {
             "id": document.id,
             "account_tag": request.account,
-            "gateway_id": _gateway(request),
+            "gateway_id": _gateway_in_path(request),
             "name": document.id,
             "created_at": to_iso_time(first.created),
             "modified_at": to_iso_time(document.updated),
@@ -192,28 +197,33 @@ class CloudflareRouteEndpoints:
             "deployment": _deployment_view(deployments[-1]) if deployments else None,
         }
 
-    async def _document(self, request: AdminRequest) -> Document:
-        """Return the route. Raise NotFound if it does not apply to the gateway of the path."""
+    async def _route_document(self, request: AdminRequest) -> Document:
+        """Return the document of the route in the path.
+
+        Raise NotFound if the route does not apply to the gateway in the path.
+        """
         document = await self._routes.get_document(request)
-        if not _applies_to(await self._version(request, document, decode_route(document).latest), _gateway(request)):
+        if not _applies_to(
+            await self._route_version(request, document, decode_route(document).latest), _gateway_in_path(request)
+        ):
             raise NotFound(
-                f"gateway {_gateway(request)!r} has no route {document.id[:80]!r}",
-                hint="the account's route of this name applies to other gateways only",
+                f"gateway {_gateway_in_path(request)!r} has no route {document.id[:80]!r}",
+                hint="list the gateway's routes; a route of this name may apply to other gateways",
             )
         return document
 
-    async def _version(self, request: AdminRequest, document: Document, number: int) -> RouteVersion:
+    async def _route_version(self, request: AdminRequest, document: Document, number: int) -> RouteVersion:
         found = await self._context.get_document(
             "route_version", request.account, version_document_id(document.id, number)
         )
         return decode_json(found.body, RouteVersion)
 
     async def _check_gateway(self, request: AdminRequest) -> None:
-        if (request.account, _gateway(request)) not in self._context.configured:
-            await self._context.get_document("gateway", request.account, _gateway(request))
+        if (request.account, _gateway_in_path(request)) not in self._context.configured:
+            await self._context.get_document("gateway", request.account, _gateway_in_path(request))
 
 
-def _gateway(request: AdminRequest) -> str:
+def _gateway_in_path(request: AdminRequest) -> str:
     return check_name(request.path_parameters["gateway"], "gateway")
 
 
@@ -221,14 +231,14 @@ def _applies_to(version: RouteVersion, gateway: str) -> bool:
     return any(fnmatchcase(gateway, pattern) for pattern in version.gateways)
 
 
-def _page_result(request: AdminRequest, name: str, found: list[Json]) -> NamedResult:
-    page, per_page = page_parameters(request, 20)
-    items = found[(page - 1) * per_page : page * per_page]
-    return NamedResult("data", {**SORT_ORDER, "page": page, "per_page": per_page, name: items})
+def _named_page(request: AdminRequest, field_name: str, all_items: list[Json]) -> NamedResult:
+    page, per_page = read_page_parameters(request, 20)
+    items = all_items[(page - 1) * per_page : page * per_page]
+    return NamedResult("data", {**SORT_ORDER, "page": page, "per_page": per_page, field_name: items})
 
 
-def _deployments(document: Document) -> tuple[Deployment, ...]:
-    """Return the deployments, oldest first. Documents of earlier releases have only the last one."""
+def _stored_deployments(document: Document) -> tuple[Deployment, ...]:
+    """Return a route's deployments, oldest first. Documents of earlier releases contain only the last deployment."""
     route = decode_route(document)
     if route.deployed is None or route.deployments:
         return route.deployments
@@ -255,12 +265,14 @@ def _version_view(version: RouteVersion, route: StoredRoute) -> Json:
 
 def _read_version_id(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text) <= 8:
-        raise NotFound(f"the route has no version {text[:80]!r}", hint="a version_id is a number from 1")
+        raise NotFound(
+            f"version_id must be a version number from 1, not {text[:80]!r}", hint="list the route's versions"
+        )
     return int(text)
 
 
 def _read_elements(elements: list[Json]) -> tuple[Element, ...]:
-    """Return the elements of a route from those of Cloudflare's SDK."""
+    """Convert the elements of a route from the JSON of Cloudflare's SDK."""
     renamed = []
     for element in elements:
         kind = element.get("type")
@@ -270,7 +282,7 @@ def _read_elements(elements: list[Json]) -> tuple[Element, ...]:
 
 
 def _to_sdk_element(element: Element) -> Json:
-    """Return an element with the names of Cloudflare's SDK."""
+    """Convert an element of a route to the JSON of Cloudflare's SDK."""
     view: Json = msgspec.to_builtins(element)
     view = _rename_properties(view, lambda names: {ours: sdk for sdk, ours in names.items()})
     if view["type"] == "end":
@@ -278,9 +290,12 @@ def _to_sdk_element(element: Element) -> Json:
     return {**view, "type": next((sdk for sdk, ours in _TYPES.items() if ours == view["type"]), view["type"])}
 
 
-def _rename_properties(element: Json, direction: Callable[[dict[str, str]], dict[str, str]]) -> Json:
-    """Rename properties. `direction` returns its argument, SDK names -> our names, or the inverse."""
-    names = direction(_PROPERTIES.get(str(element.get("type")), {}))
+def _rename_properties(element: Json, orient_names: Callable[[dict[str, str]], dict[str, str]]) -> Json:
+    """Return the element with its properties renamed between Cloudflare's SDK and this API.
+
+    `orient_names` receives the table from SDK names to our names, and returns that table or its inverse.
+    """
+    names = orient_names(_PROPERTIES.get(str(element.get("type")), {}))
     properties = element.get("properties")
     if not isinstance(properties, dict):
         return element

@@ -34,20 +34,21 @@ class DocumentEndpoints(Generic[T]):
         kind: DocumentKind,
         type: type[T],
         *,
-        path: str,
-        id: str,
-        check: Callable[[T, AdminRequest], Awaitable[T]],
+        path_name: str,
+        id_parameters: str,
+        check_value: Callable[[T, AdminRequest], Awaitable[T]],
     ) -> None:
-        """`path`: part of the URL, such as budgets; `id`: path parameters, such as budget or provider/model.
+        """`path_name`: part of the URL, such as budgets.
 
-        `check` returns the value to store, or raises InvalidRequest.
+        `id_parameters`: the path parameters that form a document's id. Examples of `id_parameters` are budget and
+        provider/model. `check_value` returns the value to store, or raises InvalidRequest.
         """
         self._context = context
         self._kind = kind
         self._type = type
-        self._path = path
-        self._id = id
-        self._check = check
+        self._path = path_name
+        self._id = id_parameters
+        self._check = check_value
 
     def endpoints(self) -> list[AdminEndpoint]:
         many = f"/admin/accounts/{{account}}/{self._path}"
@@ -70,7 +71,7 @@ class DocumentEndpoints(Generic[T]):
         ]
 
     def document_id(self, request: AdminRequest) -> str:
-        """Return the document's id, made from the path parameters."""
+        """Return the document's id, joined from the path parameters."""
         return "/".join(
             request.path_parameters[part.rstrip("*")]
             if part.endswith("*")
@@ -86,18 +87,20 @@ class DocumentEndpoints(Generic[T]):
         return self.to_view(await self._context.get_document(self._kind, request.account, self.document_id(request)))
 
     async def create(self, request: AdminRequest) -> StoredView:
-        return await self._save(request, None, request.decode_body(self._type))
+        return await self._save_value(request, None, request.decode_body(self._type))
 
     async def put(self, request: AdminRequest) -> StoredView:
         old = await self._context.store.get(self._kind, request.account, self.document_id(request))
-        return await self._save(request, check_version(old, request) if old else None, request.decode_body(self._type))
+        return await self._save_value(
+            request, check_version(old, request) if old else None, request.decode_body(self._type)
+        )
 
     async def patch(self, request: AdminRequest) -> StoredView:
         old = check_version(
             await self._context.get_document(self._kind, request.account, self.document_id(request)), request
         )
         merged = merge_patch(msgspec.json.decode(old.body), request.decode_body(dict[str, Any]))
-        return await self._save(request, old, convert_value(merged, self._type))
+        return await self._save_value(request, old, convert_value(merged, self._type))
 
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
         old = check_version(
@@ -107,7 +110,7 @@ class DocumentEndpoints(Generic[T]):
         await self._context.commit(request, f"{self._kind}.delete", old.id, delete=[old], before=before)
         return {"id": old.id, "deleted": True}
 
-    async def _save(self, request: AdminRequest, old: Document | None, value: T) -> StoredView:
+    async def _save_value(self, request: AdminRequest, old: Document | None, value: T) -> StoredView:
         value = await self._check(value, request)
         before = self.to_view(old).value if old else None
         document = with_body(old or Document(self._kind, request.account, self.document_id(request), b""), value)
@@ -121,7 +124,7 @@ class DocumentEndpoints(Generic[T]):
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): objects are merged, null removes, every other value replaces."""
+    """Apply a JSON merge patch (RFC 7396): objects are merged, null removes a field, other values replace it."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}

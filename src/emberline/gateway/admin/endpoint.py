@@ -1,4 +1,4 @@
-"""AdminEndpoint: one method and path of the management API. The OpenAPI document is made from these."""
+"""AdminEndpoint: one method and path of the management API. The OpenAPI document is generated from all endpoints."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ class AdminEndpoint:
     is_export: bool = False  # the reply is JSON lines: see AdminAPI.export
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
+    def _path_pattern(self) -> re.Pattern[str]:
         text = re.escape(self.path).replace(r"\{", "{").replace(r"\}", "}").replace(r"\*", "*")
         text = re.sub(r"\{(\w+)\*\}", r"(?P<\1>.+)", text)
         return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text))
 
     def match(self, path: str) -> dict[str, str] | None:
-        """Return the parameters in a percent-encoded path, or None if it is not this endpoint's.
+        """Return the path parameters if the percent-encoded path matches this endpoint, else None.
 
-        Raise InvalidRequest if the path is not UTF-8.
+        Raise InvalidRequest if a decoded parameter is not UTF-8.
         """
-        found = self._pattern.fullmatch(path)
+        found = self._path_pattern.fullmatch(path)
         if found is None:
             return None
         try:
             return {name: unquote(part, errors="strict") for name, part in found.groupdict().items()}
         except UnicodeDecodeError as e:
-            raise InvalidRequest(f"the path {path[:200]!r} is not valid UTF-8 after percent-decoding") from e
+            raise InvalidRequest(
+                f"the path {path[:200]!r} is not valid UTF-8 after percent-decoding", hint="encode the path as UTF-8"
+            ) from e
 
     @property
     def path_parameters(self) -> list[str]:

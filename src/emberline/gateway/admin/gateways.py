@@ -1,4 +1,4 @@
-"""Endpoints for gateways, custom providers, prices and budgets, and the checks of their values."""
+"""Endpoints for gateways, custom providers, prices and budgets, with the checks of values before they are stored."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ from emberline.gateway.upstream.ssrf import validate_provider_url
 
 
 class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
-    """Gateways of the configuration file are listed, too, but cannot be changed by the API."""
+    """Endpoints for gateways. Gateways of the configuration file are listed too, but the API cannot change them."""
 
     def __init__(self, context: AdminContext) -> None:
-        super().__init__(context, "gateway", GatewaySettings, path="gateways", id="gateway", check=self._check_value)
+        super().__init__(
+            context,
+            "gateway",
+            GatewaySettings,
+            path_name="gateways",
+            id_parameters="gateway",
+            check_value=self._check_value,
+        )
 
     async def list(self, request: AdminRequest) -> Listing:
         found = await super().list(request)
@@ -50,15 +57,15 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         )
 
     async def patch(self, request: AdminRequest) -> StoredView:
-        self._check_not_configured(request)
+        self._name_if_changeable(request)
         return await super().patch(request)
 
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
-        self._check_not_configured(request)
+        self._name_if_changeable(request)
         return await super().delete(request)
 
-    def _check_not_configured(self, request: AdminRequest) -> str:
-        """Return the gateway's name. Raise Conflict if it is in the configuration file."""
+    def _name_if_changeable(self, request: AdminRequest) -> str:
+        """Return the gateway's name. Raise Conflict if the gateway is defined in the configuration file."""
         name = self.document_id(request)
         if (request.account, name) in self._context.configured:
             raise Conflict(
@@ -68,11 +75,11 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         return name
 
     async def _check_value(self, value: GatewaySettings, request: AdminRequest) -> GatewaySettings:
-        name = self._check_not_configured(request)
+        name = self._name_if_changeable(request)
         for field, in_path in (("account", request.account), ("gateway", name)):
             if (in_body := getattr(value, field)) not in (DEFAULT_NAME, in_path):
                 raise InvalidRequest(
-                    f"{field} is {in_body[:80]!r} in the body and {in_path!r} in the path",
+                    f"{field} must be equal in the body and in the path, not {in_body[:80]!r} and {in_path!r}",
                     param=field,
                     hint=f"leave {field} out of the body",
                 )
@@ -84,14 +91,14 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         )
         if value.routes:
             raise InvalidRequest(
-                f"the settings of gateway {name!r} cannot have routes",
+                f"routes must not be in the settings of gateway {name!r}",
                 param="routes",
                 hint="create and deploy routes under /admin/accounts/ACCOUNT/routes",
             )
         for slug, provider in value.providers.items():
             if not provider.key is provider.key_env is provider.key_file is None:
                 raise InvalidRequest(
-                    f"the settings of provider {slug!r} cannot have key, key_env or key_file",
+                    f"the settings of provider {slug!r} must not contain key, key_env or key_file",
                     param=f"providers.{slug}",
                     hint="store the key under /admin/accounts/ACCOUNT/provider-keys",
                 )
@@ -100,7 +107,7 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
 
 
 def _configured_view(name: str, settings: GatewaySettings) -> StoredView:
-    """Return a configured gateway as the API shows it, without provider keys."""
+    """Return a gateway of the configuration file as the API shows it, without provider keys."""
     without_keys = {slug: msgspec.structs.replace(p, key=None) for slug, p in settings.providers.items()}
     value = msgspec.structs.replace(settings, providers=without_keys)
     return StoredView(id=name, version=0, updated=0, value=value)
@@ -109,13 +116,18 @@ def _configured_view(name: str, settings: GatewaySettings) -> StoredView:
 class CustomProviderEndpoints(DocumentEndpoints[CustomProvider]):
     def __init__(self, context: AdminContext) -> None:
         super().__init__(
-            context, "custom_provider", CustomProvider, path="custom-providers", id="slug", check=self._check_value
+            context,
+            "custom_provider",
+            CustomProvider,
+            path_name="custom-providers",
+            id_parameters="slug",
+            check_value=self._check_value,
         )
 
     async def _check_value(self, value: CustomProvider, request: AdminRequest) -> CustomProvider:
         if value.slug != (in_path := request.path_parameters.get("slug", value.slug)):
             raise InvalidRequest(
-                f"slug is {value.slug!r} in the body and {in_path[:80]!r} in the path",
+                f"slug must be equal in the body and in the path, not {value.slug!r} and {in_path[:80]!r}",
                 param="slug",
                 hint="use the same slug in both",
             )
@@ -134,12 +146,14 @@ async def _check_price(value: Price, request: AdminRequest) -> Price:
 
 class BudgetEndpoints(DocumentEndpoints[AccountBudget]):
     def __init__(self, context: AdminContext) -> None:
-        super().__init__(context, "budget", AccountBudget, path="budgets", id="budget", check=self._check_value)
+        super().__init__(
+            context, "budget", AccountBudget, path_name="budgets", id_parameters="budget", check_value=self._check_value
+        )
 
     async def _check_value(self, value: AccountBudget, request: AdminRequest) -> AccountBudget:
         if value.rule.name != (in_path := request.path_parameters["budget"]):
             raise InvalidRequest(
-                f"rule.name is {value.rule.name[:80]!r} in the body and {in_path[:80]!r} in the path",
+                f"rule.name must be equal in body and path, not {value.rule.name[:80]!r} and {in_path[:80]!r}",
                 param="rule.name",
                 hint="use the same name in both",
             )
@@ -156,7 +170,7 @@ class BudgetEndpoints(DocumentEndpoints[AccountBudget]):
 
 
 def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[AccountBudget]) -> None:
-    """Raise InvalidRequest if the gateway's rules and the account's budgets are too many or share a name."""
+    """Raise InvalidRequest if a gateway's rules together with the account's budgets are too many or repeat a name."""
     applying = [b.rule for b in budgets if b.enabled and any(fnmatchcase(gateway, each) for each in b.gateways)]
     rules = tuple(msgspec.to_builtins(rule) for rule in applying)
     try:
@@ -167,11 +181,13 @@ def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[Accou
         raise InvalidRequest(f"gateway {gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 
 
-def endpoints(context: AdminContext) -> list[AdminEndpoint]:
+def gateway_endpoints(context: AdminContext) -> list[AdminEndpoint]:
     groups: list[DocumentEndpoints[Any]] = [
         GatewayEndpoints(context),
         CustomProviderEndpoints(context),
-        DocumentEndpoints(context, "price", Price, path="prices", id="provider/model*", check=_check_price),
+        DocumentEndpoints(
+            context, "price", Price, path_name="prices", id_parameters="provider/model*", check_value=_check_price
+        ),
         BudgetEndpoints(context),
     ]
     return [endpoint for group in groups for endpoint in group.endpoints()]

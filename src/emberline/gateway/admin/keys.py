@@ -1,4 +1,7 @@
-"""Endpoints for gateway keys and provider keys. A secret is shown or received only once."""
+"""Endpoints for gateway keys and provider keys.
+
+The secret of a gateway key is shown only when the key is created. The secret of a provider key is never shown.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,16 @@ class KeyEndpoints:
 
     async def list(self, request: AdminRequest) -> Listing:
         found, cursor = await self._context.list_page("key", request)
-        return Listing([KeyView.of(_key(each)) for each in found], cursor)
+        return Listing([KeyView.from_stored_key(_decode_key(each)) for each in found], cursor)
 
     async def get(self, request: AdminRequest) -> KeyView:
-        return KeyView.of(
-            _key(await self._context.get_document("key", request.account, request.path_parameters["key"]))
+        return KeyView.from_stored_key(
+            _decode_key(await self._context.get_document("key", request.account, request.path_parameters["key"]))
         )
 
     async def create(self, request: AdminRequest) -> KeyView:
         spec = request.decode_body(KeySpec)
-        self._check(spec)
+        self._check_key_spec(spec)
         secret = new_secret(spec.kind)
         fields = msgspec.structs.asdict(spec)
         key = StoredKey(
@@ -59,12 +62,12 @@ class KeyEndpoints:
             **fields,
         )
         document = Document("key", request.account, key.id, msgspec.json.encode(key))
-        await self._context.commit(request, "key.create", key.id, put=[document], after=KeyView.of(key))
-        return KeyView.of(key, secret)
+        await self._context.commit(request, "key.create", key.id, put=[document], after=KeyView.from_stored_key(key))
+        return KeyView.from_stored_key(key, secret)
 
     async def patch(self, request: AdminRequest) -> KeyView:
         document = await self._context.get_document("key", request.account, request.path_parameters["key"])
-        old = _key(document)
+        old = _decode_key(document)
         patch = request.decode_body(dict[str, Any])
         if unchangeable := [name for name in patch if name not in _CHANGEABLE]:
             raise InvalidRequest(
@@ -74,9 +77,9 @@ class KeyEndpoints:
             )
         current = {name: getattr(old, name) for name in KeySpec.__struct_fields__}
         spec = convert_value(merge_patch(msgspec.to_builtins(current), patch), KeySpec)
-        self._check(spec)
+        self._check_key_spec(spec)
         new = msgspec.structs.replace(old, **msgspec.structs.asdict(spec))
-        before, after = KeyView.of(old), KeyView.of(new)
+        before, after = KeyView.from_stored_key(old), KeyView.from_stored_key(new)
         await self._context.commit(
             request, "key.update", old.id, put=[with_body(document, new)], before=before, after=after
         )
@@ -85,14 +88,14 @@ class KeyEndpoints:
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
         document = await self._context.get_document("key", request.account, request.path_parameters["key"])
         await self._context.commit(
-            request, "key.delete", document.id, delete=[document], before=KeyView.of(_key(document))
+            request, "key.delete", document.id, delete=[document], before=KeyView.from_stored_key(_decode_key(document))
         )
         return {"id": document.id, "deleted": True}
 
-    def _check(self, spec: KeySpec) -> None:
+    def _check_key_spec(self, spec: KeySpec) -> None:
         if spec.expires is not None and spec.expires <= self._context.now_ms():
             raise InvalidRequest(
-                f"expires is {spec.expires}, which is in the past",
+                f"expires must be in the future, not {spec.expires}",
                 param="expires",
                 hint="give a future time in milliseconds since 1970",
             )
@@ -126,7 +129,7 @@ class ProviderKeyEndpoints:
         key_id, secret = _provider_key_id(request), request.decode_body(ProviderKeySpec).secret
         if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
             raise InvalidRequest(
-                f"the key for {key_id.id!r} has spaces around it, line breaks or characters that are not ASCII",
+                f"secret of provider key {key_id.id!r} must be ASCII without line breaks and surrounding spaces",
                 param="secret",
                 hint="copy the key again, without spaces and line breaks",
             )
@@ -145,7 +148,7 @@ class ProviderKeyEndpoints:
         return {"id": document.id, "deleted": True}
 
 
-def _key(document: Document) -> StoredKey:
+def _decode_key(document: Document) -> StoredKey:
     return decode_json(document.body, StoredKey)
 
 

@@ -1,7 +1,7 @@
-"""Log queries: converts query parameters of a URL to LogFilters.
+"""Converts the query parameters of a URL to LogFilters.
 
-Both forms of the API take the same parameters, with Cloudflare's names where it has some, and Cloudflare's `filters`, a
-JSON array of {key, operator, value}.
+The gateway's own API and the Cloudflare API take the same parameters, under Cloudflare's names where Cloudflare has the
+parameter. The parameter `filters` is a JSON array of {key, operator, value}, as in Cloudflare's API.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class CloudflareFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SavedFilters(msgspec.Struct, frozen=True):
-    """The filters of a stored dataset; its other fields are ignored."""
+    """The filters of a stored dataset. All other fields of the dataset are ignored."""
 
     filters: list[CloudflareFilter]
 
 
-def parse_filters(request: AdminRequest, gateway: str, more: Sequence[CloudflareFilter] = ()) -> LogFilters:
-    """Return the filters in a request's query, and `more`, which the query is combined with.
+def parse_filters(request: AdminRequest, gateway: str, extra_filters: Sequence[CloudflareFilter] = ()) -> LogFilters:
+    """Return the log filters in a request's query, combined with `extra_filters`.
 
     Raise InvalidRequest if a value is invalid or a filter is unknown.
     """
@@ -101,29 +101,33 @@ def parse_filters(request: AdminRequest, gateway: str, more: Sequence[Cloudflare
     }
     if "filters" in request.query:
         _add_filters(fields, decode_json(request.query["filters"].encode(), list[CloudflareFilter]))
-    _add_filters(fields, list(more))
+    _add_filters(fields, list(extra_filters))
     excluded = [id for each in fields["excluded"] if each.field == "id" for id in each.values]
     for id in (*fields.get("id", ()), *excluded):
         if not _ID.fullmatch(id):
             raise InvalidRequest(
-                f"{str(id)[:80]!r} is not the id of a log record", param="id", hint="an id is 32 hexadecimal digits"
+                f"id must be the id of a log record, not {str(id)[:80]!r}",
+                param="id",
+                hint="an id has 32 hexadecimal digits",
             )
     return LogFilters(request.account, gateway, **fields)
 
 
-def check_filters(asked: Sequence[CloudflareFilter]) -> None:
+def check_filters(filters: Sequence[CloudflareFilter]) -> None:
     """Raise InvalidRequest if one of the filters is invalid."""
-    parse_filters(AdminRequest(ANONYMOUS, {"account": ""}, {}, b""), "", asked)
+    parse_filters(AdminRequest(ANONYMOUS, {"account": ""}, {}, b""), "", filters)
 
 
-def _add_filters(fields: dict[str, Any], asked: list[CloudflareFilter]) -> None:
+def _add_filters(fields: dict[str, Any], filters: list[CloudflareFilter]) -> None:
     pairs: dict[str, str] = {}
-    for each in asked:
+    for each in filters:
         name, values = each.key, each.values
         if not values:
-            raise InvalidRequest(f"filter {name[:40]!r} has no value", param="filters")
+            raise InvalidRequest(
+                f"filter {name[:40]!r} must have a value", param="filters", hint="set value to a list of values"
+            )
         if each.operator == "neq":
-            _add_exclusion(fields, name, values)
+            _add_exclusion_filter(fields, name, values)
         elif each.operator == "contains" and name in _TEXTS:
             fields["contains"] += (ContainsFilter((name,), tuple(values)),)
         elif name in _RANGES and each.operator != "contains":
@@ -141,7 +145,7 @@ def _add_filters(fields: dict[str, Any], asked: list[CloudflareFilter]) -> None:
             )
         elif fields.get("status" if name == "status_code" else name) not in (None, ()):
             raise InvalidRequest(
-                f"filter {name!r} is given twice", param="filters", hint="put all its values into one filter"
+                f"filter {name!r} is given twice", param="filters", hint="put all values into one filter"
             )
         elif name in _LISTS:
             fields[name] = tuple(values)
@@ -158,14 +162,15 @@ def _add_filters(fields: dict[str, Any], asked: list[CloudflareFilter]) -> None:
     if pairs:
         if len(pairs) < 2:
             raise InvalidRequest(
-                f"filter {next(iter(pairs))!r} is incomplete: metadata.key and metadata.value are used together",
+                f"filters metadata.key and metadata.value must be used together, not {next(iter(pairs))} alone",
                 param="filters",
+                hint="add the missing filter",
             )
         fields["metadata"] = {**fields["metadata"], pairs["metadata.key"]: pairs["metadata.value"]}
 
 
-def _add_exclusion(fields: dict[str, Any], name: str, values: list[str]) -> None:
-    """Add a filter with the operator neq."""
+def _add_exclusion_filter(fields: dict[str, Any], name: str, values: list[str]) -> None:
+    """Add a filter with the operator neq (not equal)."""
     if name in _FLAGS:
         fields[name] = not _read_bool(name, values)
     elif name in _LISTS:
@@ -176,18 +181,18 @@ def _add_exclusion(fields: dict[str, Any], name: str, values: list[str]) -> None
         field = "status" if name == "status_code" else name
         fields["excluded"] += (ExcludeFilter(field, tuple(_read_int(v, name) for v in values)),)
     else:
-        raise InvalidRequest(f"filter {name[:40]!r} does not support the operator neq", param="filters")
+        raise InvalidRequest(f"filter {name[:40]!r} does not support the operator neq", param="filters", hint="use eq")
 
 
 def _read_bool(name: str, values: list[str]) -> bool:
     if values not in (["true"], ["false"]):
-        raise InvalidRequest(f"filter {name!r} is {values[0][:40]!r}; it must be true or false", param="filters")
+        raise InvalidRequest(f"filter {name!r} must be true or false, not {values[0][:40]!r}", param="filters")
     return values == ["true"]
 
 
-def _narrow_range(range: NumberRange, asked: CloudflareFilter) -> NumberRange:
-    value = _number_reader(asked.key)(asked.values[0], "filters")
-    match asked.operator:
+def _narrow_range(range: NumberRange, filter: CloudflareFilter) -> NumberRange:
+    value = _number_reader(filter.key)(filter.values[0], "filters")
+    match filter.operator:
         case "eq":
             return NumberRange(value, value)
         case "gt":
@@ -195,17 +200,18 @@ def _narrow_range(range: NumberRange, asked: CloudflareFilter) -> NumberRange:
         case "lt":
             return NumberRange(range.minimum, value - 1)
         case _:
-            raise AssertionError("not reached")
+            raise AssertionError(f"filter {filter.key!r} has an unchecked operator {filter.operator!r}")
 
 
-def join_filter_parameters(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace `filters.key=..&filters.operator=..&filters.value=..` by one parameter `filters` of JSON.
+def join_filter_parameters(parameters: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Replace the parameters `filters.key`, `filters.operator` and `filters.value` by one JSON parameter `filters`.
 
-    `filters.value` may be repeated for one filter; a repeated key or operator begins the next filter.
+    `filters.value` may be repeated within a filter. A repeated `filters.key` or `filters.operator` starts the next
+    filter.
     """
     found: list[dict[str, Any]] = []
     others = []
-    for name, value in pairs:
+    for name, value in parameters:
         part = name.removeprefix("filters.") if name.startswith("filters.") else ""
         if part not in ("key", "operator", "value"):
             others.append((name, value))
@@ -219,14 +225,14 @@ def join_filter_parameters(pairs: list[tuple[str, str]]) -> list[tuple[str, str]
 
 
 def parse_time(text: str, param: str) -> int:
-    """Return milliseconds since 1970 for such a number, or for a date and time in ISO 8601."""
+    """Parse a time and return milliseconds since 1970. The text is such a number or an ISO 8601 date and time."""
     if text.isdecimal() and len(text) <= 14:
         return int(text)
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
         raise InvalidRequest(
-            f"{param} is {text[:40]!r}, which is not a time",
+            f"{param} must be a time, not {text[:40]!r}",
             param=param,
             hint="give milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z",
         ) from None
@@ -239,22 +245,24 @@ def _number_reader(name: str) -> Callable[[str, str], int]:
 
 def _read_int(text: str, param: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,15}", text):
-        raise InvalidRequest(f"{param} is {text[:40]!r}; it must be an integer", param=param)
+        raise InvalidRequest(f"{param} must be an integer, not {text[:40]!r}", param=param)
     return int(text)
 
 
 def _read_micros(text: str, param: str) -> int:
-    """Return micro-dollars for an amount in dollars."""
+    """Parse an amount in dollars and return micro-dollars."""
     try:
         amount = Decimal(text).scaleb(6)
         if amount.is_finite() and 0 <= amount < 10**15:
             return int(amount)
     except InvalidOperation:
         pass
-    raise InvalidRequest(f"{param} is {text[:40]!r}; it must be an amount in dollars", param=param)
+    raise InvalidRequest(f"{param} must be an amount in dollars, not {text[:40]!r}", param=param)
 
 
-def unknown_parameter(query: Mapping[str, str], known: tuple[str, ...]) -> str | None:
-    """Return the first parameter of the query that an endpoint does not have, or None."""
-    prefixes = tuple(name[:-1] for name in known if name.endswith("*"))
-    return next((name for name in query if name not in known and not (prefixes and name.startswith(prefixes))), None)
+def find_unknown_parameter(query: Mapping[str, str], known_parameters: tuple[str, ...]) -> str | None:
+    """Return the first query parameter that is not in `known_parameters`, or None."""
+    prefixes = tuple(name[:-1] for name in known_parameters if name.endswith("*"))
+    return next(
+        (name for name in query if name not in known_parameters and not (prefixes and name.startswith(prefixes))), None
+    )

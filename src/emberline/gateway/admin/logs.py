@@ -1,4 +1,4 @@
-"""LogEndpoints: the request log and the rollups."""
+"""LogEndpoints: reads, exports, rates and deletes log records, and reads rollups (sums over many records)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,12 @@ class LogEndpoints:
         return [
             AdminEndpoint("GET", many, "List log records, newest first", self.list, reply=LogPageView, query=paging),
             AdminEndpoint(
-                "DELETE", many, "Delete records that match the filters", self.erase, reply=EraseResult, query=query
+                "DELETE",
+                many,
+                "Delete records that match the filters",
+                self.erase_records,
+                reply=EraseResult,
+                query=query,
             ),
             AdminEndpoint(
                 "GET",
@@ -112,42 +117,44 @@ class LogEndpoints:
         request: AdminRequest,
         gateway: str,
         limit: int,
-        more: Sequence[log_query.CloudflareFilter] = (),
+        extra_filters: Sequence[log_query.CloudflareFilter] = (),
         timeout_s: float = PAGE_TIMEOUT_S,
     ) -> RecordPage:
         before = request.query.get("before", "")
         if before and (len(before) != 32 or not set(before) <= _HEX):
             raise InvalidRequest(
-                f"before is {before[:80]!r}, which is not a cursor", param="before", hint="use the cursor of a page"
+                f"before must be the cursor of a page, not {before[:80]!r}",
+                param="before",
+                hint="copy `cursor` of the last page",
             )
-        filters = log_query.parse_filters(request, gateway, more)
+        filters = log_query.parse_filters(request, gateway, extra_filters)
         return await self._context.store.read_page(filters, before=before, limit=limit, timeout_s=timeout_s)
 
     async def read_sorted_page(
-        self, request: AdminRequest, gateway: str, limit: int, more: Sequence[log_query.CloudflareFilter] = ()
+        self, request: AdminRequest, gateway: str, limit: int, extra_filters: Sequence[log_query.CloudflareFilter] = ()
     ) -> RecordPage:
-        """Return the first page in the order of the query's order_by and order_by_direction.
+        """Return the first page of log records in the order of the query parameters order_by and order_by_direction.
 
-        For another order than by time, newest first, all matching records are read and sorted. Raise InvalidRequest if
-        they are too many.
+        The store sorts only by time, newest first. For any other order all matching records are read and sorted here.
+        Raise InvalidRequest if too many records match.
         """
         order_by, direction = _read_order(request)
         if (order_by, direction) == ("created_at", "desc"):
-            return await self.read_page(request, gateway, limit, more)
-        page = await self.read_page(request, gateway, MAX_SORTED_RECORDS, more, SORT_TIMEOUT_S)
+            return await self.read_page(request, gateway, limit, extra_filters)
+        page = await self.read_page(request, gateway, MAX_SORTED_RECORDS, extra_filters, SORT_TIMEOUT_S)
         if page.has_more:
             raise InvalidRequest(
-                f"the records cannot be sorted by {order_by} {direction}: more than {MAX_SORTED_RECORDS} match the"
-                " filters, or they cannot be read in time",
+                f"log records cannot be sorted by {order_by} {direction}: more than {MAX_SORTED_RECORDS} records"
+                " match, or reading them takes too long",
                 param="order_by",
                 hint="narrow start_date and end_date, or order by created_at desc",
             )
         records = sorted(page.records, key=lambda r: (_SORT_KEYS[order_by](r), r.id), reverse=direction == "desc")
         return RecordPage(records[:limit], len(records) > limit)
 
-    async def erase(self, request: AdminRequest) -> EraseResult:
-        """Delete the first matching records, at most one page. The audit entry has the query."""
-        filters = log_query.parse_filters(request, _gateway(request) or request.query.get("gateway", ""))
+    async def erase_records(self, request: AdminRequest) -> EraseResult:
+        """Delete the first matching log records, at most one page. The audit entry contains the query."""
+        filters = log_query.parse_filters(request, _gateway_in_path(request) or request.query.get("gateway", ""))
         limit = request.int_parameter("limit", MAX_ERASED_RECORDS, 1, MAX_ERASED_RECORDS)
         if _read_order(request) == ("created_at", "desc"):
             page = await self._context.store.read_page(filters, limit=limit, timeout_s=ERASE_TIMEOUT_S)
@@ -158,13 +165,14 @@ class LogEndpoints:
         return EraseResult(len(page.records), page.has_more)
 
     def export_lines(self, request: AdminRequest) -> AsyncIterator[bytes]:
-        """Return all matching records as JSON lines, newest first, one page per item.
+        """Return all matching log records as JSON lines, newest first.
 
-        Raise InvalidRequest at once if a filter is invalid.
+        Each item of the iterator has the lines of one page. Raise InvalidRequest at once, before the first item is
+        read, if a filter is invalid.
         """
-        return self._read_lines(log_query.parse_filters(request, request.query.get("gateway", "")))
+        return self._read_json_lines(log_query.parse_filters(request, request.query.get("gateway", "")))
 
-    async def _read_lines(self, filters: LogFilters) -> AsyncIterator[bytes]:
+    async def _read_json_lines(self, filters: LogFilters) -> AsyncIterator[bytes]:
         before = ""
         while True:
             page = await self._context.store.read_page(
@@ -176,45 +184,48 @@ class LogEndpoints:
             before = page.cursor
 
     async def reject_json_reply(self, request: AdminRequest) -> None:
-        raise AssertionError("an export is read with AdminAPI.export")
+        raise AssertionError("AdminAPI.handle was called for an export, which only AdminAPI.export can answer")
 
     async def get(self, request: AdminRequest) -> dict[str, Any]:
-        return record_view(await self._record(request))
+        return record_view(await self._find_record(request))
 
     async def patch(self, request: AdminRequest) -> dict[str, Any]:
         spec = request.decode_body(FeedbackSpec)
         if spec == FeedbackSpec():
-            raise InvalidRequest("the body has no field to change", hint="set feedback, score or metadata")
+            raise InvalidRequest(
+                "the body must contain feedback, score or metadata", hint="set at least one of these fields"
+            )
         feedback = Feedback(spec.feedback, spec.score, dict(spec.metadata) if spec.metadata is not None else None)
-        new = await self._context.store.add_feedback(request.account, _gateway(request), _record_id(request), feedback)
+        new = await self._context.store.add_feedback(
+            request.account, _gateway_in_path(request), _record_id(request), feedback
+        )
         if new is None:
-            raise _not_found(request)
+            raise _record_not_found(request)
         return record_view(new)
 
     async def get_request(self, request: AdminRequest) -> Any:
-        return _to_json((await self._payload(request))[0])
+        return _decode_json_or_text((await self._find_payload(request))[0])
 
     async def get_response(self, request: AdminRequest) -> Any:
-        return _to_json((await self._payload(request))[1])
+        return _decode_json_or_text((await self._find_payload(request))[1])
 
     async def list_rollups(self, request: AdminRequest) -> Listing:
         query = self._rollup_query(request)
         cells = await self._context.store.read_rollups(query)
-        return Listing([cell_view(each, query.dimension in HISTOGRAM_DIMENSIONS) for each in cells])
+        return Listing([rollup_cell_view(each, query.dimension in HISTOGRAM_DIMENSIONS) for each in cells])
 
     def _rollup_query(self, request: AdminRequest) -> RollupQuery:
         dimension = next((each for each in DIMENSION_UNITS if each == request.query.get("dimension", "all")), None)
         if dimension is None:
             raise InvalidRequest(
-                f"dimension is {request.query['dimension'][:40]!r}; it must be one of {', '.join(DIMENSION_UNITS)}",
+                f"dimension must be one of {', '.join(DIMENSION_UNITS)}, not {request.query['dimension'][:40]!r}",
                 param="dimension",
             )
         units = DIMENSION_UNITS[dimension]
         unit = next((each for each in units if each == request.query.get("unit", units[-1])), None)
         if unit is None:
             raise InvalidRequest(
-                f"unit is {request.query['unit'][:40]!r}; with dimension={dimension} it must be one of"
-                f" {', '.join(units)}",
+                f"unit must be one of {', '.join(units)} for dimension={dimension}, not {request.query['unit'][:40]!r}",
                 param="unit",
             )
         now = self._context.now_ms()
@@ -237,26 +248,26 @@ class LogEndpoints:
             limit=request.int_parameter("limit", 10_000, 1, MAX_ROLLUP_CELLS),
         )
 
-    async def _record(self, request: AdminRequest) -> LogRecord:
-        found = await self._context.store.get_record(request.account, _gateway(request), _record_id(request))
+    async def _find_record(self, request: AdminRequest) -> LogRecord:
+        found = await self._context.store.get_record(request.account, _gateway_in_path(request), _record_id(request))
         if found is None:
-            raise _not_found(request)
+            raise _record_not_found(request)
         return found
 
-    async def _payload(self, request: AdminRequest) -> tuple[bytes, bytes]:
-        found = await self._context.store.get_payload(request.account, _gateway(request), _record_id(request))
+    async def _find_payload(self, request: AdminRequest) -> tuple[bytes, bytes]:
+        found = await self._context.store.get_payload(request.account, _gateway_in_path(request), _record_id(request))
         if found is None:
             raise NotFound(
                 f"log record {request.path_parameters['id'][:80]!r} does not exist or has no stored bodies",
-                hint="bodies are stored if logs.payloads is true and neither zdr nor the request forbids it",
+                hint="bodies are stored if logs.payloads is true, unless zdr or the request disables it",
             )
         return found.request, found.response
 
 
 def record_view(record: LogRecord) -> dict[str, Any]:
-    """Return a record with Cloudflare's names where it has some.
+    """Return a log record as JSON, with Cloudflare's field names where Cloudflare has the field.
 
-    `micros` is the exact cost; `cost` is the same in dollars, for display.
+    `micros` is the exact cost in micro-dollars. `cost` is the same amount in dollars, for display.
     """
     usage = record.usage
     fields = msgspec.to_builtins(record)
@@ -276,10 +287,13 @@ def record_view(record: LogRecord) -> dict[str, Any]:
     }
 
 
-def cell_view(cell: RollupCell, wide: bool) -> dict[str, Any]:
-    """Return a cell; `wide`: with percentiles of its histograms."""
+def rollup_cell_view(cell: RollupCell, with_percentiles: bool) -> dict[str, Any]:
+    """Return the JSON of a rollup cell (one row of summed usage).
+
+    `with_percentiles`: include percentiles computed from the cell's histograms.
+    """
     fields: dict[str, Any] = {"start": cell.start, "value": cell.value, **dict(zip(SUMS, cell.counts, strict=False))}
-    if wide:
+    if with_percentiles:
         for what, buckets in (("duration", DURATION_BUCKETS), ("first_byte", FIRST_BYTE_BUCKETS)):
             for name, ms in zip(("p50", "p90", "p99"), cell.percentiles((0.5, 0.9, 0.99), buckets), strict=True):
                 fields[f"{what}_{name}"] = None if ms is None else round(ms, 1)
@@ -290,33 +304,33 @@ def _read_order(request: AdminRequest) -> tuple[str, str]:
     order_by = request.query.get("order_by", "created_at")
     if order_by not in _SORT_KEYS:
         raise InvalidRequest(
-            f"order_by is {order_by[:40]!r}; it must be one of {', '.join(_SORT_KEYS)}", param="order_by"
+            f"order_by must be one of {', '.join(_SORT_KEYS)}, not {order_by[:40]!r}", param="order_by"
         )
     direction = request.query.get("order_by_direction", request.query.get("direction", "desc"))
     if direction not in ("asc", "desc"):
         raise InvalidRequest(
-            f"order_by_direction is {direction[:40]!r}; it must be asc or desc", param="order_by_direction"
+            f"order_by_direction must be asc or desc, not {direction[:40]!r}", param="order_by_direction"
         )
     return order_by, direction
 
 
-def _gateway(request: AdminRequest) -> str:
+def _gateway_in_path(request: AdminRequest) -> str:
     return request.path_parameters.get("gateway", "")
 
 
 def _record_id(request: AdminRequest) -> str:
     id = request.path_parameters["id"].lower()
     if len(id) != 32 or not set(id) <= _HEX:
-        raise _not_found(request)
+        raise _record_not_found(request)
     return id
 
 
-def _not_found(request: AdminRequest) -> NotFound:
+def _record_not_found(request: AdminRequest) -> NotFound:
     return NotFound(f"account {request.account[:80]!r} has no log record {request.path_parameters['id'][:80]!r}")
 
 
-def _to_json(payload: bytes) -> Any:
-    """Return decoded JSON; else the payload as text."""
+def _decode_json_or_text(payload: bytes) -> Any:
+    """Return the payload as decoded JSON, or as text if the payload is not JSON."""
     try:
         return msgspec.json.decode(payload)
     except JSON_DECODE_ERRORS:

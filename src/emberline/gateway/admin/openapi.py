@@ -73,7 +73,7 @@ def openapi_document(endpoints: Sequence[AdminEndpoint], version: str) -> Json:
     }
 
 
-def _operation(endpoint: AdminEndpoint, ref_of: dict[Any, Any]) -> Json:
+def _operation(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
     in_path = [
         {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.path_parameters
     ]
@@ -82,22 +82,22 @@ def _operation(endpoint: AdminEndpoint, ref_of: dict[Any, Any]) -> Json:
         "operationId": endpoint.method.lower() + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
         "summary": endpoint.summary,
         "parameters": [*in_path, *in_query],
-        "responses": _responses(endpoint, ref_of),
+        "responses": _responses(endpoint, schema_by_type),
     }
     if not endpoint.path_parameters:
         operation["security"] = []
     if endpoint.request is not None or endpoint.method == "PATCH":
-        schema = ref_of[endpoint.request] if endpoint.request is not None else {"type": "object"}
+        schema = schema_by_type[endpoint.request] if endpoint.request is not None else {"type": "object"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
 
 
-def _responses(endpoint: AdminEndpoint, ref_of: dict[Any, Any]) -> Json:
+def _responses(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
     error = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.uses_cloudflare_envelope else 'Error'}"}
     if endpoint.uses_cloudflare_envelope:
         schema: Json = error
     else:
-        schema = ref_of[endpoint.reply] if endpoint.reply is not None else {}
+        schema = schema_by_type[endpoint.reply] if endpoint.reply is not None else {}
     media_type = "application/x-ndjson" if endpoint.is_export else "application/json"
     responses: Json = {
         str(endpoint.status): {"description": endpoint.summary, "content": {media_type: {"schema": schema}}}

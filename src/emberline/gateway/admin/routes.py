@@ -1,6 +1,7 @@
-"""RouteEndpoints: routes, which are named graphs with immutable versions.
+"""RouteEndpoints: dynamic routes.
 
-A deployment sets the number of the version in use; a rollback sets the number that was deployed before.
+A route is a named graph of models and conditions with immutable versions. Requests use the deployed version. A rollback
+deploys the version that was deployed before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RouteEndpoints:
                 RouteVersion,
                 status=201,
             ),
-            AdminEndpoint("POST", one + "/check", "Check a version without adding it", self.check, RouteSpec),
+            AdminEndpoint("POST", one + "/check", "Check a version without adding it", self.check_route, RouteSpec),
             AdminEndpoint(
                 "GET", one + "/versions/{number}", "Get a version of a route", self.get_version, reply=RouteVersion
             ),
@@ -71,11 +72,11 @@ class RouteEndpoints:
 
     async def list(self, request: AdminRequest) -> Listing:
         found, cursor = await self._context.list_page("route", request)
-        return Listing([_view(each.id, decode_route(each)) for each in found], cursor)
+        return Listing([_route_view(each.id, decode_route(each)) for each in found], cursor)
 
     async def get(self, request: AdminRequest) -> RouteView:
         document = await self.get_document(request)
-        return _view(document.id, decode_route(document))
+        return _route_view(document.id, decode_route(document))
 
     async def list_versions(self, request: AdminRequest) -> Listing:
         name = (await self.get_document(request)).id
@@ -83,14 +84,14 @@ class RouteEndpoints:
         return Listing([decode_json(each.body, RouteVersion) for each in found], cursor)
 
     async def get_version(self, request: AdminRequest) -> RouteVersion:
-        return await self._version(request, _read_version_number(request.path_parameters["number"]))
+        return await self._stored_version(request, _read_version_number(request.path_parameters["number"]))
 
-    async def check(self, request: AdminRequest) -> dict[str, Any]:
-        name, spec = await self._read_spec(request)
+    async def check_route(self, request: AdminRequest) -> dict[str, Any]:
+        name, spec = await self._read_route_spec(request)
         return {"id": name, "valid": True, "elements": len(spec.elements)}
 
     async def add_version(self, request: AdminRequest) -> RouteVersion:
-        name, spec = await self._read_spec(request)
+        name, spec = await self._read_route_spec(request)
         old = await self._context.store.get("route", request.account, name)
         route = decode_route(old) if old else StoredRoute(latest=0)
         version = RouteVersion(
@@ -112,7 +113,7 @@ class RouteEndpoints:
 
     async def deploy(self, request: AdminRequest) -> RouteView:
         number = request.decode_body(DeployRequest).version
-        await self._version(request, number)
+        await self._stored_version(request, number)
         document = await self.get_document(request)
         route = decode_route(document)
         history = route.history if route.deployed is None else (*route.history, route.deployed)[-MAX_DEPLOYMENTS:]
@@ -123,7 +124,7 @@ class RouteEndpoints:
         route = decode_route(document)
         if not route.history:
             raise Conflict(
-                f"route {document.id!r} cannot be rolled back: it has no earlier deployment",
+                f"route {document.id!r} cannot be rolled back because no earlier version was deployed",
                 hint="deploy a version with POST /deploy",
             )
         version, history = route.history[-1], route.history[:-1]
@@ -139,15 +140,18 @@ class RouteEndpoints:
         ]
         deleted = [document, *(each for each in found if each is not None)]
         await self._context.commit(
-            request, "route.delete", document.id, delete=deleted, before=_view(document.id, route)
+            request, "route.delete", document.id, delete=deleted, before=_route_view(document.id, route)
         )
         return {"id": document.id, "deleted": True}
 
-    async def _read_spec(self, request: AdminRequest) -> tuple[str, RouteSpec]:
-        """Return the route's name and the checked new version. Raise InvalidRequest if it is invalid."""
+    async def _read_route_spec(self, request: AdminRequest) -> tuple[str, RouteSpec]:
+        """Return the route's name and the new version in the request's body.
+
+        Raise InvalidRequest if the version is invalid.
+        """
         name, spec = check_name(request.path_parameters["route"], "route"), request.decode_body(RouteSpec)
         RouteGraph(elements=spec.elements).validate()
-        known = await self._providers(request.account)
+        known = await self._account_providers(request.account)
         for element in spec.elements:
             slug = element.properties.provider if isinstance(element, ModelElement) else POOL
             if slug not in known and not slug.startswith(CUSTOM_PREFIX):
@@ -157,8 +161,8 @@ class RouteEndpoints:
                 )
         return name, spec
 
-    async def _providers(self, account: str) -> set[str]:
-        """Return the providers that at least one gateway of the account has."""
+    async def _account_providers(self, account: str) -> set[str]:
+        """Return the slugs of all known providers and of the providers that a gateway of the account defines."""
         stored = [decode_json(each.body, GatewaySettings) for each in await self._context.list_all("gateway", account)]
         configured = [settings for (owner, _), settings in self._context.configured.items() if owner == account]
         return {POOL, *PROVIDERS_BY_SLUG, *(slug for each in (*stored, *configured) for slug in each.providers)}
@@ -172,9 +176,9 @@ class RouteEndpoints:
         version: int,
         history: tuple[int, ...],
     ) -> RouteView:
-        deployments = next_deployments(route, version, self._context.now_ms())
+        deployments = append_deployment(route, version, self._context.now_ms())
         new = msgspec.structs.replace(route, deployed=version, history=history, deployments=deployments)
-        before, after = _view(document.id, route), _view(document.id, new)
+        before, after = _route_view(document.id, route), _route_view(document.id, new)
         await self._context.commit(
             request, action, document.id, put=[with_body(document, new)], before=before, after=after
         )
@@ -183,7 +187,7 @@ class RouteEndpoints:
     async def get_document(self, request: AdminRequest) -> Document:
         return await self._context.get_document("route", request.account, request.path_parameters["route"])
 
-    async def _version(self, request: AdminRequest, number: int) -> RouteVersion:
+    async def _stored_version(self, request: AdminRequest, number: int) -> RouteVersion:
         document = await self._context.store.get(
             "route_version", request.account, version_document_id(request.path_parameters["route"], number)
         )
@@ -195,8 +199,8 @@ class RouteEndpoints:
         return decode_json(document.body, RouteVersion)
 
 
-def next_deployments(route: StoredRoute, version: int, now: int) -> tuple[Deployment, ...]:
-    """Return the route's deployments with a new one at the end."""
+def append_deployment(route: StoredRoute, version: int, now: int) -> tuple[Deployment, ...]:
+    """Return the route's deployments with a new deployment of `version` appended."""
     number = route.deployments[-1].number + 1 if route.deployments else len(route.history) + 1
     return (*route.deployments, Deployment(number=number, version=version, at=now))[-MAX_DEPLOYMENTS:]
 
@@ -207,7 +211,7 @@ def version_document_id(name: str, number: int) -> str:
 
 def _read_version_number(text: str) -> int:
     if not text.isdecimal() or len(text) > 8:
-        raise InvalidRequest(f"version {text[:80]!r} is not a version number", param="version")
+        raise InvalidRequest(f"version must be a version number from 1, not {text[:80]!r}", param="version")
     return int(text)
 
 
@@ -215,5 +219,5 @@ def decode_route(document: Document) -> StoredRoute:
     return decode_json(document.body, StoredRoute)
 
 
-def _view(name: str, route: StoredRoute) -> RouteView:
+def _route_view(name: str, route: StoredRoute) -> RouteView:
     return RouteView(name, route.latest, route.deployed, route.history)

@@ -1,4 +1,4 @@
-"""Types of the management API's request and reply bodies. An unknown field is an error."""
+"""Types of the management API's request and reply bodies. A body with an unknown field is rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class KeySpec(StrictStruct, frozen=True, kw_only=True):
-    """A key to create."""
+    """The request body that creates a gateway key."""
 
     name: Label
     kind: Literal["token", "virtual"] = "virtual"
@@ -41,7 +41,7 @@ class KeySpec(StrictStruct, frozen=True, kw_only=True):
 
 
 class KeyView(StrictStruct, frozen=True, kw_only=True):
-    """A key without its secret, which only the reply to its creation has."""
+    """A gateway key as the API shows it. Only the reply that creates the key contains the secret."""
 
     id: str
     shown: str  # first characters of the secret
@@ -60,7 +60,7 @@ class KeyView(StrictStruct, frozen=True, kw_only=True):
     secret: str | None = None  # only in the reply to the key's creation
 
     @staticmethod
-    def of(key: StoredKey, secret: str | None = None) -> KeyView:
+    def from_stored_key(key: StoredKey, secret: str | None = None) -> KeyView:
         names = [name for name in KeyView.__struct_fields__ if name != "secret"]
         return KeyView(**{name: getattr(key, name) for name in names}, secret=secret)
 
@@ -79,7 +79,7 @@ class ProviderKeyView(StrictStruct, frozen=True, kw_only=True):
 
 
 class CustomProvider(StrictStruct, frozen=True, kw_only=True):
-    """A provider that the account defines. Its name in requests is `custom-{slug}`."""
+    """A provider that the account defines. Requests name the provider `custom-{slug}`."""
 
     name: Label
     slug: Slug
@@ -96,7 +96,7 @@ class CustomProvider(StrictStruct, frozen=True, kw_only=True):
 
 
 class AccountBudget(StrictStruct, frozen=True, kw_only=True):
-    """A rule over requests, tokens or cost, for some gateways of the account."""
+    """A limit on requests, tokens or cost that applies to some gateways of the account."""
 
     rule: LimitRule
     gateways: Patterns = ALLOW_ALL
@@ -116,7 +116,7 @@ class Deployment(StrictStruct, frozen=True, kw_only=True):
 
 
 class StoredRoute(StrictStruct, frozen=True, kw_only=True):
-    """A route as stored, apart from its versions."""
+    """The stored document of a route. Each version of the route is a separate document."""
 
     latest: int  # newest version
     deployed: int | None = None  # version in use

@@ -1,1 +1,1 @@
-"""The gateway's central nouns, below all its other packages: request, reply, settings, identity, usage, cost."""
+"""The gateway's central types, which all its other packages import: request, reply, settings, identity, usage, cost."""

@@ -1,4 +1,4 @@
-"""How a provider is asked to continue the assistant's last message instead of starting a new one."""
+"""How a provider is asked to continue the last assistant message (assistant prefill) instead of starting a new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AssistantPrefill: TypeAlias = Literal["", "bare", "flag", "prefix"]
 
 
 def prefill_fields(body: bytes, prefill: AssistantPrefill) -> Mapping[str, Any]:
-    """Return the changed fields of a chat request that ask for the continuation."""
+    """Return the fields to change in a chat request so that the provider continues the last assistant message."""
     match prefill:
         case "flag":  # vLLM and Emberline
             return {"continue_final_message": True, "add_generation_prompt": False}

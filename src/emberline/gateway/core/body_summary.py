@@ -1,6 +1,6 @@
-"""BodySummary: what the layers need to know about a large request body.
+"""BodySummary: facts about a large request body that the layers need.
 
-It is computed once, in another process, so that no layer decodes a large body on the event loop.
+The summary is computed once, in a child process, so that no layer decodes the large body on the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BodySummary(msgspec.Struct, frozen=True):
 
 
 def summarize_body(body: bytes) -> BodySummary:
-    """Return the summary of a body, valid or not."""
+    """Return the summary of a request body, which may be invalid JSON."""
     fields, error = None, ""
     try:
         fields = _without_large_values(read_body_fields(body))
@@ -36,13 +36,15 @@ def summarize_body(body: bytes) -> BodySummary:
 
 
 def _without_large_values(fields: BodyFields) -> BodyFields:
-    """Return the fields without values of invalid types, which may be large to copy between processes."""
-    return BodyFields(*(_small_value(getattr(fields, name), nested=True) for name in BodyFields.__struct_fields__))
+    """Return the fields without values of unexpected types, which could be too large to copy between processes."""
+    return BodyFields(
+        *(_drop_large_value(getattr(fields, name), keeps_objects=True) for name in BodyFields.__struct_fields__)
+    )
 
 
-def _small_value(value: Any, *, nested: bool = False) -> Any:
-    if isinstance(value, dict) and nested and len(value) <= MAX_NESTED_FIELDS:
-        return {key: _small_value(inner) for key, inner in value.items() if len(key) < 256}
+def _drop_large_value(value: Any, *, keeps_objects: bool = False) -> Any:
+    if isinstance(value, dict) and keeps_objects and len(value) <= MAX_NESTED_FIELDS:
+        return {key: _drop_large_value(inner) for key, inner in value.items() if len(key) < 256}
     return value if value is None or isinstance(value, (bool, int, float)) or (
         isinstance(value, str) and len(value) < 4096
     ) else None  # fmt: skip

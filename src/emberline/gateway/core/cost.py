@@ -1,7 +1,8 @@
 """The cost of a request in whole micro-dollars (1 USD = 1,000,000), from a `Usage` and a `Price`.
 
 Every input token is billed exactly once: as read from a cache, written to a cache, audio, image, or text. An unknown
-price is None, and so is a cost that needs it; a price of 0 is a known price (self-hosted models).
+price is None, and a cost that depends on an unknown price is None. A price of 0 is a known price, for example of a
+self-hosted model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Micro-dollars per million tokens. Cached, audio and image tokens without a price cost `input`."""
+    """Prices in micro-dollars per million tokens.
+
+    Cached, audio and image tokens without a price of their own cost as much as `input`.
+    """
 
     input: int
     output: int
@@ -29,14 +33,14 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class LongPrice:
-    """The price of a whole request whose input is longer than `above` tokens."""
+    """The price of all tokens of a request whose input is longer than `above` tokens."""
 
     above: int
     price: Price
 
 
 def compute_cost(usage: Usage, price: Price | None) -> int | None:
-    """Return the cost in micro-dollars, or None if the price is unknown. It is rounded half up once."""
+    """Return the cost in micro-dollars, or None if the price is unknown. The total is rounded once, half up."""
     if price is None:
         return None
     if price.long is not None and usage.input > price.long.above:
@@ -44,15 +48,15 @@ def compute_cost(usage: Usage, price: Price | None) -> int | None:
     left, total = usage.input, usage.output * price.output
     if not (usage.cached_read or usage.cache_write or usage.audio or usage.image):  # the usual case
         return _round_to_micros(total + left * price.input)
-    for tokens, own in _special_input(usage, price):
+    for tokens, own in _separately_priced_input(usage, price):
         billed = min(tokens, left)
         left -= billed
         total += billed * (price.input if own is None else own)
     return _round_to_micros(total + left * price.input)
 
 
-def _special_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
-    """Return tokens and price of each kind of input that may have its own price."""
+def _separately_priced_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
+    """Return the token count and the price of each kind of input that may have its own price (cached, audio, image)."""
     long = price.cache_write if price.cache_write_long is None else price.cache_write_long
     return (
         (usage.cached_read, price.cached_read),
@@ -63,5 +67,5 @@ def _special_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], 
     )
 
 
-def _round_to_micros(per_million: int) -> int:
-    return (per_million + MILLION // 2) // MILLION
+def _round_to_micros(micros_times_million: int) -> int:
+    return (micros_times_million + MILLION // 2) // MILLION

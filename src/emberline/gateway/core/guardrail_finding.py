@@ -1,6 +1,7 @@
-"""GuardrailFinding: that a guardrail found something, where, and what is done about it.
+"""GuardrailFinding: what a guardrail found, in which part of a request or reply, and what action follows.
 
-It never contains the text that was found."""
+A finding never contains the matched text.
+"""
 
 from __future__ import annotations
 

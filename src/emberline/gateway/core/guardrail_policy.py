@@ -58,7 +58,7 @@ class PatternRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model that answers "safe", or "unsafe" and on the next line the codes of categories."""
+    """A moderation model. It answers "safe", or "unsafe" and on the next line the violated categories."""
 
     name: ShortName
     provider: ShortName
@@ -72,9 +72,9 @@ class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for name in (*self.prompt, *self.reply):
             if name not in CATEGORIES:
                 raise InvalidRequest(
-                    f"judge {self.name!r}: unknown category {name[:20]!r}",
+                    f"judge {self.name!r} has an unknown category {name[:20]!r}",
                     param="guardrails.judges",
-                    hint=f"categories: {', '.join(CATEGORIES)}",
+                    hint=f"known categories: {', '.join(CATEGORIES)}",
                 )
 
     def can_block(self, side: Literal["prompt", "reply"]) -> bool:

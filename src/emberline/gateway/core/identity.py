@@ -1,4 +1,4 @@
-"""Identity: the caller of a request, and what the caller may use."""
+"""Identity: the caller of a request, and the gateways and models that the caller may use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ALLOW_ALL = ("*",)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The owner and the permissions of a key.
+    """The owner and the permissions of a gateway key.
 
-    `allowed_*` are patterns in which `*` matches any text; an empty tuple allows nothing.
+    The `allowed_*` fields are patterns in which `*` matches any text. An empty tuple allows nothing.
     """
 
     key_id: str
@@ -38,13 +38,15 @@ class Identity:
         return allows_model(self.allowed_providers, self.allowed_models, provider, model)
 
 
-def allows_model(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
-    """Return whether the patterns allow the model. Those of models match "model" or "provider/model"."""
-    if providers is ALLOW_ALL is models:  # the usual case
+def allows_model(
+    provider_patterns: tuple[str, ...], model_patterns: tuple[str, ...], provider: str, model: str
+) -> bool:
+    """Return whether the patterns allow this model. A model pattern matches "model" or "provider/model"."""
+    if provider_patterns is ALLOW_ALL is model_patterns:  # the usual case
         return True
-    if not _matches_any(provider, providers):
+    if not _matches_any(provider, provider_patterns):
         return False
-    return _matches_any(model, models) or _matches_any(f"{provider}/{model}", models)
+    return _matches_any(model, model_patterns) or _matches_any(f"{provider}/{model}", model_patterns)
 
 
 def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:

@@ -15,18 +15,18 @@ EndState = Literal["complete", "cut", "error", "left"]
 MetadataValue = str | int | float | bool
 
 
-def new_record_id(ms: int) -> str:
-    """Return an id of 48 bits of time and 80 random bits, in hex."""
-    return f"{ms:012x}{os.urandom(10).hex()}"
+def new_record_id(time_ms: int) -> str:
+    """Return a new record id in hex, with 48 bits of time and 80 random bits."""
+    return f"{time_ms:012x}{os.urandom(10).hex()}"
 
 
-def created_ms(id: str) -> int:
-    """Return the time in an id, in milliseconds since 1970."""
-    return int(id[:12], 16)
+def created_ms(record_id: str) -> int:
+    """Return the creation time contained in a record id, in milliseconds since 1970."""
+    return int(record_id[:12], 16)
 
 
-def day_of(ms: int) -> date:
-    return datetime.fromtimestamp(ms / 1000, UTC).date()
+def utc_day(time_ms: int) -> date:
+    return datetime.fromtimestamp(time_ms / 1000, UTC).date()
 
 
 class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answered_by_fallback(self) -> bool:
-        """Return whether a fallback answered because an earlier step failed."""
+        """Return whether a fallback model answered because an earlier provider failed."""
         return self.success and self.step > 0
 
     @property
@@ -77,7 +77,10 @@ class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogPayload(msgspec.Struct, frozen=True):
-    """Body of the request and of the response, as received. Stored apart from the records, compressed."""
+    """The bodies of the request and the response, as received.
+
+    They are stored compressed and apart from the records.
+    """
 
     request: bytes
     response: bytes

@@ -1,7 +1,7 @@
 """RequestOptions: options of one request, set in `cf-aig-*` headers and `x-emberline-continue`.
 
-An option that is not set is None. Options of a step override those of the request, and these override the gateway's
-settings. An invalid value is an error and never replaced by a default.
+An option that is not set is None. Options of a step (one provider and model to try) override the request's options,
+which override the gateway's settings. An invalid value is rejected, never replaced by a default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Metadata: TypeAlias = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class CustomCost:
-    """A cost set by the client in place of the catalogue's: a price, or the cost of the whole request."""
+    """A cost set by the client instead of the catalogue price: a price per token, or the cost of the whole request."""
 
     price: Price | None = None
     micros: int | None = None  # micro-dollars
@@ -64,9 +64,9 @@ class RequestOptions:
 
     @staticmethod
     def from_headers(headers: Mapping[str, str]) -> RequestOptions:
-        """Return the options in the headers of a request or a step; header names are in lower case.
+        """Read the options from the headers of a request or of a step.
 
-        Raise InvalidRequest if a value is invalid.
+        Header names must be in lower case. Raise InvalidRequest if a value is invalid.
         """
         if _HEADERS.keys().isdisjoint(headers):
             return NO_OPTIONS
@@ -76,11 +76,11 @@ class RequestOptions:
                 try:
                     values[field] = read(text.strip())
                 except ValueError as e:
-                    raise InvalidRequest(f"the header {name} is {text[:80]!r}: {e}", param=name) from e
+                    raise InvalidRequest(f"header {name} has the invalid value {text[:80]!r}: {e}", param=name) from e
         return RequestOptions(**values)
 
     def merged_over(self, defaults: RequestOptions) -> RequestOptions:
-        """Return these options, completed with those of `defaults` where they are not set."""
+        """Return a copy of these options. An option that is not set here takes its value from `defaults`."""
         merged = {
             f.name: getattr(defaults if getattr(self, f.name) is None else self, f.name) for f in fields(RequestOptions)
         }
@@ -95,7 +95,7 @@ def option_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in _HEADERS}
 
 
-def _integer(minimum: int, maximum: int) -> Callable[[str], int]:
+def _integer_reader(minimum: int, maximum: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not text.isdecimal() or not minimum <= int(text) <= maximum:
             raise ValueError(f"the value must be an integer from {minimum} to {maximum}")
@@ -104,19 +104,19 @@ def _integer(minimum: int, maximum: int) -> Callable[[str], int]:
     return read
 
 
-def _milliseconds(minimum: int, maximum: int) -> Callable[[str], float]:
-    """Return a reader of milliseconds that returns seconds."""
-    read = _integer(minimum, maximum)
+def _milliseconds_reader(minimum: int, maximum: int) -> Callable[[str], float]:
+    """Return a function that parses a number of milliseconds and returns seconds."""
+    read = _integer_reader(minimum, maximum)
     return lambda text: read(text) / 1e3
 
 
-def _boolean(text: str) -> bool:
+def _read_boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("the value must be true or false")
     return text.lower() == "true"
 
 
-def _one_of(*choices: str) -> Callable[[str], str]:
+def _choice_reader(*choices: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in choices:
             raise ValueError(f"the value must be one of {', '.join(choices)}")
@@ -125,13 +125,13 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return read
 
 
-def _text(text: str) -> str:
+def _read_text(text: str) -> str:
     if not text or len(text) > MAX_OPTION_CHARS:
         raise ValueError(f"the value must have 1 to {MAX_OPTION_CHARS} characters")
     return text
 
 
-def _hex(length: int) -> Callable[[str], str]:
+def _hex_reader(length: int) -> Callable[[str], str]:
     def read(text: str) -> str:
         if len(text) != length or not set(text) <= set("0123456789abcdefABCDEF"):
             raise ValueError(f"the value must be {length} hexadecimal digits")
@@ -140,92 +140,105 @@ def _hex(length: int) -> Callable[[str], str]:
     return read
 
 
-def _list(text: str) -> tuple[str, ...]:
+def _read_list(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:
         raise ValueError("the value must be a list of names with commas between them")
     return names
 
 
-def _ttl(text: str) -> int:
-    seconds = _integer(0, MAX_CACHE_TTL_S)(text)
+def _read_ttl_s(text: str) -> int:
+    seconds = _integer_reader(0, MAX_CACHE_TTL_S)(text)
     if 0 < seconds < 60:
         raise ValueError("the value must be 0 or at least 60 seconds")
     return seconds
 
 
-def _old_ttl(text: str) -> int:
-    """Return seconds: the older header is in milliseconds."""
-    return _ttl(str(_integer(0, MAX_CACHE_TTL_S * 1000)(text) // 1000))
+def _read_ttl_ms(text: str) -> int:
+    """Parse a time to live in milliseconds, the unit of an older header, and return seconds."""
+    return _read_ttl_s(str(_integer_reader(0, MAX_CACHE_TTL_S * 1000)(text) // 1000))
 
 
-def _metadata(text: str) -> Metadata:
-    found = _json_object(text)
+def _read_metadata(text: str) -> Metadata:
+    found = _read_json_object(text)
     if len(found) > MAX_METADATA_ENTRIES:
-        raise ValueError(f"the object has {len(found)} entries; at most {MAX_METADATA_ENTRIES} are allowed")
+        raise ValueError(f"the object must have at most {MAX_METADATA_ENTRIES} entries, not {len(found)}")
     for name, value in found.items():
         if not isinstance(value, str | int | float | bool):
             raise ValueError(f"the value of {name[:40]!r} must be a string, a number or a boolean")
     return found
 
 
-def _custom_cost(text: str) -> CustomCost:
-    found = _json_object(text)
+def _read_custom_cost(text: str) -> CustomCost:
+    found = _read_json_object(text)
     match sorted(found):
         case ["per_token_in", "per_token_out"]:
-            return CustomCost(price=Price(_dollars(found["per_token_in"], 12), _dollars(found["per_token_out"], 12)))
+            return CustomCost(
+                price=Price(
+                    _read_scaled_dollars(found["per_token_in"], 12), _read_scaled_dollars(found["per_token_out"], 12)
+                )
+            )
         case ["total_cost"]:
-            return CustomCost(micros=_dollars(found["total_cost"], 6))
+            return CustomCost(micros=_read_scaled_dollars(found["total_cost"], 6))
     raise ValueError("the object must have per_token_in and per_token_out, or total_cost")
 
 
-def _dollars(value: object, scale: int) -> int:
-    """Return dollars times 10**scale, rounded half up. Decimal, because a float is not exact."""
+def _read_scaled_dollars(value: object, decimal_places: int) -> int:
+    """Return dollars times 10**decimal_places, rounded half up.
+
+    Decimal arithmetic is used because floats are inexact.
+    """
     try:
-        scaled = Decimal(str(value)).scaleb(scale)
+        scaled = Decimal(str(value)).scaleb(decimal_places)
         if isinstance(value, bool) or not scaled.is_finite() or not 0 <= scaled < 10**18:
-            raise ValueError(f"the cost {str(value)[:40]!r} must be a number of dollars, 0 or more")
+            raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}")
     except InvalidOperation:
-        raise ValueError(f"the cost {str(value)[:40]!r} must be a number of dollars, 0 or more") from None
+        raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}") from None
     return int(scaled.to_integral_value("ROUND_HALF_UP"))
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    """Decode a header. Servers decode headers as Latin-1, and JSON is UTF-8, so it is decoded again."""
+def _read_json_object(text: str) -> dict[str, Any]:
+    """Decode a JSON object in a header.
+
+    Servers decode header bytes as Latin-1, so the text is first converted back to bytes and decoded as UTF-8.
+    """
     with suppress(UnicodeError):
         text = text.encode("latin-1").decode()
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
     except JSON_DECODE_ERRORS as e:
-        raise ValueError(f"the value must be a JSON object ({e})") from e
+        raise ValueError(f"the value must be a JSON object: {e}") from e
     return found
 
 
 _HEADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "cf-aig-gateway-id": ("gateway_id", _text),
-    "cf-cache-ttl": ("cache_ttl", _old_ttl),  # this and the next are older names; the newer ones, read later, override
-    "cf-skip-cache": ("skip_cache", _boolean),
-    "cf-aig-cache-ttl": ("cache_ttl", _ttl),
-    "cf-aig-skip-cache": ("skip_cache", _boolean),
-    "cf-aig-cache-key": ("cache_key", _text),
-    "cf-aig-collect-log": ("collect_log", _boolean),
-    "cf-aig-collect-log-payload": ("collect_payload", _boolean),
-    "cf-aig-metadata": ("metadata", _metadata),
-    "cf-aig-custom-cost": ("custom_cost", _custom_cost),
-    "cf-aig-request-timeout": ("request_timeout", _milliseconds(1, 3_600_000)),
-    "cf-aig-max-attempts": ("max_attempts", _integer(1, 5)),
-    "cf-aig-retry-delay": ("retry_delay", _milliseconds(0, 5000)),
-    "cf-aig-backoff": ("backoff", _one_of(*BACKOFFS)),
-    "x-emberline-continue": ("continuation", _boolean),
-    "cf-aig-byok-alias": ("byok_alias", _text),
-    "cf-aig-event-id": ("event_id", _text),
-    "cf-aig-zdr": ("zdr", _boolean),
-    "cf-aig-no-wholesale": ("no_wholesale", _boolean),
-    "cf-aig-otel-trace-id": ("otel_trace_id", _hex(32)),
-    "cf-aig-otel-parent-span-id": ("otel_parent_span_id", _hex(16)),
-    "cf-aig-session-id": ("session_id", _text),
-    "cf-aig-turn-id": ("turn_id", _text),
-    "cf-aig-no-session-affinity": ("no_session_affinity", _boolean),
-    "cf-aig-allowed-models": ("allowed_models", _list),
-    "cf-aig-allowed-providers": ("allowed_providers", _list),
+    "cf-aig-gateway-id": ("gateway_id", _read_text),
+    "cf-cache-ttl": (
+        "cache_ttl",
+        _read_ttl_ms,
+    ),  # this and the next are older names; the newer ones, read later, override
+    "cf-skip-cache": ("skip_cache", _read_boolean),
+    "cf-aig-cache-ttl": ("cache_ttl", _read_ttl_s),
+    "cf-aig-skip-cache": ("skip_cache", _read_boolean),
+    "cf-aig-cache-key": ("cache_key", _read_text),
+    "cf-aig-collect-log": ("collect_log", _read_boolean),
+    "cf-aig-collect-log-payload": ("collect_payload", _read_boolean),
+    "cf-aig-metadata": ("metadata", _read_metadata),
+    "cf-aig-custom-cost": ("custom_cost", _read_custom_cost),
+    "cf-aig-request-timeout": ("request_timeout", _milliseconds_reader(1, 3_600_000)),
+    "cf-aig-max-attempts": ("max_attempts", _integer_reader(1, 5)),
+    "cf-aig-retry-delay": ("retry_delay", _milliseconds_reader(0, 5000)),
+    "cf-aig-backoff": ("backoff", _choice_reader(*BACKOFFS)),
+    "x-emberline-continue": ("continuation", _read_boolean),
+    "cf-aig-byok-alias": ("byok_alias", _read_text),
+    "cf-aig-event-id": ("event_id", _read_text),
+    "cf-aig-zdr": ("zdr", _read_boolean),
+    "cf-aig-no-wholesale": ("no_wholesale", _read_boolean),
+    "cf-aig-otel-trace-id": ("otel_trace_id", _hex_reader(32)),
+    "cf-aig-otel-parent-span-id": ("otel_parent_span_id", _hex_reader(16)),
+    "cf-aig-session-id": ("session_id", _read_text),
+    "cf-aig-turn-id": ("turn_id", _read_text),
+    "cf-aig-no-session-affinity": ("no_session_affinity", _read_boolean),
+    "cf-aig-allowed-models": ("allowed_models", _read_list),
+    "cf-aig-allowed-providers": ("allowed_providers", _read_list),
 }

@@ -1,7 +1,7 @@
-"""RequestTarget: what a URL path of the gateway means.
+"""RequestTarget: the account, gateway, provider and endpoint that a URL path names.
 
-Plain paths are those of the protocols themselves; the others are Cloudflare's, which name an account, a gateway and a
-provider.
+A plain path is the path of a protocol itself, such as /v1/chat/completions. All other paths are Cloudflare's, which
+contain an account, a gateway and a provider.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class RequestTarget(msgspec.Struct, frozen=True):
 
 
 def parse_path(path: str) -> RequestTarget:
-    """Return the target of a path, which is still percent-encoded.
+    """Return the target of a percent-encoded path.
 
-    Raise NotFound if the gateway has no such path, InvalidRequest if another server could read the path differently.
+    Raise NotFound if the gateway has no such path. Raise InvalidRequest if a different server could interpret the path
+    differently.
     """
     plain = path.split("?")[0]
     if "%" in plain or "\\" in plain or "/." in plain:
@@ -58,13 +59,13 @@ def parse_path(path: str) -> RequestTarget:
         check_path(plain, segments[4:] if native else ())
     match plain.strip("/").split("/"):
         case ["v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain("/".join(rest))
+            return _plain_target("/".join(rest))
         case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain("/".join(rest), account)
+            return _plain_target("/".join(rest), account)
         case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain("/".join(rest), account)
+            return _plain_target("/".join(rest), account)
         case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
-            return _gemini(version, "/".join(rest))
+            return _gemini_target(version, "/".join(rest))
         case ["v1", account, gateway]:
             return RequestTarget("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
@@ -81,7 +82,7 @@ def parse_path(path: str) -> RequestTarget:
 
 
 def is_native_path(path: str) -> bool:
-    """Return whether the path is a provider's own endpoint, which takes bodies of any type."""
+    """Return whether the path is a provider's own endpoint, which accepts bodies of any type."""
     match path.split("?")[0].strip("/").split("/"):
         case ["v1", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
             return False
@@ -91,7 +92,10 @@ def is_native_path(path: str) -> bool:
 
 
 def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
-    """Return the target and the model's name ("": list all) of a path that reads models, else None."""
+    """Return the target and the model name of a path that lists models or describes one model, else None.
+
+    The name is empty if the path lists all models.
+    """
     match path.strip("/").split("/"):
         case ["v1", "models", *name]:
             return RequestTarget("plain"), "/".join(name)
@@ -106,21 +110,21 @@ def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
     return None
 
 
-def check_path(path: str, arns: Sequence[str] = (), param: str | None = None) -> None:
-    """Raise InvalidRequest for a path that another server may read as another path.
+def check_path(path: str, arn_segments: Sequence[str] = (), param: str | None = None) -> None:
+    """Raise InvalidRequest for a path that two servers may interpret differently.
 
-    Those are paths with dot segments, backslashes or encoded slashes, at any level of encoding. `arns`: segments that
-    may be ARNs with encoded slashes.
+    Such a path contains a dot segment, a backslash or an encoded slash, at any level of encoding. `arn_segments`:
+    segments that may be Amazon resource names (ARNs) with encoded slashes.
     """
     decoded = _decode_fully(path)
     if "\\" in decoded or any(segment in (".", "..") for segment in decoded.split("/")):
         what = "a backslash" if "\\" in decoded else "a dot segment"
-    elif decoded.count("/") != path.count("/") + sum(map(_arn_slashes, arns)):
+    elif decoded.count("/") != path.count("/") + sum(map(_count_arn_slashes, arn_segments)):
         what = "an encoded slash"
     else:
         return
     raise InvalidRequest(
-        f"the path {path[:200]!r} is not allowed: it has {what}",
+        f"the path {path[:200]!r} is not allowed because the path contains {what}",
         param=param,
         hint="write the path without dot segments, backslashes and encoded slashes",
     )
@@ -134,22 +138,25 @@ def _decode_fully(path: str) -> str:
     return path
 
 
-def _arn_slashes(segment: str) -> int:
-    """Return the number of slashes in an ARN that is encoded once, and 0 for any other segment."""
+def _count_arn_slashes(segment: str) -> int:
+    """Return the number of slashes in an ARN that is percent-encoded once, and 0 for any other segment."""
     name = unquote(segment)
     return name.count("/") if name.startswith("arn:") else 0
 
 
-def _gemini(version: str, rest: str) -> RequestTarget:
-    name, _, action = rest.rpartition(":")
+def _gemini_target(version: str, path_rest: str) -> RequestTarget:
+    name, _, action = path_rest.rpartition(":")
     model = unquote(name)
     if not 0 < len(model) <= MAX_MODEL_NAME_CHARS:
         raise InvalidRequest(
-            f"the model in the path has {len(model)} characters; 1 to {MAX_MODEL_NAME_CHARS} are allowed", param="model"
+            f"the model name in the path must have 1 to {MAX_MODEL_NAME_CHARS} characters, not {len(model)}",
+            param="model",
         )
     streams = GEMINI_ACTIONS[f":{action}"]
-    return RequestTarget("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)
+    return RequestTarget(
+        "plain", endpoint=f"{version}/models/{path_rest}", dialect="gemini", model=model, stream=streams
+    )
 
 
-def _plain(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
+def _plain_target(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
     return RequestTarget("plain", account, None, "", endpoint, DIALECT_ENDPOINTS[endpoint])

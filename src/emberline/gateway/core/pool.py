@@ -1,11 +1,14 @@
-"""ModelPool: the providers that serve one model, and how one of them is selected.
+"""ModelPool: several providers that serve one model, and the rule that selects one of them.
+
+An example in gateway.toml:
 
 [gateways.default.pools.small]
 choose = "fastest"
 hedge = true
 members = [{ provider = "groq", model = "llama-3.3-70b-versatile" },
            { provider = "cerebras", model = "llama-3.3-70b", weight = 3 },
-           { provider = "openai", model = "gpt-4o-mini", key = "second" }]"""
+           { provider = "openai", model = "gpt-4o-mini", key = "second" }]
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,14 @@ class ModelPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def __post_init__(self) -> None:
         if len({member.member_key for member in self.members}) < len(self.members):
-            raise InvalidRequest("a pool contains the same provider, model and key twice", param="pools.members")
+            raise InvalidRequest(
+                "members of a pool must differ in provider, model or key",
+                param="pools.members",
+                hint="remove the repeated member",
+            )
         if not any(member.weight for member in self.members):
             raise InvalidRequest(
-                "all members of a pool have weight 0", param="pools.members", hint="give one a positive weight"
+                "members of a pool must not all have weight 0",
+                param="pools.members",
+                hint="give one member a positive weight",
             )

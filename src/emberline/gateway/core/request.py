@@ -1,4 +1,4 @@
-"""GatewayRequest and GatewayReply: one request on its way through the gateway, and its reply."""
+"""GatewayRequest and GatewayReply: a request as it passes through the gateway's layers, and the reply to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DYNAMIC, POOL = VIRTUAL_PROVIDERS = ("dynamic", "pool")
 
 
 class ProviderAttempt(msgspec.Struct, frozen=True):
-    """One attempt at one provider."""
+    """One attempt to get a reply from a provider, with its outcome."""
 
     provider: str
     model: str
@@ -36,9 +36,9 @@ class ProviderAttempt(msgspec.Struct, frozen=True):
 
 
 class RequestStep(msgspec.Struct, frozen=True):
-    """One provider and model to try, with the parts of the request that differ there.
+    """One provider and model to try, with the fields that differ from the request's own.
 
-    A field that is None has the same value as in the request itself.
+    A field that is None has the same value as in the request.
     """
 
     provider: str
@@ -55,9 +55,9 @@ class RequestStep(msgspec.Struct, frozen=True):
 
 
 class GatewayRequest(msgspec.Struct):
-    """One request as the layers see it.
+    """A request as the layers see it.
 
-    A msgspec.Struct, like GatewayReply, because creating one costs a tenth of creating a dataclass.
+    GatewayRequest and GatewayReply are msgspec.Structs, because creating one takes a tenth of the time of a dataclass.
     """
 
     id: str
@@ -96,7 +96,7 @@ class GatewayRequest(msgspec.Struct):
 
     @property
     def metadata(self) -> Metadata:
-        """Return the request's metadata; values of the gateway and of the key override the client's."""
+        """Return the request's metadata. Values set by the gateway and by the key override those sent by the client."""
         return {**(self.options.metadata or {}), **self.settings.metadata, **self.identity.metadata}
 
     def with_changes(self, **changes: Any) -> GatewayRequest:
@@ -108,7 +108,10 @@ class GatewayRequest(msgspec.Struct):
 
 
 class ReplyStream(Protocol):
-    """A streamed body: each chunk has one or more whole events. Closing it early cancels the request."""
+    """A streamed reply body.
+
+    Each chunk contains one or more whole events. Closing the stream early cancels the request.
+    """
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
@@ -121,10 +124,10 @@ CloseCallback: TypeAlias = "Callable[[GatewayReply], Awaitable[None]]"
 
 
 class GatewayReply(msgspec.Struct):
-    """A reply on its way to the client. The code that holds it must close it.
+    """A reply on its way to the client. Every reply must be closed.
 
-    `close` runs every callback of `close_callbacks` once, the innermost layer's first, even if one of them raises or
-    the closing task is cancelled.
+    `close` runs each callback in `close_callbacks` once, the innermost layer's first, even if a callback raises or the
+    closing task is cancelled.
     """
 
     status: int

@@ -1,4 +1,4 @@
-"""Reading and editing the few fields of a request body that the gateway needs."""
+"""Reads and edits the few fields of a request body that the gateway needs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_MODEL_NAME_CHARS = 256
 
 
 class BodyFields(msgspec.Struct):
-    """The body's fields that the gateway reads.
+    """The fields of a request body that the gateway reads.
 
-    A value of an unexpected type counts as absent here; the provider refuses it.
+    A field with a value of an unexpected type is treated as absent; the provider rejects the request.
     """
 
     model: Any = None
@@ -34,14 +34,14 @@ class BodyFields(msgspec.Struct):
         for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if _is_positive_int(limit):
                 return limit
-        return self._generation_int("maxOutputTokens")
+        return self._generation_config_int("maxOutputTokens")
 
     @property
     def choice_count(self) -> int:
         """Return the number of choices that the client requests."""
-        return self.n if _is_positive_int(self.n) else self._generation_int("candidateCount") or 1
+        return self.n if _is_positive_int(self.n) else self._generation_config_int("candidateCount") or 1
 
-    def _generation_int(self, name: str) -> int | None:
+    def _generation_config_int(self, name: str) -> int | None:
         value = self.generation.get(name) if isinstance(self.generation, dict) else None
         return value if _is_positive_int(value) else None
 
@@ -60,15 +60,20 @@ _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_body_fields(body: bytes) -> BodyFields:
-    """Read the fields. Raise InvalidRequest if the body is not a JSON object or repeats a key."""
+    """Read the fields of a request body.
+
+    Raise InvalidRequest if the body is not a JSON object or contains a key twice.
+    """
     try:
         found = _BODY_FIELDS.decode(body)
     except JSON_DECODE_ERRORS as e:
-        raise InvalidRequest(f"the body is not a JSON object: {e}") from e
+        raise InvalidRequest(
+            f"the body must be a JSON object: {e}", hint='send an object such as {"model": "NAME", ...}'
+        ) from e
     check_duplicate_keys(body)
     if isinstance(found.model, str) and len(found.model) > MAX_MODEL_NAME_CHARS:
         raise InvalidRequest(
-            f"model is too long: {len(found.model)} characters, at most {MAX_MODEL_NAME_CHARS} are allowed",
+            f"model must have at most {MAX_MODEL_NAME_CHARS} characters, not {len(found.model)}",
             param="model",
         )
     return found
@@ -77,7 +82,7 @@ def read_body_fields(body: bytes) -> BodyFields:
 def check_duplicate_keys(body: bytes) -> None:
     """Raise InvalidRequest if an object anywhere in a JSON body has the same key twice.
 
-    The gateway uses the last of the two values, and a provider may use the first.
+    The gateway would use the last of the two values, while a provider may use the first.
     """
     try:
         same = _has_same_quotes(body, msgspec.json.encode(msgspec.json.decode(body)))
@@ -87,40 +92,41 @@ def check_duplicate_keys(body: bytes) -> None:
         text = body.decode("utf-8", "replace")
         try:
             # parse_int=len: int() refuses numbers with very many digits
-            json.loads(text, object_pairs_hook=_check_pairs, parse_int=len, strict=False)
+            json.loads(text, object_pairs_hook=_check_key_uniqueness, parse_int=len, strict=False)
         except (ValueError, RecursionError) as e:
-            raise InvalidRequest(f"the body is not JSON: {e}") from e
+            raise InvalidRequest(f"the body is not valid JSON: {e}", hint="check the JSON syntax of the body") from e
 
 
 def _has_same_quotes(body: bytes, encoded: bytes) -> bool:
-    """Return whether encoding kept the number of quotes, which shows that no object repeats a key.
+    """Return whether re-encoding kept the number of quotes, which shows that no object contains a key twice.
 
-    A body with an escaped quote counts as different. This takes a tenth of the time that checking each object does.
+    A body with an escaped quote always returns False. Counting quotes takes a tenth of the time of checking each
+    object.
     """
     return body.count(b'"') == encoded.count(b'"') and b"\\u0022" not in body
 
 
-def _check_pairs(pairs: list[tuple[str, Any]]) -> None:
+def _check_key_uniqueness(key_value_pairs: list[tuple[str, Any]]) -> None:
     names = set()
-    for name, _ in pairs:
+    for name, _ in key_value_pairs:
         if name in names:
             raise InvalidRequest(
-                f"an object in the body has the key {name[:100]!r} twice", param=name[:100], hint="write it once"
+                f"an object in the body has the key {name[:100]!r} twice", param=name[:100], hint="write the key once"
             )
         names.add(name)
 
 
 def replace_fields(body: bytes, **changes: Any) -> bytes:
-    """Return the JSON object with some fields replaced; the others keep their bytes and their order."""
+    """Return the JSON object with some fields replaced. All other fields keep their bytes and their order."""
     fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
     fields.update(changes)
     return msgspec.json.encode(fields)
 
 
 def canonical_body(body: bytes) -> bytes:
-    """Return bytes that are equal for equal JSON, whatever its spacing and order of keys.
+    """Return bytes that are equal for equal JSON, whatever the spacing and the order of keys.
 
-    For a body that is not JSON they are the body itself.
+    For a body that is not JSON, the bytes depend on the exact body.
     """
     try:
         found = msgspec.json.decode(body)

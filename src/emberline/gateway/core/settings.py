@@ -1,7 +1,7 @@
 """GatewaySettings: the settings of one gateway.
 
-They are plain data, so that they can be read from gateway.toml and from the store, sent as JSON and described in the
-management API's OpenAPI document. They are frozen: a change makes new settings with a higher version.
+Settings are plain data. They are read from gateway.toml and from the store, sent as JSON, and described in the OpenAPI
+document of the management API. They are immutable: a change creates new settings with a higher version.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ class RetrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.attempts <= 5:
-            raise InvalidRequest(
-                f"retries.attempts is {self.attempts}; it must be from 1 to 5", param="retries.attempts"
-            )
+            raise InvalidRequest(f"retries.attempts must be from 1 to 5, not {self.attempts}", param="retries.attempts")
         if not 0 <= self.delay <= 5:
-            raise InvalidRequest(
-                f"retries.delay is {self.delay}; it must be from 0 to 5 seconds", param="retries.delay"
-            )
+            raise InvalidRequest(f"retries.delay must be from 0 to 5 seconds, not {self.delay}", param="retries.delay")
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,7 +46,7 @@ class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in self.__struct_fields__:
             if not 0 < (seconds := getattr(self, name)) <= 86_400:
                 raise InvalidRequest(
-                    f"timeouts.{name} is {seconds}; it must be above 0 and at most 86400 seconds (a day)",
+                    f"timeouts.{name} must be above 0 and at most 86400 seconds (a day), not {seconds}",
                     param=f"timeouts.{name}",
                 )
 
@@ -62,7 +58,7 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one provider: a known slug, or a custom one (`custom-...`) at any compatible URL."""
+    """Settings of one provider: a known one, named by its slug, or a custom one (`custom-...`) at any URL."""
 
     base_url: str | None = None  # None: the provider's default
     key: str | None = None  # the provider's key; `key_env` or a stored key keep it out of the file
@@ -76,7 +72,10 @@ class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FallbackRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Models to try in order when `model` (a name, a prefix with `*` at its end, or `*`) fails."""
+    """Models to try in order when a request for `model` fails.
+
+    `model` is a name, a prefix that ends with `*`, or `*` for every model.
+    """
 
     model: str
     to: tuple[str, ...]  # "provider/model"
@@ -84,7 +83,7 @@ class FallbackRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if invalid := [target for target in self.to if not all(target.partition("/"))]:
             raise InvalidRequest(
-                f"fallbacks.to has {invalid[0]!r}; a fallback must be PROVIDER/MODEL", param="fallbacks.to"
+                f"fallbacks.to must contain names PROVIDER/MODEL, not {invalid[0]!r}", param="fallbacks.to"
             )
 
 
@@ -94,9 +93,10 @@ class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SemanticCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cached replies for prompts with a similar meaning.
+    """Settings of the semantic cache, which returns cached replies to prompts with a similar meaning.
 
-    Mode `shadow` serves none of them and counts how often they would have differed from the real reply.
+    In mode `shadow` no cached reply is returned. The gateway only counts how often the cached reply would have differed
+    from the real reply.
     """
 
     mode: Literal["off", "shadow", "on"] = "off"
@@ -105,7 +105,7 @@ class SemanticCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if not 0.5 <= self.threshold <= 1:
             raise InvalidRequest(
-                f"semantic.threshold is {self.threshold}; it must be from 0.5 to 1", param="semantic.threshold"
+                f"semantic.threshold must be from 0.5 to 1, not {self.threshold}", param="semantic.threshold"
             )
 
 
@@ -140,8 +140,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @staticmethod
     def parse(data: object) -> GatewaySettings:
-        """Return the settings in decoded TOML or JSON. Raise InvalidRequest if they are invalid."""
+        """Parse settings from decoded TOML or JSON. Raise InvalidRequest if they are invalid."""
         try:
             return msgspec.convert(data, GatewaySettings)
         except msgspec.ValidationError as e:
-            raise InvalidRequest(f"gateway settings are invalid: {e}") from e
+            raise InvalidRequest(
+                f"the gateway's settings are invalid: {e}", hint="docs/gateway.md lists all settings"
+            ) from e

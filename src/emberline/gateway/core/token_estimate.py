@@ -1,6 +1,6 @@
-"""Estimates of a request's input tokens, for use before the provider has counted them.
+"""Estimates the number of input tokens of a request.
 
-They are needed before a request is sent, and for a stream that broke off before its usage arrived.
+The estimate is used before the request is sent, and for a stream that broke off before the provider reported its usage.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ MAX_WORD_CHARS = 2000  # a longer string without spaces is encoded data, not tex
 
 
 def estimate_input_tokens(body: bytes) -> int:
-    """Return an estimate of at least 1. The JSON syntax stands for the tokens that chat templates add."""
+    """Return the estimated number of input tokens, at least 1.
+
+    The bytes of JSON syntax count as text, which makes up for the tokens that chat templates add.
+    """
     if len(body) < MAX_WORD_CHARS:
         return max(1, len(body) // BYTES_PER_TOKEN)
     try:
         found = msgspec.json.decode(body)
     except JSON_DECODE_ERRORS:
         return max(1, len(body) // BYTES_PER_TOKEN)
-    return max(1, len(body) // BYTES_PER_TOKEN - _excess_of_data(found))
+    return max(1, len(body) // BYTES_PER_TOKEN - _overestimate_for_data(found))
 
 
-def _excess_of_data(found: Any) -> int:
-    """Return the tokens by which the estimate by bytes is too high for images and other encoded data."""
-    match found:
-        case str() if len(found) >= MAX_WORD_CHARS and " " not in found[:MAX_WORD_CHARS]:
-            return max(0, len(found) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)
+def _overestimate_for_data(value: Any) -> int:
+    """Return the number of tokens by which the estimate from bytes is too high for images and other encoded data."""
+    match value:
+        case str() if len(value) >= MAX_WORD_CHARS and " " not in value[:MAX_WORD_CHARS]:
+            return max(0, len(value) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)
         case list():
-            return sum(map(_excess_of_data, found))
+            return sum(map(_overestimate_for_data, value))
         case dict():
-            return sum(map(_excess_of_data, found.values()))
+            return sum(map(_overestimate_for_data, value.values()))
     return 0

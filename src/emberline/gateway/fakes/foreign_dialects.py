@@ -1,4 +1,4 @@
-"""Fake replies of APIs that are none of the gateway's dialects: Cohere, Bedrock, Replicate, Google tokens."""
+"""Fake replies of provider APIs for which the gateway has no dialect: Cohere, Bedrock, Replicate, Google's OAuth."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class FakeCohereReply(FakeReply):
         )
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        def event(kind: str, message: Json, **more: Any) -> bytes:
-            return sse.named_event(kind, {"type": kind, "delta": {"message": message}, **more})
+        def event(kind: str, message: Json, **fields: Any) -> bytes:
+            return sse.named_event(kind, {"type": kind, "delta": {"message": message}, **fields})
 
         yield event("message-start", {"role": "assistant", "content": []}), False
-        for piece in self._pieces():
+        for piece in self._reply_pieces():
             if self._tool:
                 yield event("tool-plan-delta", {"tool_plan": piece}), True
             else:
@@ -50,7 +50,7 @@ class FakeCohereReply(FakeReply):
         end = {"finish_reason": self._finish_reason(), "usage": self._usage()}
         yield sse.named_event("message-end", {"type": "message-end", "delta": end}), False
 
-    def error(self, status: int) -> bytes:
+    def error_body(self, status: int) -> bytes:
         return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
@@ -60,7 +60,7 @@ class FakeCohereReply(FakeReply):
 
 
 class FakeBedrockInvokeReply(FakeReply):
-    """Claude through Bedrock's InvokeModel API."""
+    """A reply of Claude through Bedrock's InvokeModel API."""
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__("anthropic", path, request, words)
@@ -70,17 +70,17 @@ class FakeBedrockInvokeReply(FakeReply):
     def events(self) -> Iterator[tuple[bytes, bool]]:
         for event, content in super().events():
             payload = event.partition(b"data: ")[2].strip()
-            yield _aws_event("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abcd"}), content
+            yield _aws_event_message("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abcd"}), content
 
-    def error(self, status: int) -> bytes:
+    def error_body(self, status: int) -> bytes:
         return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
-        return _aws_exception()
+        return _aws_exception_message()
 
 
 class FakeBedrockConverseReply(FakeBedrockInvokeReply):
-    """Bedrock's Converse API."""
+    """A reply of Bedrock's Converse API."""
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__(path, request, words)
@@ -91,8 +91,8 @@ class FakeBedrockConverseReply(FakeBedrockInvokeReply):
     def _usage(self) -> Json:
         return {"inputTokens": self._input, "outputTokens": self.words, "totalTokens": self._input + self.words}
 
-    def _tool_use(self, **more: Any) -> Json:
-        return {"toolUse": {"toolUseId": "tooluse_1", "name": self._tool, **more}}
+    def _tool_use(self, **fields: Any) -> Json:
+        return {"toolUse": {"toolUseId": "tooluse_1", "name": self._tool, **fields}}
 
     def whole_body(self) -> bytes:
         content: list[Json] = [{"text": self.text}]
@@ -102,23 +102,23 @@ class FakeBedrockConverseReply(FakeBedrockInvokeReply):
         return sse.dumps({"output": output, "stopReason": self._stop_reason(), "usage": self._usage(), "metrics": {}})
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        yield _aws_event("messageStart", {"role": "assistant"}), False
-        for piece in self._pieces():
-            yield _aws_event("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"text": piece}}), True
-        yield _aws_event("contentBlockStop", {"contentBlockIndex": 0}), False
+        yield _aws_event_message("messageStart", {"role": "assistant"}), False
+        for piece in self._reply_pieces():
+            yield _aws_event_message("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"text": piece}}), True
+        yield _aws_event_message("contentBlockStop", {"contentBlockIndex": 0}), False
         if self._tool:
-            yield _aws_event("contentBlockStart", {"contentBlockIndex": 1, "start": self._tool_use()}), True
+            yield _aws_event_message("contentBlockStart", {"contentBlockIndex": 1, "start": self._tool_use()}), True
             delta = {"toolUse": {"input": ARGUMENTS}}
-            yield _aws_event("contentBlockDelta", {"contentBlockIndex": 1, "delta": delta}), True
-            yield _aws_event("contentBlockStop", {"contentBlockIndex": 1}), False
-        stop = _aws_event("messageStop", {"stopReason": self._stop_reason()})
-        yield stop + _aws_event("metadata", {"usage": self._usage(), "metrics": {}}), False
+            yield _aws_event_message("contentBlockDelta", {"contentBlockIndex": 1, "delta": delta}), True
+            yield _aws_event_message("contentBlockStop", {"contentBlockIndex": 1}), False
+        stop = _aws_event_message("messageStop", {"stopReason": self._stop_reason()})
+        yield stop + _aws_event_message("metadata", {"usage": self._usage(), "metrics": {}}), False
 
 
 class FakeReplicateReply(FakeReply):
-    """Replicate: creates a prediction, reports its status or streams it.
+    """A reply of Replicate: a created prediction, its status or its stream.
 
-    The URLs of a prediction contain its word count.
+    The URLs in the reply contain the number of words, so that later requests for the prediction need no stored state.
     """
 
     def __init__(self, path: str, host: str, request: Json, words: int) -> None:
@@ -136,15 +136,15 @@ class FakeReplicateReply(FakeReply):
         prediction: Json = {"id": str(self.words), "status": "starting", "output": None, "urls": urls}
         if self._is_done:
             metrics = {"input_token_count": self._input, "output_token_count": self.words}
-            prediction |= {"status": "succeeded", "output": self._pieces(), "metrics": metrics}
+            prediction |= {"status": "succeeded", "output": self._reply_pieces(), "metrics": metrics}
         return sse.dumps(prediction)
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        for piece in self._pieces():
+        for piece in self._reply_pieces():
             yield b"event: output\nid: 1:0\ndata: %b\n\n" % piece.encode(), True
         yield b"event: done\nid: 1:1\ndata: {}\n\n", False
 
-    def error(self, status: int) -> bytes:
+    def error_body(self, status: int) -> bytes:
         return sse.dumps({"title": "Error", "detail": "injected error", "status": status})
 
     def error_event(self) -> bytes:
@@ -152,7 +152,7 @@ class FakeReplicateReply(FakeReply):
 
 
 class FakeGeminiListReply(FakeReply):
-    """Gemini's stream without server-sent events: one JSON list."""
+    """A streamed reply of Gemini without server-sent events: one JSON list."""
 
     def __init__(self, path: str, request: Json, words: int) -> None:
         super().__init__("gemini", path, request, words)
@@ -163,7 +163,7 @@ class FakeGeminiListReply(FakeReply):
 
 
 class FakeCohereEmbeddingReply(FakeReply):
-    """Cohere's embeddings."""
+    """An embeddings reply of Cohere."""
 
     def __init__(self, request: Json) -> None:
         super().__init__("raw", "", request, 0)
@@ -177,7 +177,7 @@ class FakeCohereEmbeddingReply(FakeReply):
 
 
 class FakeGoogleTokenReply(FakeReply):
-    """An access token of Google's OAuth endpoint."""
+    """A reply of Google's OAuth endpoint with an access token."""
 
     def __init__(self) -> None:
         super().__init__("raw", "", {}, 0)
@@ -187,7 +187,7 @@ class FakeGoogleTokenReply(FakeReply):
 
 
 def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
-    """Return the reply for a request path. `host` is the fake provider's own address."""
+    """Return the fake reply to a request at this path. `host` is the fake provider's own address."""
     bare = path.partition("?")[0]
     if bare.endswith("/v2/chat"):
         return FakeCohereReply("raw", path, request, words)
@@ -204,11 +204,11 @@ def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
     return FakeGoogleTokenReply() if bare.endswith("/token") else FakeReply(dialect_of_path(path), path, request, words)
 
 
-def _aws_event(kind: str, payload: Json) -> bytes:
+def _aws_event_message(kind: str, payload: Json) -> bytes:
     headers = {":event-type": kind, ":content-type": "application/json", ":message-type": "event"}
     return encode_message(headers, sse.dumps(payload))
 
 
-def _aws_exception() -> bytes:
+def _aws_exception_message() -> bytes:
     headers = {":exception-type": "modelStreamErrorException", ":message-type": "exception"}
     return encode_message(headers, b'{"message":"injected error"}')

@@ -42,8 +42,6 @@ FAULT_DELAY_S = 0.05
 
 @dataclass(slots=True)
 class ReceivedRequest:
-    """A request as it was received."""
-
     method: str
     path: str
     headers: dict[str, str]
@@ -57,11 +55,13 @@ class ReceivedRequest:
 
 @dataclass
 class FakeProvider:
-    """A fake provider on a port of this machine.
+    """A fake provider that listens on a local port.
 
-    `script` has one fault for each of the next requests; after them `fault` applies to all. "" is no fault.
+    `script` lists the faults of the next requests, one fault for each request. All later requests get `fault`. An empty
+    string means no fault.
 
-    A request whose model is named like a fault gets that fault ("cut@5": after five pieces of content).
+    A request whose model is the name of a fault gets that fault. "cut@5" cuts the connection after five pieces of
+    content.
     """
 
     fault: str = ""
@@ -79,7 +79,7 @@ class FakeProvider:
     max_kept_requests: int = 64
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeProvider:
-        self._server = await asyncio.start_server(self._connection, host, port, limit=1 << 24, backlog=1024)
+        self._server = await asyncio.start_server(self._serve_connection, host, port, limit=1 << 24, backlog=1024)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self.url = f"http://{host}:{self.port}"
         return self
@@ -90,22 +90,23 @@ class FakeProvider:
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
             first_byte: bytes | None = b""
             while first_byte is not None:
-                first_byte = await self._exchange(first_byte or await reader.readexactly(1), reader, writer)
+                first_byte = await self._answer_request(first_byte or await reader.readexactly(1), reader, writer)
         writer.close()
 
-    async def _exchange(
+    async def _answer_request(
         self, first_byte: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bytes | None:
-        """Answer one request, whose first byte is given.
+        """Answer one request, whose first byte was already read.
 
-        Returns the first byte of the next request, b"" if it has not arrived, or None if the connection is closed.
+        Return the first byte of the next request, b"" if that byte has not arrived, or None if the connection is
+        closed.
         """
         if first_byte == b"\x16":  # a TLS handshake
-            await _send(writer, 400, "text/plain", b"this is a plain HTTP port")
+            await _send_response(writer, 400, "text/plain", b"this is a plain HTTP port")
             return None
         head = (first_byte + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ")
@@ -113,7 +114,7 @@ class FakeProvider:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         request = ReceivedRequest(method, path, headers, body)
         if path == "/fake":
-            await self._control(request, writer)
+            await self._apply_control_request(request, writer)
             return b""
         self.count += 1
         self.requests = [*self.requests[-self.max_kept_requests + 1 :], request] if self.max_kept_requests else []
@@ -123,7 +124,7 @@ class FakeProvider:
             return None
         self.running += 1
         next_byte = asyncio.ensure_future(reader.read(1))
-        work = asyncio.ensure_future(self._respond(request, fault, fault_after, writer))
+        work = asyncio.ensure_future(self._send_reply(request, fault, fault_after, writer))
         try:
             await asyncio.wait((next_byte, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
@@ -146,19 +147,19 @@ class FakeProvider:
             return name, int(after or self.fault_after)
         return self.script.pop(0) if self.script else self.fault, self.fault_after
 
-    async def _control(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        """Set attributes from the JSON of a request to /fake, and return the counters."""
+    async def _apply_control_request(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        """Set attributes of this object from the JSON of a request to /fake, and reply with the counters."""
         for name, value in request.json.items():
             setattr(self, name, value)
         counts = {name: getattr(self, name) for name in ("count", "running", "gone", "fault", "script")}
-        await _send(writer, 200, "application/json", msgspec.json.encode(counts))
+        await _send_response(writer, 200, "application/json", msgspec.json.encode(counts))
 
     # -- replies -------------------------------------------------------------------------------------------------------
 
-    async def _respond(
+    async def _send_reply(
         self, request: ReceivedRequest, fault: str, fault_after: int, writer: asyncio.StreamWriter
     ) -> bool:
-        """Send the reply, with its fault. Returns whether the connection can be used again."""
+        """Send the reply, with the fault if there is one. Return whether the connection can be reused."""
         if fault == "silent":
             await asyncio.sleep(FOREVER_S)
         reply = make_reply(request.path, request.headers.get("host", ""), request.json, self.words)
@@ -166,39 +167,39 @@ class FakeProvider:
         reply.always_sends_usage = self.always_sends_usage
         if fault in ("429", "500", "503"):
             more = f"retry-after: {self.retry_after}\r\n" if fault == "503" else ""
-            await _send(writer, int(fault), "application/json", reply.error(int(fault)), more)
+            await _send_response(writer, int(fault), "application/json", reply.error_body(int(fault)), more)
             return True
         if fault in ("empty", "wrong-type"):
             kind = "text/html" if fault == "wrong-type" else reply.content_type
-            await _send(writer, 200, kind, b"<html>Please log in.</html>" if fault == "wrong-type" else b"")
+            await _send_response(writer, 200, kind, b"<html>Please log in.</html>" if fault == "wrong-type" else b"")
             return True
         if reply.stream:
             return await self._send_stream(reply, fault, fault_after, writer)
-        return await self._send_whole(reply, fault, writer)
+        return await self._send_whole_reply(reply, fault, writer)
 
-    async def _send_whole(self, reply: FakeReply, fault: str, writer: asyncio.StreamWriter) -> bool:
+    async def _send_whole_reply(self, reply: FakeReply, fault: str, writer: asyncio.StreamWriter) -> bool:
         body = reply.whole_body()
         if fault == "error-event":
-            body = reply.error(500)
+            body = reply.error_body(500)
         if fault in ("bad-json", "bad-event", "no-ending"):
             body = body[:-5]
         if fault in ("stall", "stall-later", "cut", "drip"):
-            writer.write(_head(200, "application/json", len(body)))
+            writer.write(_response_head(200, "application/json", len(body)))
             writer.write(body[: 0 if fault == "stall" else len(body) // 2])
-            await _break_off(writer, fault, body[len(body) // 2 :])
+            await _break_off_reply(writer, fault, body[len(body) // 2 :])
             return False
-        await _send(writer, 200, "application/json", body)
+        await _send_response(writer, 200, "application/json", body)
         return True
 
     async def _send_stream(self, reply: FakeReply, fault: str, fault_after: int, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_head(200, reply.content_type))
+        writer.write(_response_head(200, reply.content_type))
         if fault == "stall":
             await asyncio.sleep(FOREVER_S)
         async for event in self._events_until_fault(reply, fault, fault_after):
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
             await writer.drain()
         if fault in ("stall-later", "cut", "drip"):
-            await _break_off(writer, fault, b"".join(b"1\r\n%c\r\n" % c for c in b"data: " + b"x" * 4000))
+            await _break_off_reply(writer, fault, b"".join(b"1\r\n%c\r\n" % c for c in b"data: " + b"x" * 4000))
             return False
         writer.write(b"0\r\n\r\n")
         return True
@@ -223,26 +224,28 @@ class FakeProvider:
                 await asyncio.sleep(self.pace)
 
 
-async def _break_off(writer: asyncio.StreamWriter, fault: str, rest: bytes) -> None:
+async def _break_off_reply(writer: asyncio.StreamWriter, fault: str, unsent: bytes) -> None:
     await writer.drain()
     if fault == "cut":
         await asyncio.sleep(FAULT_DELAY_S)
         writer.transport.abort()
     elif fault == "drip":
-        for i in range(len(rest)):
-            writer.write(rest[i : i + 1])
+        for i in range(len(unsent)):
+            writer.write(unsent[i : i + 1])
             await writer.drain()
             await asyncio.sleep(FAULT_DELAY_S)
     await asyncio.sleep(FOREVER_S)
 
 
-def _head(status: int, kind: str, length: int | None = None, more: str = "") -> bytes:
+def _response_head(status: int, content_type: str, length: int | None = None, extra_headers: str = "") -> bytes:
     size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    return f"HTTP/1.1 {status} Fake\r\ncontent-type: {kind}\r\n{size}\r\n{more}\r\n".encode()
+    return f"HTTP/1.1 {status} Fake\r\ncontent-type: {content_type}\r\n{size}\r\n{extra_headers}\r\n".encode()
 
 
-async def _send(writer: asyncio.StreamWriter, status: int, kind: str, body: bytes, more: str = "") -> None:
-    writer.write(_head(status, kind, len(body), more) + body)
+async def _send_response(
+    writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes, extra_headers: str = ""
+) -> None:
+    writer.write(_response_head(status, content_type, len(body), extra_headers) + body)
     await writer.drain()
 
 

@@ -1,7 +1,8 @@
-"""FakeReply: numbered words in any dialect, whole or as events, with consistent usage.
+"""FakeReply: a reply of numbered words in any dialect, whole or as a stream of events, with consistent usage.
 
-If the request has tools, the reply calls the first one. If the request ends with an assistant turn that broke off, the
-reply continues with the next word."""
+If the request has tools, the reply calls the first tool. If the request ends with an incomplete assistant message, the
+reply continues with the next word.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +49,17 @@ class FakeReply:
 
     @property
     def text(self) -> str:
-        return "".join(self._pieces())
+        return "".join(self._reply_pieces())
 
     def set_text(self, text: str) -> None:
-        """Send this text, if it is not empty, in pieces of a few letters instead of numbered words."""
+        """Reply with this text, in pieces of a few letters, instead of numbered words.
+
+        An empty text changes nothing.
+        """
         self._text_pieces = [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]
         self.words = len(self._text_pieces) or self.words
 
-    def _pieces(self) -> list[str]:
+    def _reply_pieces(self) -> list[str]:
         return self._text_pieces or [f"word{i} " for i in range(self._first_word, self._first_word + self.words)]
 
     # -- whole ---------------------------------------------------------------------------------------------------------
@@ -63,32 +67,32 @@ class FakeReply:
     def whole_body(self) -> bytes:
         match self._dialect:
             case "openai-chat":
-                return sse.dumps(self._chat())
+                return sse.dumps(self._chat_completion())
             case "anthropic":
                 content = [{"type": "text", "text": self.text}]
                 if self._tool:
                     use = {"type": "tool_use", "id": "toolu_1", "name": self._tool, "input": {"city": "Paris"}}
                     content.append(use)  # type: ignore[arg-type]
-                return sse.dumps({**self._message(), "content": content, "stop_reason": self._stop_reason()})
+                return sse.dumps({**self._anthropic_message(), "content": content, "stop_reason": self._stop_reason()})
             case "openai-responses":
-                return sse.dumps(self._response("completed"))
+                return sse.dumps(self._responses_object("completed"))
             case "openai-embeddings":
                 row = {"object": "embedding", "index": 0, "embedding": [0.25, -0.5]}
                 usage = {"prompt_tokens": self._input, "total_tokens": self._input}
                 return sse.dumps({"object": "list", "data": [row], "model": self._model, "usage": usage})
             case "gemini":
-                return sse.dumps(self._candidate([{"text": self.text}, *self._function_call()], "STOP"))
+                return sse.dumps(self._gemini_reply([{"text": self.text}, *self._function_call()], "STOP"))
         return sse.dumps({"echo": self._model})
 
-    def _chat(self) -> dict[str, Any]:
+    def _chat_completion(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self._tool:
             function = {"name": self._tool, "arguments": ARGUMENTS}
             message["tool_calls"] = [{"id": "call_1", "type": "function", "function": function}]
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if self._tool else "stop"}
-        return {**self._chunk("chat.completion"), "choices": [choice], "usage": self._chat_usage()}
+        return {**self._completion_fields("chat.completion"), "choices": [choice], "usage": self._chat_usage()}
 
-    def _chunk(self, kind: str) -> dict[str, Any]:
+    def _completion_fields(self, kind: str) -> dict[str, Any]:
         return {"id": "chatcmpl-fake", "object": kind, "created": CREATED, "model": self._model}
 
     def _chat_usage(self) -> dict[str, Any]:
@@ -98,12 +102,12 @@ class FakeReply:
     def _stop_reason(self) -> str:
         return "tool_use" if self._tool else "end_turn"
 
-    def _message(self, output: int | None = None) -> dict[str, Any]:
-        usage = {"input_tokens": self._input, "output_tokens": self.words if output is None else output}
+    def _anthropic_message(self, output_tokens: int | None = None) -> dict[str, Any]:
+        usage = {"input_tokens": self._input, "output_tokens": self.words if output_tokens is None else output_tokens}
         head = {"id": "msg_fake", "type": "message", "role": "assistant", "model": self._model, "content": []}
         return {**head, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _responses_object(self, status: str) -> dict[str, Any]:
         done = status == "completed"
         part = {"type": "output_text", "text": self.text, "annotations": []}
         item = {"id": "msg_fake", "type": "message", "role": "assistant", "status": status, "content": [part]}
@@ -114,10 +118,10 @@ class FakeReply:
                 "output": [item] if done else [], "usage": usage if done else None, "error": None,
                 "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
 
-    def _candidate(self, parts: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+    def _gemini_reply(self, parts: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
         candidate = {"content": {"role": "model", "parts": parts}, "index": 0}
-        if finish:
-            candidate["finishReason"] = finish
+        if finish_reason:
+            candidate["finishReason"] = finish_reason
         total = self._input + self.words
         usage = {"promptTokenCount": self._input, "candidatesTokenCount": self.words, "totalTokenCount": total}
         return {"candidates": [candidate], "usageMetadata": usage, "modelVersion": self._model}
@@ -128,7 +132,7 @@ class FakeReply:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        """Yield each event, and whether it has content."""
+        """Yield each event of the stream, and whether the event has content."""
         match self._dialect:
             case "anthropic":
                 return self._message_events()
@@ -143,12 +147,12 @@ class FakeReply:
         return list(self.events())[-1][0]
 
     def _chat_events(self) -> Iterator[tuple[bytes, bool]]:
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-            choice = {"index": 0, "delta": delta, "finish_reason": finish}
-            return sse.data_event({**self._chunk("chat.completion.chunk"), "choices": [choice]})
+        def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+            return sse.data_event({**self._completion_fields("chat.completion.chunk"), "choices": [choice]})
 
         yield chunk({"role": "assistant", "content": ""}), False
-        for piece in self._pieces():
+        for piece in self._reply_pieces():
             yield chunk({"content": piece}), True
         if self._tool:
             function = {"name": self._tool, "arguments": ARGUMENTS}
@@ -157,23 +161,27 @@ class FakeReply:
         finish = "tool_calls" if self._tool else "stop"
         if self.always_sends_usage:
             choice = {"index": 0, "delta": {}, "finish_reason": finish}
-            last = {**self._chunk("chat.completion.chunk"), "choices": [choice], "usage": self._chat_usage()}
+            last = {
+                **self._completion_fields("chat.completion.chunk"),
+                "choices": [choice],
+                "usage": self._chat_usage(),
+            }
             yield sse.data_event(last), False
         else:
             yield chunk({}, finish), False
         if self._includes_usage:
             usage = {"choices": [], "usage": self._chat_usage()}
-            yield sse.data_event({**self._chunk("chat.completion.chunk"), **usage}), False
+            yield sse.data_event({**self._completion_fields("chat.completion.chunk"), **usage}), False
         yield sse.DONE_EVENT, False
 
     def _message_events(self) -> Iterator[tuple[bytes, bool]]:
-        def event(kind: str, **more: Any) -> bytes:
-            return sse.named_event(kind, {"type": kind, **more})
+        def event(kind: str, **fields: Any) -> bytes:
+            return sse.named_event(kind, {"type": kind, **fields})
 
-        yield event("message_start", message=self._message(1)), False
+        yield event("message_start", message=self._anthropic_message(1)), False
         yield event("content_block_start", index=0, content_block={"type": "text", "text": ""}), False
         yield event("ping"), False
-        for piece in self._pieces():
+        for piece in self._reply_pieces():
             yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece}), True
         yield event("content_block_stop", index=0), False
         if self._tool:
@@ -189,36 +197,36 @@ class FakeReply:
     def _response_events(self) -> Iterator[tuple[bytes, bool]]:
         number = 0
 
-        def event(kind: str, **more: Any) -> bytes:
+        def event(kind: str, **fields: Any) -> bytes:
             nonlocal number
             number += 1
-            return sse.named_event(kind, {"type": kind, "sequence_number": number - 1, **more})
+            return sse.named_event(kind, {"type": kind, "sequence_number": number - 1, **fields})
 
         item = {"id": "msg_fake", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         at = {"item_id": "msg_fake", "output_index": 0, "content_index": 0}
         part = {"type": "output_text", "text": "", "annotations": []}
-        yield event("response.created", response=self._response("in_progress")), False
-        yield event("response.in_progress", response=self._response("in_progress")), False
+        yield event("response.created", response=self._responses_object("in_progress")), False
+        yield event("response.in_progress", response=self._responses_object("in_progress")), False
         yield event("response.output_item.added", output_index=0, item=item), False
         yield event("response.content_part.added", **at, part=part), False
-        for piece in self._pieces():
+        for piece in self._reply_pieces():
             yield event("response.output_text.delta", **at, delta=piece, logprobs=[]), True
         yield event("response.output_text.done", **at, text=self.text, logprobs=[]), False
         yield event("response.content_part.done", **at, part={**part, "text": self.text}), False
-        done = self._response("completed")
+        done = self._responses_object("completed")
         yield event("response.output_item.done", output_index=0, item=done["output"][0]), False
         yield event("response.completed", response=done), False
 
     def _gemini_events(self) -> Iterator[tuple[bytes, bool]]:
-        for piece in self._pieces():
-            yield sse.data_event(self._candidate([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
+        for piece in self._reply_pieces():
+            yield sse.data_event(self._gemini_reply([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
         if call := self._function_call():
-            yield sse.data_event(self._candidate(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
-        yield sse.data_event(self._candidate([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
+            yield sse.data_event(self._gemini_reply(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
+        yield sse.data_event(self._gemini_reply([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
-    def error(self, status: int) -> bytes:
+    def error_body(self, status: int) -> bytes:
         if self._dialect == "anthropic":
             kind = "rate_limit_error" if status == 429 else "api_error"
             return sse.dumps({"type": "error", "error": {"type": kind, "message": "injected error"}})
@@ -237,11 +245,11 @@ class FakeReply:
             }
             return sse.named_event("error", payload)
         name = b"event: error\n" if self._dialect == "anthropic" else b""
-        return name + b"data: " + self.error(500) + b"\n\n"
+        return name + b"data: " + self.error_body(500) + b"\n\n"
 
 
 def _words_already_sent(request: dict[str, Any]) -> int:
-    """Return the number of words in the assistant turn that is to be continued."""
+    """Return the number of words in the assistant message that the reply must continue."""
     turns = request.get("messages") or request.get("contents") or request.get("input")
     earlier = [turn for turn in turns if CONTINUE_INSTRUCTION not in str(turn)] if isinstance(turns, list) else []
     last = earlier[-1] if earlier and isinstance(earlier[-1], dict) else {}

@@ -1,7 +1,6 @@
 """ClientWatch: cancels the task that serves a client when the client disconnects or a timeout passes.
 
-The client is not watched for the first 50 ms: most replies are complete by then, and watching costs more than some of
-them.
+Watching starts after 50 ms. Most replies are complete by then, and watching costs more than some of them.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ WATCH_DELAY_S = 0.05
 
 
 class ClientWatch:
-    """A context manager that raises ClientDisconnected or TimeoutError when it has cancelled the task inside.
+    """A context manager that raises ClientDisconnected or TimeoutError after it has cancelled the task in its body.
 
     One timer serves both the timeout and the delayed start of watching.
     """
 
     def __init__(self, receive: Receive, timeout_s: float) -> None:
-        """`timeout_s`: for reading the request's body."""
+        """`timeout_s` limits the time to read the request's body."""
         self._receive = receive
         self._is_watching = False  # the request's body has been read
         self._disconnected = self._timed_out = False
@@ -41,17 +40,20 @@ class ClientWatch:
         return self
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout from now on."""
+        """Replace the timeout by a new one that starts now."""
         self._deadline = self._loop.time() + seconds
         self._timer.set(min(self._timer.deadline, self._deadline))
 
     def start_watching(self) -> None:
-        """Watch for a disconnect, without a timeout. Call it when the body has been read."""
+        """Start watching for a disconnect and remove the timeout. Call this method when the body has been read."""
         self._is_watching, self._deadline = True, math.inf
         self._timer.set(min(self._timer.deadline, self._loop.time() + WATCH_DELAY_S))
 
     def stop_watching(self) -> None:
-        """Stop watching. Call it before the reply's last part: servers report its end as a disconnect, too."""
+        """Stop watching.
+
+        Call this method before the last part of a reply, whose end servers also report as a disconnect.
+        """
         self._is_watching = False
         if self._watcher is not None:
             self._watcher.cancel()

@@ -1,4 +1,7 @@
-"""GatewayApp: the gateway's ASGI application: requests, management API, dashboard, health, metrics."""
+"""GatewayApp: the gateway's ASGI application.
+
+It serves requests to models, the management API, the dashboard, health checks and metrics.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class GatewayApp:
         files: dict[str, File],
         require_keys: bool = False,
     ) -> None:
-        """Create the application. `require_keys`: metrics require a key, too."""
+        """Create the application. If `require_keys` is true, /metrics requires a key, too."""
         self._config = config
         self._gateway = gateway
         self._run_handler = run_handler
@@ -75,17 +78,19 @@ class GatewayApp:
         self._replies = ReplyCounter()
         self._started_at = int(time.time())
         self._pages: dict[str, PageHandler] = {
-            **dict.fromkeys(files, self._file),
-            "/health": self._live,
-            "/health/live": self._live,
-            "/health/ready": self._ready,
-            "/metrics": self._scrape,
+            **dict.fromkeys(files, self._send_file),
+            "/health": self._send_liveness,
+            "/health/live": self._send_liveness,
+            "/health/ready": self._send_readiness,
+            "/metrics": self._send_metrics,
             "/v1/models": self._list_models,
         }
 
     async def has_valid_key(self, scope: Scope) -> bool:
         """Return whether a request has a valid gateway key."""
-        headers = read_handshake(scope)[0] if scope["type"] == "websocket" else _decode_headers(dict(scope["headers"]))
+        headers = (
+            read_handshake(scope).headers if scope["type"] == "websocket" else _decode_headers(dict(scope["headers"]))
+        )
         try:
             return (await self._gateway.identify(headers)).kind != "anonymous"
         except EmberlineError:
@@ -96,187 +101,196 @@ class GatewayApp:
             await GatewaySocket(self._gateway, scope, receive, send).run()
             return
         assert scope["type"] == "http"
-        x = Exchange(scope, receive, send)
-        path = scope.get("raw_path", b"").decode("latin-1") or x.path
-        page = self._page(x, path)
+        exchange = Exchange(scope, receive, send)
+        path = scope.get("raw_path", b"").decode("latin-1") or exchange.path
+        page = self._find_page_handler(exchange, path)
         try:
             if page is not None:
-                await page(x)
+                await page(exchange)
             else:
-                await self._answer(x, path, receive)
+                await self._answer_request(exchange, path, receive)
         except ClientDisconnected:
-            x.log_fields["client"] = "gone"
+            exchange.log_fields["client"] = "gone"
         except Exception as e:
             if not isinstance(e, EmberlineError | ReplyInterrupted):
-                log.exception("Request failed with an internal error: method=%s path=%s", x.method, x.path)
-            if x.status is not None:
+                log.exception(
+                    "Request failed with an internal error: method=%s path=%s", exchange.method, exchange.path
+                )
+            if exchange.status is not None:
                 raise ReplyInterrupted from None  # the server closes the connection: the reply must not look complete
             reply = openai_error(e)
-            await x.reply_json(reply.body, reply.status, reply.headers)
-        self._replies.count(x.path if x.path in self._pages else "other", x.status or 499)
+            await exchange.reply_json(reply.body, reply.status, reply.headers)
+        self._replies.count(exchange.path if exchange.path in self._pages else "other", exchange.status or 499)
 
-    def _page(self, x: Exchange, path: str) -> PageHandler | None:
-        """Return the handler of a page, or None for a request to a model."""
-        if x.method in ("GET", "HEAD"):
-            if (page := self._pages.get(x.path)) is not None:
+    def _find_page_handler(self, exchange: Exchange, path: str) -> PageHandler | None:
+        """Return the handler of a page, health check or management path, or None for a request to a model."""
+        if exchange.method in ("GET", "HEAD"):
+            if (page := self._pages.get(exchange.path)) is not None:
                 return page
-            if parse_models_path(x.path) is not None:
+            if parse_models_path(exchange.path) is not None:
                 return self._list_models
         if AdminAPI.handles_path(path) and "/ai/v1/" not in path and not RunHandler.handles_path(path):
-            return self._manage
+            return self._answer_admin_request
         return None
 
-    async def _answer(self, x: Exchange, path: str, receive: Receive) -> None:
+    async def _answer_request(self, exchange: Exchange, path: str, receive: Receive) -> None:
         body = None
         try:
             with ClientWatch(receive, BODY_TIMEOUT_S) as watch:
-                body = await x.read_body(self._config.max_body)
+                body = await exchange.read_body(self._config.max_body)
                 watch.start_watching()
-                _check_content_type(x, path, body)
-                request = InboundRequest(x.method, path, x.query, _headers(x), body)
+                _check_content_type(exchange, path, body)
+                request = InboundRequest(exchange.method, path, exchange.query, _request_headers(exchange), body)
                 reply = await (self._run_handler if RunHandler.handles_path(path) else self._gateway).answer(request)
                 watch.set_timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S)
-                await self._send_and_close(x, reply, watch)
+                await self._send_and_close(exchange, reply, watch)
         except TimeoutError:
             if body is None:
-                raise _body_timeout() from None
-            log.warning("Reply cut off, the client did not read it in time: path=%s", x.path)
+                raise _body_timeout_error() from None
+            log.warning("Reply cut off because the client did not read in time: path=%s", exchange.path)
             raise ReplyInterrupted from None
 
-    async def _send_and_close(self, x: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
+    async def _send_and_close(self, exchange: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
         try:
-            await self._send(x, reply, watch)
+            await self._send_reply(exchange, reply, watch)
         except asyncio.CancelledError:
             reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"  # a stream sets it by itself
-            if x.status is not None and not isinstance(reply.body, bytes) and not watch.has_ended:
-                await _send_shutdown_error(x, reply)
+            if exchange.status is not None and not isinstance(reply.body, bytes) and not watch.has_ended:
+                await _send_shutdown_error(exchange, reply)
             raise
         finally:
             watch.finish()
             await reply.close()
 
-    async def _send(self, x: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
+    async def _send_reply(self, exchange: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
         headers = dict(reply.headers)  # a copy: close callbacks read the reply's own headers
         content_type = headers.pop("content-type", DEFAULT_CONTENT_TYPE)
         if isinstance(reply.body, bytes) and len(reply.body) <= SEND_CHUNK_BYTES:
             watch.stop_watching()
-            await x.reply(reply.status, reply.body, content_type, headers)
+            await exchange.reply(reply.status, reply.body, content_type, headers)
             return
         if isinstance(reply.body, bytes):
-            await self._send_in_chunks(x, reply, content_type, headers)
+            await self._send_in_chunks(exchange, reply, content_type, headers)
             return
-        await x.start_reply(
+        await exchange.start_reply(
             reply.status, content_type, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         )
         async for chunk in reply.body:
-            await x.send(chunk)
+            await exchange.send(chunk)
         watch.stop_watching()
-        await x.send(last=True)
+        await exchange.send(last=True)
 
     async def _send_in_chunks(
-        self, x: Exchange, reply: GatewayReply, content_type: str, headers: dict[str, str]
+        self, exchange: Exchange, reply: GatewayReply, content_type: str, headers: dict[str, str]
     ) -> None:
-        """Send a large reply as fast as the client reads it, so that the server need not buffer it."""
+        """Send a large reply in chunks as fast as the client reads, so that the server does not buffer all of it."""
         assert isinstance(reply.body, bytes)
-        await x.start_reply(reply.status, content_type, headers, len(reply.body))
+        await exchange.start_reply(reply.status, content_type, headers, len(reply.body))
         for at in range(0, len(reply.body), SEND_CHUNK_BYTES):
-            await x.send(reply.body[at : at + SEND_CHUNK_BYTES], last=at + SEND_CHUNK_BYTES >= len(reply.body))
+            await exchange.send(reply.body[at : at + SEND_CHUNK_BYTES], last=at + SEND_CHUNK_BYTES >= len(reply.body))
 
     # -- management ----------------------------------------------------------------------------------------------------
 
-    async def _manage(self, x: Exchange) -> None:
-        identity = await self._gateway.identify(_headers(x))
-        if self._admin.is_export(x.method, x.path):
-            await x.run_while_connected(_export(x, self._admin.export(x.method, x.path, x.query, identity)))
+    async def _answer_admin_request(self, exchange: Exchange) -> None:
+        identity = await self._gateway.identify(_request_headers(exchange))
+        if self._admin.is_export(exchange.method, exchange.path):
+            await exchange.run_while_connected(
+                _send_export(exchange, self._admin.export(exchange.method, exchange.path, exchange.query, identity))
+            )
             return
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await x.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
+                body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
         except TimeoutError:
-            raise _body_timeout() from None
+            raise _body_timeout_error() from None
         if body:
-            require_json(x.header("content-type"))
-        status, found = await self._admin.handle(x.method, x.path, x.query, body, identity, _origin(x))
-        await x.reply_json(found, status, {"cache-control": "no-store"})
+            require_json(exchange.header("content-type"))
+        status, found = await self._admin.handle(
+            exchange.method, exchange.path, exchange.query, body, identity, _client_origin(exchange)
+        )
+        await exchange.reply_json(found, status, {"cache-control": "no-store"})
 
-    async def _list_models(self, x: Exchange) -> None:
-        parsed = parse_models_path(x.path)
+    async def _list_models(self, exchange: Exchange) -> None:
+        parsed = parse_models_path(exchange.path)
         assert parsed is not None
         target, name = parsed
-        identity, settings = await self._gateway.authenticate(target, _headers(x))
+        identity, settings = await self._gateway.authenticate(target, _request_headers(exchange))
         found = await self._models.list_models(settings, identity, with_provider=target.kind == "compat")
-        await x.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
+        await exchange.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
 
     # -- pages, health and metrics -------------------------------------------------------------------------------------
 
-    async def _file(self, x: Exchange) -> None:
-        file = self._files[x.path]
-        await x.reply(200, file.body, file.content_type, PAGE_HEADERS)
+    async def _send_file(self, exchange: Exchange) -> None:
+        file = self._files[exchange.path]
+        await exchange.reply(200, file.body, file.content_type, PAGE_HEADERS)
 
-    async def _live(self, x: Exchange) -> None:
-        await x.reply_json({"status": "live", "uptime_seconds": int(time.time()) - self._started_at})
+    async def _send_liveness(self, exchange: Exchange) -> None:
+        await exchange.reply_json({"status": "live", "uptime_seconds": int(time.time()) - self._started_at})
 
-    async def _ready(self, x: Exchange) -> None:
+    async def _send_readiness(self, exchange: Exchange) -> None:
         await self.store.version()
-        await x.reply_json({"status": "ready"})
+        await exchange.reply_json({"status": "ready"})
 
-    async def _scrape(self, x: Exchange) -> None:
-        if self._require_keys and (await self._gateway.identify(_headers(x))).kind != "token":
+    async def _send_metrics(self, exchange: Exchange) -> None:
+        if self._require_keys and (await self._gateway.identify(_request_headers(exchange))).kind != "token":
             raise Unauthorized(
-                "/metrics requires a gateway token and the request has none", hint="send Authorization: Bearer TOKEN"
+                "/metrics requires a gateway key and the request has none", hint="send Authorization: Bearer KEY"
             )
         text = render_exposition([*self._metrics.families(), self._replies.family()])
-        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _export(x: Exchange, lines: AsyncIterator[bytes]) -> None:
-    await x.start_reply(200, "application/x-ndjson", {"cache-control": "no-cache"})
+async def _send_export(exchange: Exchange, lines: AsyncIterator[bytes]) -> None:
+    await exchange.start_reply(200, "application/x-ndjson", {"cache-control": "no-cache"})
     try:
         async for line in lines:
             async with asyncio.timeout(EXPORT_SEND_TIMEOUT_S):
-                await x.send(line)
+                await exchange.send(line)
     except TimeoutError:
         raise ReplyInterrupted from None
-    await x.send(last=True)
+    await exchange.send(last=True)
 
 
-def _body_timeout() -> InvalidRequest:
+def _body_timeout_error() -> InvalidRequest:
     return InvalidRequest(
         f"the request's body was not received within {BODY_TIMEOUT_S:.0f} s", hint="send the request again"
     )
 
 
-def _check_content_type(x: Exchange, path: str, body: bytes) -> None:
-    """Raise UnsupportedMediaType for JSON with another content type.
+def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
+    """Raise UnsupportedMediaType if the body is JSON but the content type is a different one.
 
-    A provider's own path also takes forms and binary data.
+    A provider's own path also accepts forms and binary data.
     """
-    if not body or x.headers.get(b"content-type") == b"application/json":  # the usual case
+    if not body or exchange.headers.get(b"content-type") == b"application/json":  # the usual case
         return
-    if is_json(kind := x.header("content-type")):
+    if is_json(kind := exchange.header("content-type")):
         return
-    if RunHandler.handles_path(path) and kind.startswith("text/plain") and x.header("authorization"):
+    if RunHandler.handles_path(path) and kind.startswith("text/plain") and exchange.header("authorization"):
         return  # fetch() of JavaScript sends strings so; another site's page cannot send `authorization` unasked
     if not is_native_path(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
 
 
-def _origin(x: Exchange) -> str:
-    """Return the scheme and host by which the client reached the gateway, or the proxy before it."""
-    scheme = "https" if x.header("x-forwarded-proto") == "https" else "http"
-    return f"{scheme}://{x.header('host')}"
+def _client_origin(exchange: Exchange) -> str:
+    """Return the scheme and host of the gateway, or of the proxy in front of it, as the client sees them."""
+    scheme = "https" if exchange.header("x-forwarded-proto") == "https" else "http"
+    return f"{scheme}://{exchange.header('host')}"
 
 
-def _headers(x: Exchange) -> dict[str, str]:
-    return _decode_headers(x.headers)
+def _request_headers(exchange: Exchange) -> dict[str, str]:
+    return _decode_headers(exchange.headers)
 
 
 def _decode_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
 
 
-async def _send_shutdown_error(x: Exchange, reply: GatewayReply) -> None:
-    """End an open stream with the dialect's error event when the gateway stops; log the request as a 503."""
+async def _send_shutdown_error(exchange: Exchange, reply: GatewayReply) -> None:
+    """End an open stream with the dialect's error event because the gateway is shutting down.
+
+    Log the request as a 503.
+    """
     error = ShuttingDown()
 
     async def set_error(reply: GatewayReply) -> None:
@@ -286,4 +300,4 @@ async def _send_shutdown_error(x: Exchange, reply: GatewayReply) -> None:
     if (event := error_event(reply.dialect, error)) is not None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):  # the client may have stopped reading
-                await x.send(event, last=True)
+                await exchange.send(event, last=True)

@@ -17,7 +17,7 @@ MAX_MODEL_LABELS = 1000  # different values of the label `model`; all further mo
 
 
 class GatewayMetrics:
-    """Counts requests as the outermost layer."""
+    """Counts requests. Its layer must be the outermost one."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GatewayMetrics:
         self._duration.observe(self._clock.now() - request.started_at)
 
     def _model_label(self, model: str) -> str:
-        """Return the model's name, or "other" after too many names: clients choose them."""
+        """Return the model's name, or "other" once there are too many names, because clients choose the names."""
         if model not in self._models:
             if len(self._models) >= MAX_MODEL_LABELS:
                 return "other"
@@ -111,22 +111,22 @@ class GatewayMetrics:
             ("rescued", "Requests answered by a fallback.", ("provider",), self._rescued),
             ("findings", "Findings of guardrails.", ("entry", "check", "action"), self._findings),
         ):
-            samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
+            samples = [(_format_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield MetricFamily.from_samples(f"emberline:gateway_{name}_total", help_, "counter", samples)
-        for name, help_, count in self._counts():
+        for name, help_, count in self._counters_without_labels():
             full = f"emberline:gateway_{name}_total"
             yield MetricFamily(full, help_, "counter", [f"{full} {count}"])
         if self._spans is not None:
             yield from self._spans.families()
-        for name, help_, count in self._gauges():
+        for name, help_, count in self._gauges_without_labels():
             yield MetricFamily(name, help_, "gauge", [f"{name} {count}"])
-        states = [(_labels(("place",), (place,)), n) for place, n in self._breakers]
+        states = [(_format_labels(("place",), (place,)), n) for place, n in self._breakers]
         help_ = "Models and keys of a provider that are in back-off because they failed too often."
         yield MetricFamily.from_samples("emberline:gateway_breaker_open", help_, "gauge", states)
         yield self._first_byte.family('at="gateway"')
         yield self._duration.family('at="gateway"')
 
-    def _counts(self) -> Iterator[tuple[str, str, int]]:
+    def _counters_without_labels(self) -> Iterator[tuple[str, str, int]]:
         """Yield name, help text and value of each counter without labels."""
         cache, writer = self._cached.stats, self._log_writer
         yield "cache_hits", "Replies served from the cache.", cache.hits
@@ -153,7 +153,7 @@ class GatewayMetrics:
             yield "limits_degraded", "Requests for which Redis was unavailable or returned an error.", limits.degraded
             yield "limits_lost", "Settlements of limits that were never sent to Redis.", limits.lost_settlements
 
-    def _gauges(self) -> Iterator[tuple[str, str, int]]:
+    def _gauges_without_labels(self) -> Iterator[tuple[str, str, int]]:
         """Yield name, help text and value of each gauge without labels."""
         yield "emberline:gateway_open_requests", "Requests open now.", self.open_requests
         yield "emberline:gateway_log_queued", "Log records waiting to be written.", self._log_writer.queue_length
@@ -165,6 +165,6 @@ class GatewayMetrics:
             )
 
 
-def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+def _format_labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     escaped = (value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for value in values)
     return ",".join(f'{name}="{value}"' for name, value in zip(names, escaped, strict=True))

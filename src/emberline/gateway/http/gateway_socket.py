@@ -1,7 +1,7 @@
 """GatewaySocket: the gateway over a WebSocket, with Cloudflare's protocol.
 
-A path that names a provider opens that provider's own realtime protocol (see realtime_socket.py). On other sockets
-several requests may be open, distinguished by their eventId:
+A path that names a provider opens that provider's own realtime protocol (see realtime_socket.py). On all other paths a
+WebSocket carries several requests at a time, distinguished by their eventId:
 
     {"type": "universal.create", "request": {"eventId", "provider", "endpoint", "headers", "query", "config"}}
     {"type": "universal.created", "metadata": {...}, "response"}      with the response, unless it is a stream
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,11 +47,11 @@ SUBPROTOCOL_HEADERS = {  # subprotocol that a browser sends in place of a header
 Json = dict[str, Any]
 
 
-class _Create(msgspec.Struct, tag_field="type", tag="universal.create", forbid_unknown_fields=True):
+class _CreateMessage(msgspec.Struct, tag_field="type", tag="universal.create", forbid_unknown_fields=True):
     request: dict[str, msgspec.Raw]
 
 
-_MESSAGE = msgspec.json.Decoder(_Create)
+_MESSAGE = msgspec.json.Decoder(_CreateMessage)
 
 
 class GatewaySocket:
@@ -68,18 +68,18 @@ class GatewaySocket:
         connect = await self._receive()
         assert connect["type"] == "websocket.connect"
         try:
-            self._headers, plain, chosen = read_handshake(self._scope)
-            target = self._target()
+            self._headers, subprotocols, accepted = read_handshake(self._scope)
+            target = self._parse_target()
             if target.kind == "native":
                 await RealtimeSocket(self._gateway, target, self._receive, self._send).run(
-                    self._path, self._scope["query_string"].decode("latin-1"), self._headers, plain, chosen
+                    self._path, self._scope["query_string"].decode("latin-1"), self._headers, subprotocols, accepted
                 )
                 return
             await self._gateway.authenticate(target, self._headers)
         except EmberlineError as e:
-            await self._refuse(e)
+            await self._refuse_handshake(e)
             return
-        await self._send({"type": "websocket.accept", "subprotocol": chosen})
+        await self._send({"type": "websocket.accept", "subprotocol": accepted})
         try:
             while (message := await self._receive())["type"] == "websocket.receive":
                 await self._start_request(message.get("text") or message.get("bytes") or "")
@@ -88,19 +88,19 @@ class GatewaySocket:
                 task.cancel()
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
-    def _target(self) -> RequestTarget:
+    def _parse_target(self) -> RequestTarget:
         match self._path.strip("/").split("/"):
             case ["v1", account, gateway, provider]:
                 return RequestTarget("native", account, gateway, provider)
         target = parse_path(self._path)
         if target.kind not in ("universal", "native"):
             raise NotFound(
-                f"the path {self._path[:200]!r} does not take WebSockets",
+                f"the path {self._path[:200]!r} does not accept WebSockets",
                 hint="use /v1/ACCOUNT/GATEWAY, or /v1/ACCOUNT/GATEWAY/PROVIDER for a provider's realtime protocol",
             )
         return target
 
-    async def _refuse(self, error: EmberlineError) -> None:
+    async def _refuse_handshake(self, error: EmberlineError) -> None:
         shaped = openai_error(error)
         headers = [(b"content-type", b"application/json")]
         await self._send({"type": "websocket.http.response.start", "status": shaped.status, "headers": headers})
@@ -113,30 +113,32 @@ class GatewaySocket:
             id, body = await offload.run_by_size(len(message), read_message, message)
             if len(self._open) >= MAX_OPEN_REQUESTS:
                 raise InvalidRequest(
-                    f"too many requests on this WebSocket: {MAX_OPEN_REQUESTS} are open",
+                    f"this WebSocket has {MAX_OPEN_REQUESTS} open requests, the highest allowed number",
                     hint="wait for a universal.done message",
                 )
             if id and id in self._open:
                 raise InvalidRequest(
-                    f"eventId {id[:80]!r} is used by an open request", param="eventId", hint="choose another eventId"
+                    f"eventId {id[:80]!r} is used by an open request",
+                    param="eventId",
+                    hint="choose a different eventId",
                 )
         except EmberlineError as e:
             await self._send_message("universal.error", {"eventId": id}, error=_error_fields(e))
             return
         self._without_id += not id
         name = id or f"\0{self._without_id}"  # eventIds are printable, so no client uses such a name
-        self._open[name] = task = asyncio.create_task(self._answer(body, id))
+        self._open[name] = task = asyncio.create_task(self._answer_request(body, id))
         task.add_done_callback(lambda _: self._open.pop(name, None))
 
-    async def _answer(self, body: bytes, id: str) -> None:
-        headers = {**self._headers, **({"cf-aig-event-id": id} if id else {})}
+    async def _answer_request(self, body: bytes, event_id: str) -> None:
+        headers = {**self._headers, **({"cf-aig-event-id": event_id} if event_id else {})}
         reply = await self._gateway.answer(InboundRequest("POST", self._path, "", headers, body))
-        metadata = _metadata(reply, id)
+        metadata = _reply_metadata(reply, event_id)
         try:
             async with asyncio.timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S):
                 await self._send_reply(reply, metadata)
         except TimeoutError:
-            log.warning("WebSocket reply cut off, the client did not read it in time: path=%s", self._path)
+            log.warning("WebSocket reply cut off because the client did not read in time: path=%s", self._path)
         except asyncio.CancelledError:
             reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"
             raise
@@ -158,7 +160,7 @@ class GatewaySocket:
             await self._send_message("universal.created", metadata)
             splitter = EventSplitter(UpstreamBroken) if metadata["contentType"].startswith(EVENT_STREAM_TYPE) else None
             async for chunk in reply.body:
-                for part in [chunk] if splitter is None else _payloads(splitter.push(chunk)):
+                for part in [chunk] if splitter is None else _event_payloads(splitter.push(chunk)):
                     await self._send_response("universal.stream", {"eventId": metadata["eventId"]}, part)
             if reply.ended == "cut":
                 error = {"code": reply.error, "message": "the stream broke off before its end"}
@@ -166,21 +168,26 @@ class GatewaySocket:
                 return
         await self._send_message("universal.done", metadata)
 
-    async def _send_response(self, type: str, metadata: Json, body: bytes, **more: Any) -> None:
-        """Send a message with a provider's response; a large one is encoded in another process."""
-        text = await offload.run_by_size(len(body), encode_message, type, metadata, body, more)
+    async def _send_response(self, message_type: str, metadata: Json, body: bytes, **more: Any) -> None:
+        """Send a message that contains a provider's response. A large response is encoded in a child process."""
+        text = await offload.run_by_size(len(body), encode_message, message_type, metadata, body, more)
         await self._send({"type": "websocket.send", "text": text})
 
-    async def _send_message(self, type: str, metadata: Json, **more: Any) -> None:
-        text = msgspec.json.encode({"type": type, "metadata": metadata, **more}).decode()
+    async def _send_message(self, message_type: str, metadata: Json, **more: Any) -> None:
+        text = msgspec.json.encode({"type": message_type, "metadata": metadata, **more}).decode()
         await self._send({"type": "websocket.send", "text": text})
 
 
-def read_handshake(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
-    """Return the headers of a handshake, its subprotocols, and the subprotocol to accept.
+class Handshake(NamedTuple):
+    headers: dict[str, str]  # with keys that the client sent as subprotocols
+    subprotocols: list[str]  # without those keys
+    accepted_subprotocol: str | None  # browsers require that one of the offered is accepted
 
-    The headers include keys that were sent as subprotocols, and the subprotocols do not. One must be accepted if any
-    is offered, because browsers require it.
+
+def read_handshake(scope: Scope) -> Handshake:
+    """Return the headers and subprotocols of a WebSocket handshake.
+
+    A key that the client sent as a subprotocol is moved to the headers.
     """
     headers = {
         name.decode("latin-1").lower(): value.decode("latin-1")
@@ -193,40 +200,42 @@ def read_handshake(scope: Scope) -> tuple[dict[str, str], list[str], str | None]
             header, prefix = SUBPROTOCOL_HEADERS[name]
             headers[header] = prefix + value
     plain = [each for each in offered if each.partition(".")[0] not in SUBPROTOCOL_HEADERS]
-    return headers, plain, next(iter([*plain, *offered]), None)
+    return Handshake(headers, plain, next(iter([*plain, *offered]), None))
 
 
 def read_message(message: str | bytes) -> tuple[str, bytes]:
-    """Return the eventId of a request, and the request as an encoded list of one step."""
+    """Return the eventId of a message, and its request encoded as a JSON list with one step."""
     try:
         request = _MESSAGE.decode(message).request
     except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(
-            f"the message is not a valid universal.create: {e}",
+            f"the message is not a valid universal.create message: {e}",
             hint='send {"type": "universal.create", "request": {...}}',
         ) from e
-    id = _event_id(request)
+    id = _pop_event_id(request)
     return id, msgspec.json.encode([request])
 
 
-def encode_message(type: str, metadata: Json, body: bytes, more: Json) -> str:
-    return msgspec.json.encode({"type": type, "metadata": metadata, **more, "response": _to_json(body)}).decode()
+def encode_message(message_type: str, metadata: Json, body: bytes, extra_fields: Json) -> str:
+    return msgspec.json.encode(
+        {"type": message_type, "metadata": metadata, **extra_fields, "response": _decode_json_or_text(body)}
+    ).decode()
 
 
-def _event_id(request: dict[str, msgspec.Raw]) -> str:
-    """Remove the eventId from the request, which then is a step, and return it."""
+def _pop_event_id(request: dict[str, msgspec.Raw]) -> str:
+    """Remove the eventId from the request and return it. The remaining fields form a step of the universal endpoint."""
     if (encoded := request.pop("eventId", None)) is None:
         return ""
     id = msgspec.json.decode(encoded)
     if not isinstance(id, str) or not 0 < len(id) <= 512 or not (id.isascii() and id.isprintable()):
-        raise InvalidRequest(f"eventId is {id!r:.80}; it must be 1 to 512 printable ASCII characters", param="eventId")
+        raise InvalidRequest(f"eventId must have 1 to 512 printable ASCII characters, not {id!r:.80}", param="eventId")
     return id
 
 
-def _metadata(reply: GatewayReply, id: str) -> Json:
+def _reply_metadata(reply: GatewayReply, event_id: str) -> Json:
     head = reply.headers
     return {
-        "eventId": id or head.get("cf-aig-event-id", ""),
+        "eventId": event_id or head.get("cf-aig-event-id", ""),
         "logId": head.get("cf-aig-log-id", ""),
         "cacheStatus": head.get("cf-aig-cache-status", ""),
         "step": head.get("cf-aig-step", ""),
@@ -235,13 +244,13 @@ def _metadata(reply: GatewayReply, id: str) -> Json:
     }
 
 
-def _payloads(events: list[bytes]) -> list[bytes]:
+def _event_payloads(events: list[bytes]) -> list[bytes]:
     found = (parse_event(event)[1] for event in events)
     return [payload for payload in found if payload and payload != b"[DONE]"]
 
 
-def _to_json(body: bytes) -> Any:
-    """Return decoded JSON; else the body as text; else, if it is not UTF-8, as base64."""
+def _decode_json_or_text(body: bytes) -> Any:
+    """Return the body as decoded JSON, else as text, else (if it is not UTF-8) as base64."""
     try:
         return msgspec.json.decode(body)
     except JSON_DECODE_ERRORS:

@@ -95,9 +95,9 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
 async def build_gateway(
     config: GatewayConfig, config_file: Mapping[str, Any], stack: AsyncExitStack, *, require_keys: bool = False
 ) -> GatewayApp:
-    """Create the gateway's objects and return its application; closing `stack` closes them.
+    """Create the gateway's objects and return its application. Closing `stack` closes these objects.
 
-    `require_keys`: every gateway requires a key, whatever its settings say.
+    `require_keys`: every gateway requires a key, even if its settings do not.
     """
     configured: ConfiguredGateways = read_configured_gateways(config_file, config.engine)
     if require_keys:
@@ -132,7 +132,7 @@ async def build_gateway(
         try_fallbacks,
     )
     settings_store = SettingsStore(configured, store, watch, config.engine, require_keys=require_keys)
-    keys = KeyStore(store, watch, wall, _configured_keys(config))
+    keys = KeyStore(store, watch, wall, _identities_by_key(config))
     breakers = attempts.breakers
     realtime = RealtimeHandler(
         registry, ProviderKeySelector(vault), upstream, prices, clock, breakers, max_message_bytes=config.max_body
@@ -145,7 +145,7 @@ async def build_gateway(
     _start_task(stack, Retention(store, configured, wall).run())
     _start_task(stack, _reload_catalogue(catalogue))
     queue = await stack.enter_async_context(
-        BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).running()
+        BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).run_in_background()
     )
     run_handler = RunHandler(gateway, queue, clock)
     return GatewayApp(
@@ -154,10 +154,10 @@ async def build_gateway(
 
 
 def _outer_layers(
-    config: GatewayConfig, metrics: GatewayMetrics, spans: RequestTracing | None, log_writer: LogWriter, clock: Clock
+    config: GatewayConfig, metrics: GatewayMetrics, tracing: RequestTracing | None, log_writer: LogWriter, clock: Clock
 ) -> tuple[Layer, ...]:
-    """Return the layers around every call and every realtime session."""
-    traced = [] if spans is None else [trace_calls(spans.tracer, payloads=config.otlp_payloads)]
+    """Return the layers around every request and every realtime session."""
+    traced = [] if tracing is None else [trace_calls(tracing.tracer, records_payloads=config.otlp_payloads)]
     return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_permissions)
 
 
@@ -174,9 +174,9 @@ async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock
 
 
 def _require_authentication(config: GatewayConfig, configured: ConfiguredGateways) -> ConfiguredGateways:
-    """Return the gateways with authentication required.
+    """Return the gateways of the configuration file with authentication enabled.
 
-    Raise InvalidRequest if there is no API key and some gateway does not require authentication by itself.
+    Raise InvalidRequest if no API key is configured and the settings of a gateway do not enable authentication.
     """
     if not config.api_keys and not all(settings.authentication for settings in configured.values()):
         raise InvalidRequest(
@@ -190,24 +190,27 @@ def _require_authentication(config: GatewayConfig, configured: ConfiguredGateway
 
 
 def _start_task(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in the background until `stack` is closed."""
+    """Run a coroutine in the background until `stack` is closed."""
     task = asyncio.create_task(work)
     stack.callback(task.cancel)
 
 
 async def _reload_catalogue(catalogue: CatalogueFiles) -> None:
-    """Read the price catalogue again when its files change."""
+    """Reload the price catalogue whenever its files change."""
     while True:
         await asyncio.sleep(CATALOGUE_POLL_INTERVAL_S)
         try:
             if catalogue.refresh():
                 log.info("Price catalogue reloaded")
         except EmberlineError as e:
-            log.warning("Reloading the price catalogue failed, the last one stays in use: error=%s", e)
+            log.warning("Price catalogue not reloaded, keeping the loaded prices: error=%s", e)
 
 
-def _configured_keys(config: GatewayConfig) -> dict[str, Identity]:
-    """Return the configured API keys; without any, the admin key in `admin_file`, created if missing."""
+def _identities_by_key(config: GatewayConfig) -> dict[str, Identity]:
+    """Return the identity of each configured API key.
+
+    Without a configured key, the only key is the admin key in `admin_file`, which is created if missing.
+    """
     tokens = config.api_keys or (
         SecretFile(config.admin_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),
     )

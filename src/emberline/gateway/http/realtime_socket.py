@@ -1,7 +1,7 @@
-"""RealtimeSocket: connects a client's WebSocket with a provider's.
+"""RealtimeSocket: connects a client's WebSocket with a provider's WebSocket.
 
-Messages are passed in both directions unchanged, as fast as the receiver reads them. When one side closes, the other is
-closed with the same code.
+Messages are forwarded unchanged in both directions, as fast as the receiver reads. When one side closes, the other side
+is closed with the same code.
 """
 
 from __future__ import annotations
@@ -44,22 +44,25 @@ class RealtimeSocket:
         self._now = asyncio.get_running_loop().time
         self._last_message = self._now()  # time of the last message in either direction
 
-    async def run(self, path: str, query: str, headers: dict[str, str], offered: list[str], chosen: str | None) -> None:
-        """Open the session, accept the client's socket and pass messages until one side closes.
+    async def run(
+        self, path: str, query: str, headers: dict[str, str], offered_protocols: list[str], default_protocol: str | None
+    ) -> None:
+        """Open the session, accept the client's WebSocket and forward messages until one side closes.
 
-        `offered`: the client's subprotocols. `chosen` is accepted if the provider accepts none.
+        `offered_protocols`: the client's subprotocols. `default_protocol` is accepted if the provider accepts none of
+        them.
         """
-        sent = {**headers, SUBPROTOCOL_HEADER: ", ".join(offered)} if offered else headers
-        self._model = _model_of(query)
+        sent = {**headers, SUBPROTOCOL_HEADER: ", ".join(offered_protocols)} if offered_protocols else headers
+        self._model = _model_in_query(query)
         reply = await self._gateway.open_session(
             self._target, InboundRequest("GET", path, query, sent, b""), self._model
         )
         try:
             names = [(name.encode(), value.encode("latin-1")) for name, value in reply.headers.items()]
             if isinstance(reply, RealtimeReply):
-                subprotocol = reply.websocket.subprotocol or chosen
+                subprotocol = reply.websocket.subprotocol or default_protocol
                 await self._send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": names})
-                await self._pass_messages(reply)
+                await self._forward_messages(reply)
             else:
                 assert isinstance(reply.body, bytes)
                 await self._send({"type": "websocket.http.response.start", "status": reply.status, "headers": names})
@@ -67,13 +70,13 @@ class RealtimeSocket:
         finally:
             await reply.close()
 
-    async def _pass_messages(self, reply: RealtimeReply) -> None:
-        to_provider = asyncio.create_task(self._client_to_provider(reply))
-        to_client = asyncio.create_task(self._provider_to_client(reply))
+    async def _forward_messages(self, reply: RealtimeReply) -> None:
+        to_provider = asyncio.create_task(self._forward_to_provider(reply))
+        to_client = asyncio.create_task(self._forward_to_client(reply))
         try:
             if timeout := await self._wait_for_end((to_provider, to_client), reply.timeouts):
                 reply.ended, reply.error = "cut", UpstreamTimeout.code
-                await self._close(reply, (GOING_AWAY, timeout))
+                await self._close_both_sides(reply, (GOING_AWAY, timeout))
             elif to_client.done():
                 code, reason = to_client.result()
                 reply.ended, reply.error = (
@@ -82,20 +85,23 @@ class RealtimeSocket:
                 end = (
                     (BAD_GATEWAY, "the provider closed the connection") if code == ABNORMAL_CLOSURE else (code, reason)
                 )
-                await self._close(reply, end)
+                await self._close_both_sides(reply, end)
             else:
                 reply.ended = "left" if to_provider.result()[0] == ABNORMAL_CLOSURE else "complete"
-                await self._close(reply, to_provider.result())
+                await self._close_both_sides(reply, to_provider.result())
         except EmberlineError as e:
             reply.ended, reply.error = "cut", e.code
-            await self._close(reply, (POLICY_VIOLATION, e.message))
+            await self._close_both_sides(reply, (POLICY_VIOLATION, e.message))
         finally:
             for task in (to_provider, to_client):
                 task.cancel()
             await asyncio.gather(to_provider, to_client, return_exceptions=True)
 
     async def _wait_for_end(self, directions: tuple[asyncio.Task[CloseReason], ...], timeouts: TimeoutSettings) -> str:
-        """Wait until one direction ends. Return "", or which timeout passed first."""
+        """Wait until forwarding ends in one direction or a timeout passes.
+
+        Return a text that names the timeout, or "".
+        """
         until = self._now() + timeouts.session
         while (left := min(until, self._last_message + timeouts.idle) - self._now()) > 0:
             done, _ = await asyncio.wait(directions, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -105,20 +111,23 @@ class RealtimeSocket:
             return f"session timeout: open for {timeouts.session:.3g} s"
         return f"idle timeout: no message for {timeouts.idle:.3g} s"
 
-    async def _client_to_provider(self, reply: RealtimeReply) -> CloseReason:
-        """Pass messages on until the client closes. Return the close code and reason."""
+    async def _forward_to_provider(self, reply: RealtimeReply) -> CloseReason:
+        """Forward messages to the provider until the client closes. Return the close code and reason."""
         is_first = True
         while (event := await self._receive())["type"] == "websocket.receive":
             self._last_message = self._now()
             message: str | bytes = event["bytes"] if event.get("text") is None else event["text"]
-            if is_first and self._model and await _named_model(message) not in (None, self._model):
+            if is_first and self._model and await _model_in_setup(message) not in (None, self._model):
                 return POLICY_VIOLATION, "the first message names another model than the URL"
             is_first = False
             await reply.websocket.send(message)
         return event.get("code") or ABNORMAL_CLOSURE, event.get("reason") or ""
 
-    async def _provider_to_client(self, reply: RealtimeReply) -> CloseReason:
-        """Pass messages on until the provider closes. Raise LimitExceeded if the session exceeds a limit."""
+    async def _forward_to_client(self, reply: RealtimeReply) -> CloseReason:
+        """Forward messages to the client until the provider closes. Return the close code and reason.
+
+        Raise LimitExceeded if the session exceeds a limit.
+        """
         while (message := await reply.websocket.receive()) is not None:
             self._last_message = self._now()
             await self._send_to_client(
@@ -128,9 +137,9 @@ class RealtimeSocket:
                 await reply.add_usage(usage)
         return reply.websocket.close_code_and_reason
 
-    async def _close(self, reply: RealtimeReply, end: CloseReason) -> None:
-        """Close both sides if they are open."""
-        code, reason = end[0], end[1].encode()[:MAX_REASON_BYTES].decode(errors="ignore")
+    async def _close_both_sides(self, reply: RealtimeReply, close_reason: CloseReason) -> None:
+        """Close the client's and the provider's WebSocket unless they are closed already."""
+        code, reason = close_reason[0], close_reason[1].encode()[:MAX_REASON_BYTES].decode(errors="ignore")
         code = {NO_STATUS: NORMAL_CLOSURE, ABNORMAL_CLOSURE: GOING_AWAY}.get(code, code)
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):  # the client may have stopped reading
@@ -142,13 +151,19 @@ class RealtimeSocket:
             await self._send(message)
 
 
-async def _named_model(first: str | bytes) -> str | None:
-    return await offload.run_by_size(len(first), model_from_setup, first)
+async def _model_in_setup(first_message: str | bytes) -> str | None:
+    return await offload.run_by_size(len(first_message), model_from_setup, first_message)
 
 
-def _model_of(query: str) -> str:
-    """Return the model in the URL. Raise InvalidRequest for several: the provider may read another one."""
+def _model_in_query(query: str) -> str:
+    """Return the model in the URL's query.
+
+    Raise InvalidRequest if the query names several models, because the provider may use a different one than the
+    gateway.
+    """
     models = parse_qs(query, keep_blank_values=True).get("model", [""])
     if len(models) > 1:
-        raise InvalidRequest(f"the URL has {len(models)} model parameters", param="model", hint="give one model")
+        raise InvalidRequest(
+            f"the URL must have one query parameter model, not {len(models)}", param="model", hint="give one model"
+        )
     return models[0]

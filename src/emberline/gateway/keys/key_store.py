@@ -122,22 +122,22 @@ class KeyStore:
         self._wall_clock = wall_clock
         self._cache: StoreCache[str, tuple[StoredKey, Identity] | None] = StoreCache(watch)
 
-    async def identify(self, token: str) -> Identity | None:
+    async def identify(self, secret: str) -> Identity | None:
         """Return the identity of the key with this secret, or None if the key is unknown, expired or disabled."""
-        hash = hash_secret(token)
+        hash = hash_secret(secret)
         if hash in self._configured:
             return self._configured[hash]
-        if len(token) != _SECRET_CHARS or not is_gateway_key(token):
+        if len(secret) != _SECRET_CHARS or not is_gateway_key(secret):
             return None
         return self._valid_identity(await self._cache.get(hash, lambda: self._load(hash)))
 
-    async def identity_of(self, id: str) -> Identity | None:
+    async def identity_of(self, key_id: str) -> Identity | None:
         """Return the identity of the key with this id, or None if the key is unknown, expired or disabled.
 
         An id is not a secret. Call this method only for requests that were authenticated before.
         """
-        configured = next((each for each in self._configured.values() if each.key_id == id), None)
-        return configured or self._valid_identity(await self._cache.get(id, lambda: self._load(id)))
+        configured = next((each for each in self._configured.values() if each.key_id == key_id), None)
+        return configured or self._valid_identity(await self._cache.get(key_id, lambda: self._load(key_id)))
 
     def _valid_identity(self, found: tuple[StoredKey, Identity] | None) -> Identity | None:
         if found is None or not found[0].is_valid(round(self._wall_clock.now() * 1e3)):

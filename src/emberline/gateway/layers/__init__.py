@@ -1,3 +1,4 @@
-"""The layers (middleware) that every call passes.
+"""The layers (middleware) that every request passes.
 
-Each takes a handler and returns one; `stack` composes them."""
+A layer is a function that takes a handler and returns a handler. `stack_layers` combines the layers.
+"""

@@ -1,6 +1,8 @@
-"""CacheLayer: answers a repeated call from the cache. Only complete, successful replies are stored.
+"""CacheLayer: answers a repeated request from the cache. Only complete, successful replies are stored.
 
-Of equal calls that arrive together one is sent and the others wait for its reply. If it fails, each of them is sent."""
+If equal requests arrive together, one of them is sent, and the others wait for its reply. If that request fails, each
+of the waiting requests is sent.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,13 @@ class CacheLayer:
         self,
         store: CacheStore,
         clock: Clock,
-        make_semantic: Callable[[], SemanticCache] | None = None,
+        make_semantic_cache: Callable[[], SemanticCache] | None = None,
         *,
         max_wait_s: float = MAX_SHARED_WAIT_S,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
     ) -> None:
-        """`make_semantic` is called when a gateway first uses the semantic cache."""
-        self._store, self._clock, self._make_semantic = store, clock, make_semantic
+        """`make_semantic_cache` is called when a gateway uses the semantic cache for the first time."""
+        self._store, self._clock, self._make_semantic = store, clock, make_semantic_cache
         self._max_wait_s, self._max_entry_bytes = max_wait_s, max_entry_bytes
         self.semantic: SemanticCache | None = None
         self._in_flight = SingleFlight()
@@ -65,16 +67,16 @@ class CacheLayer:
             return find_or_forward(_CacheLookup(call, cache_key(call), ttl_s)) if ttl_s else inner(call)
 
         async def find_or_forward(lookup: _CacheLookup) -> GatewayReply:
-            return await self._find_or_wait(lookup) or await self._forward(lookup, inner)
+            return await self._find_or_wait(lookup) or await self._forward_call(lookup, inner)
 
         return handle
 
     async def _find_or_wait(self, lookup: _CacheLookup) -> GatewayReply | None:
-        """Return the cached reply, or None if the call must be sent. Waits for an equal call in flight."""
+        """Return the cached reply, or None if the request must be sent. Wait if an equal request is in flight."""
         deadline = min(self._clock.now() + self._max_wait_s, lookup.call.deadline)
         waited = False
         while True:
-            if (found := await self._find(lookup)) is not None:
+            if (found := await self._find_reply(lookup)) is not None:
                 self.stats.hits += 1
                 self.stats.shared += waited
                 return found
@@ -86,7 +88,7 @@ class CacheLayer:
                 return None
             waited = True
 
-    async def _find(self, lookup: _CacheLookup) -> GatewayReply | None:
+    async def _find_reply(self, lookup: _CacheLookup) -> GatewayReply | None:
         entry = await self._load_entry(lookup.key)
         return entry.to_reply() if entry is not None else None
 
@@ -94,7 +96,7 @@ class CacheLayer:
         data = await self._store.get(key)
         return CacheEntry.decode(data) if data is not None else None
 
-    async def _forward(self, lookup: _CacheLookup, inner: Handler) -> GatewayReply:
+    async def _forward_call(self, lookup: _CacheLookup, inner: Handler) -> GatewayReply:
         first = self._in_flight.get(lookup.key) is None  # otherwise that one failed or is too slow: send this one too
         flight = self._in_flight.start(lookup.key) if first else None
         try:
@@ -103,15 +105,15 @@ class CacheLayer:
                 semantic_lookup is not None
                 and (similar := await self._serve_similar(lookup, semantic_lookup)) is not None
             ):
-                self._finish_flight(lookup, flight, "stored")
+                self._resolve_waiting_calls(lookup, flight, "stored")
                 return similar
             self.stats.misses += 1
             reply = await inner(lookup.call)
         except BaseException as e:
-            self._finish_flight(lookup, flight, "left" if isinstance(e, asyncio.CancelledError) else "failed")
+            self._resolve_waiting_calls(lookup, flight, "left" if isinstance(e, asyncio.CancelledError) else "failed")
             raise
         if reply.status != 200 or reply.error:
-            self._finish_flight(lookup, flight, "failed")
+            self._resolve_waiting_calls(lookup, flight, "failed")
             return reply
         # The body is captured now, because outer layers may replace it before the reply ends.
         body = reply.body if isinstance(reply.body, bytes) else RecordedStream(reply.body, self._max_entry_bytes)
@@ -125,7 +127,7 @@ class CacheLayer:
                     entry = await self._store_reply(lookup, reply, body)
                     outcome = "failed" if entry is None else "stored"
             finally:
-                self._finish_flight(lookup, flight, outcome)
+                self._resolve_waiting_calls(lookup, flight, outcome)
             if entry is not None and semantic_lookup is not None:
                 await self._index_reply(lookup, semantic_lookup, entry)
 
@@ -140,7 +142,7 @@ class CacheLayer:
         return await self.semantic.look_up(call)
 
     async def _serve_similar(self, lookup: _CacheLookup, semantic_lookup: SemanticLookup) -> GatewayReply | None:
-        """Return the cached reply to a similar question, and store it under this call's key as well."""
+        """Return the cached reply to a similar prompt. Store that reply under this request's cache key, too."""
         assert self.semantic is not None
         if semantic_lookup.similar is None or lookup.call.settings.semantic.mode != "on":
             return None
@@ -177,15 +179,15 @@ class CacheLayer:
         self.stats.stored += 1
         return entry
 
-    def _finish_flight(
-        self, lookup: _CacheLookup, flight: asyncio.Future[FlightOutcome] | None, outcome: FlightOutcome
+    def _resolve_waiting_calls(
+        self, lookup: _CacheLookup, shared_call: asyncio.Future[FlightOutcome] | None, outcome: FlightOutcome
     ) -> None:
-        if flight is not None:
-            self._in_flight.finish(lookup.key, flight, outcome)
+        if shared_call is not None:
+            self._in_flight.finish(lookup.key, shared_call, outcome)
 
 
 def cache_ttl_s(call: GatewayRequest) -> int:
-    """Return how many seconds the reply is cached; 0 if the call neither uses nor fills the cache."""
+    """Return for how many seconds the reply is cached, or 0 if the request must not use the cache."""
     options = call.options
     private = call.settings.zdr if options.zdr is None else options.zdr
     if options.skip_cache or private or call.method != "POST":

@@ -1,6 +1,7 @@
-"""The layer that writes one log record for every call when its reply has ended.
+"""The layer that writes one log record for each request when the reply has ended.
 
-The headers of the reply name the record."""
+A header of the reply contains the id of the log record.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ REQUEST_TYPES = {
 
 class RecordSink(Protocol):
     def put(self, record: LogRecord, payload: LogPayload | None = None) -> None:
-        """Queue the record; this never blocks."""
+        """Queue the record without blocking."""
         ...
 
 
@@ -70,9 +71,9 @@ def set_reply_headers(call: GatewayRequest, reply: GatewayReply) -> None:
 
 
 def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
-    """Return the request body to log: of a list of steps only the one that answered.
+    """Return the request body to log.
 
-    The list itself contains keys.
+    Of a list of steps, return only the step that answered, because the list contains keys.
     """
     if call.redacted_bodies:
         return call.redacted_bodies[-1]
@@ -81,7 +82,7 @@ def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
 
 
 def _capture_payload(call: GatewayRequest, reply: GatewayReply) -> list[bytes] | None:
-    """Return the list that collects the reply's bytes, or None if payloads are not logged."""
+    """Return a list that collects the bytes of the reply as they are sent, or None if payloads are not logged."""
     is_enabled = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
     is_private = call.settings.zdr if call.options.zdr is None else call.options.zdr
     if not is_enabled or is_private:
@@ -93,7 +94,7 @@ def _capture_payload(call: GatewayRequest, reply: GatewayReply) -> list[bytes] |
 
 
 class CapturedStream:
-    """A stream that keeps a copy of its first bytes as they pass."""
+    """A wrapper around a stream that keeps a copy of the first bytes."""
 
     def __init__(self, stream: ReplyStream, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.chunks: list[bytes] = []
@@ -115,7 +116,7 @@ class CapturedStream:
 
 
 def searchable_metadata(call: GatewayRequest, reply: GatewayReply) -> dict[str, str]:
-    """Return the turn id, guardrail findings and continuing provider, by which the log can be searched."""
+    """Return metadata for log searches: turn id, guardrail findings, the provider that continued a stream."""
     turn_id = call.options.turn_id
     if not (call.findings or reply.continued_by or turn_id):
         return {}

@@ -1,8 +1,9 @@
-"""ContinuationLayer: lets another provider continue a stream that broke off.
+"""ContinuationLayer: continues a broken stream at a different provider.
 
-It is enabled by the header `x-emberline-continue` or the gateway's setting `continuation`. The next steps are tried; if
-there is none, the same provider once more. A stream that is not a single text that a model can continue passes
-unchanged."""
+The header `x-emberline-continue` or the gateway's setting `continuation` enables it. The request's remaining steps are
+tried. If no step remains, the same provider is tried once more. Only a stream with a single text is continued; all
+other streams pass unchanged.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +63,10 @@ class ContinuationLayer:
 
 
 async def _continuable_conversation(call: GatewayRequest, dialect: ChatDialect) -> CanonicalRequest | None:
-    """Return the call's conversation if its stream can be continued, else None.
+    """Return the request's conversation if its stream can be continued, else None.
 
-    A large body is read in another process, and the result then has no messages. If that takes too long, the stream is
-    not continued.
+    A large body is read in a child process, and the result then contains no messages. If reading takes too long, the
+    result is None.
     """
     if len(call.body) < LARGE_INPUT_BYTES:
         return parse_continuable(call.body, dialect)
@@ -76,10 +77,10 @@ async def _continuable_conversation(call: GatewayRequest, dialect: ChatDialect) 
 
 
 def _may_be_continued(call: GatewayRequest) -> bool:
-    """Return whether the text so far may be sent to another provider.
+    """Return whether the text received so far may be sent to a different provider.
 
-    It may not if guardrails check prompts, because they have not checked this text, or if steps have their own bodies,
-    because they ask something else.
+    This is forbidden if guardrails check prompts, because they have not checked this text. It is also forbidden if
+    steps have bodies of their own, because these may contain a different prompt.
     """
     rules = call.settings.guardrails
     guarded = any(rule.applies_to("prompt") for rule in rules.patterns) or any(
@@ -100,7 +101,10 @@ class _Continuation:
     async def continue_stream(
         self, text_so_far: str, broken_reply: GatewayReply
     ) -> tuple[GatewayReply, RepetitionFilter] | None:
-        """Return a reply that continues the text, with a filter of repeated text, or None if no step can."""
+        """Return a reply that continues the text, and a filter that removes repeated text.
+
+        Return None if every step failed.
+        """
         attempts = self.call.options.max_attempts or self.call.settings.retries.attempts
         timed_out = broken_reply.error == UpstreamTimeout.code  # such a provider is not tried again
         if self.is_same_provider and (attempts == 1 or timed_out):

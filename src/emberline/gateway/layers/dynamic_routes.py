@@ -1,7 +1,8 @@
-"""DynamicRouteLayer: runs the route that a call names (`dynamic/NAME`).
+"""DynamicRouteLayer: runs the dynamic route that a request names (`dynamic/NAME`).
 
-Each model of the route is called as if the call had named it, so limits, guardrails, the cache and retries apply to
-every model separately. When a model is not permitted or fails, the route continues at its fallback."""
+Each model of the route is called as if the request had named it. Limits, guardrails, the cache and retries therefore
+apply to each model separately. When a model is not permitted or fails, the route continues at the model's fallback.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.layers.fallbacks import can_fall_back
 from emberline.gateway.layers.load_balancing import CostEstimator
-from emberline.gateway.layers.permissions import is_permitted
+from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, is_permitted
 from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import limit_facts
@@ -56,12 +57,14 @@ class DynamicRouteLayer:
             if name not in settings.routes:
                 deployed = ", ".join(sorted(settings.routes)) or "none"
                 raise ModelNotFound(
-                    f"route {name[:80]!r} does not exist", param="model", hint=f"deployed routes: {deployed}"
+                    f"dynamic route {name[:80]!r} does not exist", param="model", hint=f"deployed routes: {deployed}"
                 )
             cached[1][name] = CompiledRoute.compile(name, RouteGraph.parse(settings.routes[name]))
         return cached[1][name]
 
-    async def reserve(self, call: GatewayRequest, traversal: RouteTraversal, element: RateLimitElement) -> Reservation:
+    async def reserve_quota(
+        self, call: GatewayRequest, traversal: RouteTraversal, element: RateLimitElement
+    ) -> Reservation:
         rule = quota_rule(traversal.route.name, element)
         amount = 1
         if rule.amount == "micros" and (model := traversal.expected_model()) is not None:
@@ -71,14 +74,14 @@ class DynamicRouteLayer:
             [claim], self._wall.now(), call.deadline - self._clock.now() + RESERVATION_GRACE_S
         )
 
-    def settle(self, reservations: list[Reservation], used: Mapping[LimitUnit, int]) -> None:
+    def settle_reservations(self, reservations: list[Reservation], used: Mapping[LimitUnit, int]) -> None:
         for reservation in reservations:
             self._limiter.settle(reservation, used)
         reservations.clear()
 
 
 class _RouteRun:
-    """The progress of one call through a route: its reservations, its last reply and its last error."""
+    """The state of one request in a dynamic route: quota reservations, last reply and last error."""
 
     def __init__(
         self, layer: DynamicRouteLayer, call: GatewayRequest, traversal: RouteTraversal, inner: Handler
@@ -104,7 +107,7 @@ class _RouteRun:
                     f"route {self._traversal.route.name!r} ended before it reached a model"
                 )
         except BaseException:
-            self._layer.settle(self._reservations, {"requests": 1})
+            self._layer.settle_reservations(self._reservations, {"requests": 1})
             if self._reply is not None:
                 await self._reply.close()
             raise
@@ -112,23 +115,26 @@ class _RouteRun:
         return self._reply
 
     async def _settle_on_end(self, reply: GatewayReply) -> None:
-        self._layer.settle(self._reservations, {"requests": 1, "micros": reply.micros or 0})
+        self._layer.settle_reservations(self._reservations, {"requests": 1, "micros": reply.micros or 0})
 
     async def _try_rate_limit(self, element: RateLimitElement) -> bool:
         try:
-            self._reservations.append(await self._layer.reserve(self._call, self._traversal, element))
+            self._reservations.append(await self._layer.reserve_quota(self._call, self._traversal, element))
         except LimitExceeded as e:
             self._last_error = e
             return False
         return True
 
     async def _try_model(self, element: ModelElement) -> bool:
-        call = call_for_model(self._call, element, self._models_tried, last=not self._traversal.has_fallback)
+        call = call_for_model(self._call, element, self._models_tried, is_last=not self._traversal.has_fallback)
         self._models_tried += 1
         try:
             call.access_granted = is_permitted(call, DYNAMIC, self._traversal.route.name)
             if not call.access_granted and call.provider != POOL and not is_permitted(call, call.provider, call.model):
-                raise Forbidden(f"this key or gateway does not allow {call.provider}/{call.model}"[:300])
+                raise Forbidden(
+                    f"model {call.provider}/{call.model} is not allowed for this key or gateway"[:300],
+                    hint=ALLOW_MODEL_HINT,
+                )
             reply = await self._inner(call)
         except (UpstreamFailed, LimitExceeded, Forbidden, ProviderNotFound) as e:
             if isinstance(e, UpstreamFailed) and not can_fall_back(e, RequestStep(call.provider, call.model)):
@@ -141,8 +147,10 @@ class _RouteRun:
         return True
 
 
-def call_for_model(call: GatewayRequest, element: ModelElement, number: int, *, last: bool = True) -> GatewayRequest:
-    """Return the call as if it had named this model, without credentials for another provider."""
+def call_for_model(
+    call: GatewayRequest, element: ModelElement, step_number: int, *, is_last: bool = True
+) -> GatewayRequest:
+    """Return the request as if it had named this model, without the credentials of a different provider."""
     target = element.properties
     options = replace(call.options, max_attempts=target.retries + 1)
     if target.timeout is not None:
@@ -153,8 +161,8 @@ def call_for_model(call: GatewayRequest, element: ModelElement, number: int, *, 
         headers={name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS},
         options=options,
         steps=(RequestStep(target.provider, target.model),),
-        step_index=number,
-        is_last_step=last,
+        step_index=step_number,
+        is_last_step=is_last,
     )
 
 

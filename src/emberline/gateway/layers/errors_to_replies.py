@@ -1,6 +1,7 @@
-"""The layer that turns exceptions into replies in the client's dialect.
+"""The layer that converts exceptions to error replies in the client's dialect (wire format).
 
-The layers outside of it see replies only."""
+Layers outside this one therefore see only replies, no exceptions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def errors_to_replies(inner: Handler) -> Handler:
             return await inner(call)
         except Exception as e:
             if not isinstance(e, EmberlineError):
-                log.exception("internal error in a call: provider=%s endpoint=%s", call.provider, call.endpoint)
+                log.exception(
+                    "Request failed with an internal error: provider=%s endpoint=%s", call.provider, call.endpoint
+                )
             reply = error_reply(call.dialect, e)
             if call.attempts:
                 last = call.attempts[-1]

@@ -1,7 +1,8 @@
-"""The layer that tries the steps of a call in order until one answers.
+"""The layer that tries the steps of a request (pairs of provider and model) in order until one answers.
 
-An error that the request caused is returned at once, and a request refused for its content is not sent to another
-provider, which might be less strict."""
+An error that the request itself caused is returned at once. A request that a provider rejected for its content is not
+sent to a different provider, which might be less strict.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +45,11 @@ def can_fall_back(error: UpstreamFailed, step: RequestStep) -> bool:
 
 
 def fallback_steps(call: GatewayRequest) -> tuple[RequestStep, ...]:
-    """Return the step that the call names, followed by the configured fallbacks of its model."""
+    """Return the step that the request names, followed by the fallbacks that are configured for its model."""
     first = RequestStep(call.provider, call.model)
     names = (f"{call.provider}/{call.model}", call.model)
     for fallback in call.settings.fallbacks:
-        if any(_matches(fallback.model, name) for name in names):
+        if any(_matches_pattern(fallback.model, name) for name in names):
             others = (target.split("/", 1) for target in fallback.to)
             return (
                 first,
@@ -57,14 +58,14 @@ def fallback_steps(call: GatewayRequest) -> tuple[RequestStep, ...]:
     return (first,)
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _matches_pattern(pattern: str, name: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bool) -> GatewayRequest:
-    """Return a copy of the call for this step, which shares the list of attempts and the reply headers."""
-    if number == 0 and step.body is None:
-        return call if last else call.with_changes(is_last_step=False)
+def call_for_step(call: GatewayRequest, step: RequestStep, step_number: int, is_last: bool) -> GatewayRequest:
+    """Return a copy of the request for this step. The copy shares the list of attempts and the reply headers."""
+    if step_number == 0 and step.body is None:
+        return call if is_last else call.with_changes(is_last_step=False)
     headers = step.headers
     if headers is None:  # credentials for another provider are not passed on
         headers = {name: value for name, value in call.headers.items() if name in _SHARED_HEADERS}
@@ -79,8 +80,8 @@ def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bo
         stream=call.stream if step.stream is None else step.stream,
         options=step.options or call.options,
         is_dialect_endpoint=step.endpoint is None or step.is_dialect_endpoint,
-        step_index=number,
-        is_last_step=last,
+        step_index=step_number,
+        is_last_step=is_last,
     )
 
 

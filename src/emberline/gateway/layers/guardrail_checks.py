@@ -1,6 +1,7 @@
 """GuardrailLayer: checks requests and replies against the guardrails of the gateway.
 
-A blocked call is answered with an error, and billed for what it had cost until then."""
+A blocked request is answered with an error. The cost up to that moment is billed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _CHECK_OF_SIDE: dict[Side, Check] = {"prompt": "REQUEST", "reply": "RESPONSE"}
 
 class GuardrailLayer:
     def __init__(self, judge_handler: Handler, clock: Clock) -> None:
-        """`judge_handler` sends a judge's question to its model."""
+        """`judge_handler` sends a prompt to a judge (a moderation model)."""
         self._judges = JudgeClient(judge_handler, clock)
 
     def wrap(self, inner: Handler) -> Handler:
@@ -56,7 +57,7 @@ class GuardrailLayer:
 
 
 class GuardedCall:
-    """One call whose request and reply are checked."""
+    """One request whose prompt and reply are checked by guardrails."""
 
     def __init__(self, call: GatewayRequest, guardrails: Guardrails, judges: JudgeClient) -> None:
         self._call, self._guardrails, self._judges = call, guardrails, judges
@@ -67,7 +68,9 @@ class GuardedCall:
         try:
             call, text = await self._inspect_prompt()
         except RecursionError as e:
-            raise InvalidRequest("the request's JSON is nested too deeply for guardrails to check it") from e
+            raise InvalidRequest(
+                "the body's JSON is nested too deeply for guardrails to check", hint="send JSON with fewer levels"
+            ) from e
         finding = self._blocking_finding() or await self._ask_judges("prompt", text)
         self._set_findings_header()
         if finding is not None:
@@ -87,7 +90,7 @@ class GuardedCall:
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
     async def _inspect_prompt(self) -> tuple[GatewayRequest, str]:
-        """Return the call with redactions applied, and the text that judges are to read."""
+        """Return the request with redactions applied, and the text that the judges (moderation models) must read."""
         call, rules = self._call, self._pattern_rules("prompt")
         if rules and call.query:
             query, findings = inspect_query(call.query, rules)
@@ -111,7 +114,7 @@ class GuardedCall:
         bodies = [s.body if each is None or each.body is None else each.body
                   for s, each in zip(call.steps, results, strict=True)]  # fmt: skip
         call.redacted_bodies.append(b"[%b]" % b",".join(body for body in bodies if body is not None))
-        steps = [await _with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
+        steps = [await _step_with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
         return call.with_changes(steps=tuple(steps)), text
 
     async def _inspect_body(
@@ -133,7 +136,7 @@ class GuardedCall:
     def _pass_or_reject_unreadable(
         self, rules: tuple[PatternRule, ...], encoding: str, error: UnreadableBody
     ) -> InspectionResult:
-        """Let an unreadable body pass with a finding. Raises InvalidRequest if a rule redacts or blocks."""
+        """Let an unreadable body pass, with a finding. Raise InvalidRequest if a rule redacts or blocks."""
         if strict := next((rule.name for rule in rules if rule.action != "flag"), ""):
             raise InvalidRequest(
                 f"guardrail {strict!r} cannot read the body with content-encoding {encoding[:40]!r}: {error}",
@@ -190,7 +193,7 @@ class GuardedCall:
         self._replace_with_error(reply, finding)
 
     def _replace_with_error(self, reply: GatewayReply, finding: GuardrailFinding) -> None:
-        """Replace the reply by an error. Its usage and cost stay, because the provider did answer."""
+        """Replace the reply by an error. The usage and the cost stay, because the provider did answer."""
         error = error_reply(self._call.dialect, _blocked_error(finding))
         reply.status, reply.headers, reply.body = error.status, error.headers, error.body
         reply.ended, reply.error = error.ended, error.error
@@ -205,7 +208,7 @@ class GuardedCall:
         return await self._ask_judges("reply", text)
 
     def blocked_event(self, finding: GuardrailFinding) -> bytes:
-        """End the stream and return its error event. Raises BlockedByGuardrail if the dialect has no error events."""
+        """End the stream and return its error event. Raise BlockedByGuardrail if the dialect has no error events."""
         assert self._reply is not None
         error = _blocked_error(finding)
         self._reply.ended, self._reply.error = "cut", error.code
@@ -241,7 +244,7 @@ class GuardedCall:
         return None
 
     def _set_findings_header(self) -> None:
-        """Put the findings known so far into the reply's header."""
+        """Write the findings to a header of the reply."""
         findings = self._call.findings
         if findings:
             action = (severest_action(findings) or "").upper()
@@ -249,7 +252,7 @@ class GuardedCall:
             self._call.reply_headers[FINDINGS_HEADER] = json.dumps(value)  # ASCII only, as a header requires
 
 
-async def _with_body(step: RequestStep, body: bytes | None) -> RequestStep:
+async def _step_with_body(step: RequestStep, body: bytes | None) -> RequestStep:
     if body is step.body or body is None:
         return step
     summary = await offload.run(len(body), summarize_body, body) if len(body) >= LARGE_INPUT_BYTES else None

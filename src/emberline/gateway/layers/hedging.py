@@ -1,7 +1,8 @@
-"""The layer that calls a second pool member when the first takes too long.
+"""The layer that sends a request to a second pool member when the first is slow (hedging).
 
-The reply that begins first is returned and the other call is cancelled. What the cancelled call cost is billed with the
-reply; if it had not begun to answer, its input is estimated."""
+The reply that begins first is returned, and the other attempt is cancelled. The cost of the cancelled attempt is added
+to the cost of the reply. If the cancelled attempt had not begun to reply, its input tokens are estimated.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ class _HedgedCall:
     async def run(self, hedge_after_s: float) -> GatewayReply:
         winner: GatewayReply | None = None
         try:
-            first = self._start(self.call)
+            first = self._start_call(self.call)
             await asyncio.wait({first}, timeout=hedge_after_s)
             if not first.done():
                 step = self.call.steps[1]
-                self._start(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
+                self._start_call(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
                 winner = await self._first_reply()
             winner = winner or first.result()  # raises the error of the first attempt
             extra_cost = await self._cancel_losers(winner)
@@ -57,7 +58,7 @@ class _HedgedCall:
         winner.close_callbacks.append(extra_cost.add_to_reply)
         return winner
 
-    def _start(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
+    def _start_call(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
         task = asyncio.ensure_future(self.inner(call.with_changes(hedge_delay_s=None)))
         self.attempts[task] = call, self.clock.now()
         return task

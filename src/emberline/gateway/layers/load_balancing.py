@@ -1,6 +1,7 @@
-"""The layer that replaces a pool by a list of steps, the selected member first.
+"""The layer that replaces a pool by a list of steps, with the selected member first.
 
-It also records how the members of the pool perform."""
+The layer also records the latency and the failures of pool members.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from emberline.gateway.core.pool import PoolMember
 from emberline.gateway.core.request import POOL, GatewayReply, GatewayRequest, Handler, Layer, RequestStep
 from emberline.gateway.layers.caching import cache_ttl_s
 from emberline.gateway.layers.hedging import HEDGE_LOST
-from emberline.gateway.layers.permissions import is_permitted
+from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, is_permitted
 from emberline.gateway.providers.breakers import is_caller_timeout
 from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
 from emberline.gateway.routes.load_balancer import LoadBalancer
@@ -27,14 +28,14 @@ REQUEST_ERROR_CODES = ("content_filter", "context_length_exceeded")  # the reque
 
 class CostEstimator(Protocol):
     def max_cost(self, call: GatewayRequest) -> int | None:
-        """Return the most micro-dollars that the call may cost, or None if the price is unknown."""
+        """Return the highest possible cost of the request in micro-dollars, or None if the price is unknown."""
         ...
 
 
 def balance_pools(estimator: CostEstimator, clock: Clock) -> Layer:
     """Return the layer that selects pool members.
 
-    Statistics are kept per gateway: one tenant's failures do not move another's calls.
+    Statistics are kept per gateway, so that failures of one tenant's requests do not affect other tenants.
     """
     balancers: dict[tuple[str, str], LoadBalancer] = {}
 
@@ -72,10 +73,12 @@ def _resolve_pool(call: GatewayRequest, balancer: LoadBalancer, estimator: CostE
     may_use_all = call.access_granted or is_permitted(call, POOL, call.model)
     members = [each for each in pool.members if may_use_all or is_permitted(call, each.provider, each.model)]
     if not members:
-        raise Forbidden(f"this key or gateway allows no member of pool {call.model!r}"[:300])
+        raise Forbidden(
+            f"no member of pool {call.model[:80]!r} is allowed for this key or gateway", hint=ALLOW_MODEL_HINT
+        )
     costs = [_member_cost(call, each, estimator) if pool.choose == "cheapest" else None for each in members]
     draw = random.Random(_affinity_seed(call)).random
-    order = balancer.order(pool, members, costs, draw, stream=call.stream, now=now)
+    order = balancer.order_members(pool, members, costs, draw, stream=call.stream, now=now)
     steps = tuple(_member_step(call, member) for member in order)
     return call.with_changes(
         provider=order[0].provider,
@@ -97,7 +100,7 @@ def _member_cost(call: GatewayRequest, member: PoolMember, estimator: CostEstima
 
 
 def _affinity_seed(call: GatewayRequest) -> str:
-    """Return an equal seed for calls of one session, and for equal calls that may share a cached reply."""
+    """Return a seed that is equal for requests of one session, and for equal requests that may share a cached reply."""
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id
     if not cache_ttl_s(call):

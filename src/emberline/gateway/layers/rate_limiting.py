@@ -1,7 +1,9 @@
-"""The layer that enforces limits: a call passes if every rule that applies to it has capacity left.
+"""The layer that enforces limits.
 
-The most that a call may use is reserved first; what it did use is settled when its reply ends. A cached reply counts as
-one request and costs nothing."""
+A request passes if every limit rule that applies to it has capacity left. The layer first reserves the most that the
+request may use. When the reply ends, the reservation is replaced by the actual use. A cached reply counts as one
+request and costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from emberline.gateway.limits.rule import Claim, LimitUnit
 RESERVATION_GRACE_S = 5.0  # how long a reservation outlasts the deadline of its call
 
 
-def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, clock: Clock, wall: Clock) -> Layer:
-    """Return the layer that enforces limits. `clock` is monotonic; `wall` is in seconds since the epoch."""
+def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, clock: Clock, wall_clock: Clock) -> Layer:
+    """Return the layer that enforces limits. `clock` is monotonic; `wall_clock` returns seconds since 1970."""
     claim_builder = ClaimBuilder(models, prices)
 
     def layer(inner: Handler) -> Handler:
@@ -30,10 +32,10 @@ def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, cloc
                 return await inner(call)
             try:
                 reservation = await limiter.reserve(
-                    claims, wall.now(), call.deadline - clock.now() + RESERVATION_GRACE_S
+                    claims, wall_clock.now(), call.deadline - clock.now() + RESERVATION_GRACE_S
                 )
             except LimitExceeded as e:
-                call.reply_headers.update(_exceeded_headers(claims, e))
+                call.reply_headers.update(_limit_exceeded_headers(claims, e))
                 raise
             call.reply_headers.update(rate_limit_headers(reservation.grants))
             try:
@@ -59,7 +61,7 @@ def _actual_usage(reply: GatewayReply) -> Mapping[LimitUnit, int]:
     return {"requests": 1, "tokens": reply.usage.total, "micros": reply.micros or 0}
 
 
-def _exceeded_headers(claims: list[Claim], error: LimitExceeded) -> dict[str, str]:
+def _limit_exceeded_headers(claims: list[Claim], error: LimitExceeded) -> dict[str, str]:
     rule = next(claim.rule for claim in claims if claim.rule.name == error.rule)
     return {
         f"x-ratelimit-limit-{rule.amount}": str(rule.limit),

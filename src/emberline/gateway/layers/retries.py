@@ -1,7 +1,7 @@
-"""RetryHandler: the innermost handler. It sends one step of a call to its provider and retries failures.
+"""RetryHandler: the innermost handler. It sends a request to its provider and retries failures.
 
-A reply is returned only once it is certain to begin: a whole reply that passed its checks, or a stream that has
-delivered its first content."""
+A whole reply is returned after it has passed all checks. A streamed reply is returned after its first content arrived.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.streams.aws_eventstream_meter import EventStreamMeter
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter, check_reply
 from emberline.gateway.streams.provider_stream import ProviderStream
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.net.client_response import HTTPClientResponse
 
 MAX_REPLY_BYTES = 64 << 20  # of a reply that is not streamed
 MAX_ERROR_BYTES = 1 << 20
@@ -47,13 +48,13 @@ _DROPPED_HEADERS = NOT_FORWARDED_HEADERS | {
 }
 
 
-def _is_streamed(call: GatewayRequest, incoming: Incoming) -> bool:
-    """Return whether the reply is passed on in chunks, as one of an unknown dialect that is not JSON is."""
-    return call.stream or (call.dialect == "raw" and incoming.content_type != "application/json")
+def _is_streamed(call: GatewayRequest, response: HTTPClientResponse) -> bool:
+    """Return whether the reply is forwarded in chunks: a stream, or a reply of an unknown dialect that is not JSON."""
+    return call.stream or (call.dialect == "raw" and response.content_type != "application/json")
 
 
 class RetryHandler:
-    """Sends a call to its provider, through circuit breakers, with the configured number of attempts."""
+    """Sends a request to its provider through circuit breakers, with the configured number of attempts."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class RetryHandler:
             started_at = self._clock.now()
             try:
                 reply = await self.breakers.guard(
-                    call, provider, key, partial(self._attempt, call, provider, provider_call)
+                    call, provider, key, partial(self._attempt_call, call, provider, provider_call)
                 )
             except UpstreamFailed as e:
                 e.provider = provider.slug
@@ -105,7 +106,7 @@ class RetryHandler:
             else:
                 self._record_attempt(call, attempt, started_at, reply.status, "answered")
                 return reply
-        raise AssertionError("unreachable")
+        raise AssertionError("the loop of attempts ended without a reply or an error")
 
     def _record_attempt(self, call: GatewayRequest, attempt: int, started_at: float, status: int, outcome: str) -> None:
         seconds = self._clock.now() - started_at
@@ -131,50 +132,56 @@ class RetryHandler:
             delay = max(delay, error.retry_after)
         return delay if self._clock.now() + delay < call.deadline else None
 
-    async def _attempt(
+    async def _attempt_call(
         self, call: GatewayRequest, provider: Provider, provider_call: ProviderCall, on_failure: Callable[[], None]
     ) -> GatewayReply:
         now = self._clock.now()
         left = call.deadline - now
         if left <= 0:
-            raise DeadlineExceeded(f"the provider did not reply within {call.settings.timeouts.total:.3g} s")
+            raise DeadlineExceeded(
+                f"provider {call.provider!r} did not reply within {call.settings.timeouts.total:.3g} s",
+                hint="raise the gateway's setting timeouts.total",
+            )
         first = call.options.request_timeout or (call.settings.timeouts.first_byte if call.stream else left)
-        incoming = await provider.send(provider_call.request, self._upstream, min(first, left), self._wall.now())
+        response = await provider.send(provider_call.request, self._upstream, min(first, left), self._wall.now())
         try:
-            if incoming.status >= 400:
-                body = await incoming.read_all(min(left, ERROR_BODY_TIMEOUT_S), MAX_ERROR_BYTES)
+            if response.status >= 400:
+                body = await response.read_all(min(left, ERROR_BODY_TIMEOUT_S), MAX_ERROR_BYTES)
                 is_own_error = call.is_dialect_endpoint and (
                     provider.has_own_error_format or provider_call.request.decoder is not None
                 )
                 error_dialect = "raw" if is_own_error else provider_call.dialect
-                raise read_provider_error(call.provider, incoming.status, incoming.headers, body, error_dialect)
-            if 300 <= incoming.status < 400:
-                raise UpstreamBroken(f"the provider answered {incoming.status}; redirects are not followed")
-            if _is_streamed(call, incoming):
-                return await self._start_stream(call, provider_call, incoming, now + first, on_failure)
-            return await self._read_whole_reply(call, provider_call, incoming)
+                raise read_provider_error(call.provider, response.status, response.headers, body, error_dialect)
+            if 300 <= response.status < 400:
+                raise UpstreamBroken(
+                    f"provider {call.provider!r} replied with status {response.status}, but redirects are not followed"
+                )
+            if _is_streamed(call, response):
+                return await self._start_stream(call, provider_call, response, now + first, on_failure)
+            return await self._read_whole_reply(call, provider_call, response)
         except BaseException:
-            incoming.close()
+            response.close()
             raise
 
     async def _read_whole_reply(
-        self, call: GatewayRequest, provider_call: ProviderCall, incoming: Incoming
+        self, call: GatewayRequest, provider_call: ProviderCall, response: HTTPClientResponse
     ) -> GatewayReply:
-        if provider_call.dialect != "raw" and incoming.content_type != "application/json":
+        if provider_call.dialect != "raw" and response.content_type != "application/json":
             raise UpstreamBroken(
-                f"the provider's reply has content type {incoming.content_type or '(none)'}, not application/json"
+                f"the reply of provider {call.provider!r} must have content type application/json, not"
+                f" {response.content_type or '(none)'}"
             )
         left = call.deadline - self._clock.now()
-        body = await incoming.read_all(min(max(left, 0.0), call.settings.timeouts.between_events), MAX_REPLY_BYTES)
+        body = await response.read_all(min(max(left, 0.0), call.settings.timeouts.between_events), MAX_REPLY_BYTES)
         if len(body) < LARGE_INPUT_BYTES:
             usage, model = check_reply(provider_call.dialect, body)
-            incoming.close()
+            response.close()
             translated, lost = provider_call.convert_reply(body)
         else:
             usage, model = await offload.run(len(body), check_reply, provider_call.dialect, body)
-            incoming.close()
+            response.close()
             translated, lost = await provider_call.convert_reply_offloaded(body)
-        reply = self._make_reply(call, incoming, translated)
+        reply = self._make_reply(call, response, translated)
         if lost:
             call.reply_headers[CHANGED_HEADER] = safe_header(
                 ", ".join(filter(None, (call.reply_headers.get(CHANGED_HEADER), lost)))
@@ -188,19 +195,20 @@ class RetryHandler:
         self,
         call: GatewayRequest,
         provider_call: ProviderCall,
-        incoming: Incoming,
+        response: HTTPClientResponse,
         first_content_deadline: float,
         on_failure: Callable[[], None],
     ) -> GatewayReply:
-        if incoming.content_type == EVENT_STREAM_TYPE:
+        if response.content_type == EVENT_STREAM_TYPE:
             meter: StreamMeter = StreamMeter(provider_call.dialect, hide_usage=provider_call.hide_usage)
         elif provider_call.dialect == "raw":
-            meter = EventStreamMeter() if incoming.content_type == EventStreamMeter.content_type else RawReplyMeter()
+            meter = EventStreamMeter() if response.content_type == EventStreamMeter.content_type else RawReplyMeter()
         else:
             raise UpstreamBroken(
-                f"the provider's reply has content type {incoming.content_type or '(none)'}, not {EVENT_STREAM_TYPE}"
+                f"the streamed reply of provider {call.provider!r} must have content type {EVENT_STREAM_TYPE}, not"
+                f" {response.content_type or '(none)'}"
             )
-        stream = ProviderStream(call, incoming, meter, provider_call.make_translator(), self._clock)
+        stream = ProviderStream(call, response, meter, provider_call.make_translator(), self._clock)
 
         def settle(stream: ProviderStream, ended: str, code: str) -> None:
             reply.ended, reply.error = ended, code
@@ -211,12 +219,14 @@ class RetryHandler:
                 on_failure()
 
         await stream.wait_for_content(first_content_deadline, settle)
-        reply = self._make_reply(call, incoming, stream)
+        reply = self._make_reply(call, response, stream)
         reply.model = meter.state.model or call.model
         return reply
 
-    def _make_reply(self, call: GatewayRequest, incoming: Incoming, body: bytes | ProviderStream) -> GatewayReply:
-        headers = {name: value for name, value in incoming.headers.items() if name not in _DROPPED_HEADERS}
-        reply = GatewayReply(incoming.status, headers, body, provider=call.provider, step_index=call.step_index)
+    def _make_reply(
+        self, call: GatewayRequest, response: HTTPClientResponse, body: bytes | ProviderStream
+    ) -> GatewayReply:
+        headers = {name: value for name, value in response.headers.items() if name not in _DROPPED_HEADERS}
+        reply = GatewayReply(response.status, headers, body, provider=call.provider, step_index=call.step_index)
         reply.first_byte_s = self._clock.now() - call.started_at
         return reply

@@ -1,7 +1,8 @@
-"""The layer that enforces limits on realtime sessions, for each response of the model separately.
+"""The layer that enforces limits on realtime sessions, separately for each response of the model.
 
-What a response used is settled when the provider reports it, and capacity for the next one is reserved. If none is
-left, the session ends."""
+When the provider reports the usage of a response, this usage is counted and capacity for the next response is reserved.
+If no capacity is left, the session ends.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from emberline.gateway.realtime.handler import RealtimeReply
 from emberline.wire.usage import Usage
 
 
-def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall: Clock) -> Layer:
-    """Return the layer for realtime sessions. `clock` is monotonic; `wall` is in seconds since the epoch."""
+def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall_clock: Clock) -> Layer:
+    """Return the layer for realtime sessions. `clock` is monotonic; `wall_clock` returns seconds since 1970."""
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
             claims = claim_builder.claims_for(call)
             if not claims:
                 return await inner(call)
-            reservations = _SessionReservations(call, limiter, clock, wall)
+            reservations = _SessionReservations(call, limiter, clock, wall_clock)
             await reservations.reserve(claims)
             try:
                 reply = await inner(call)
@@ -56,7 +57,10 @@ class _SessionReservations:
         self.reservation = await self.limiter.reserve(claims, self.wall.now(), left)
 
     def settle(self, *, requests: int, tokens: int = 0, micros: int = 0) -> list[Claim]:
-        """Settle the reservation, if there is one, and return its claims."""
+        """Replace the open reservation, if there is one, by the actual use.
+
+        Return the claims (limit counters) of the reservation.
+        """
         if (reservation := self.reservation) is None:
             return []
         self.reservation = None

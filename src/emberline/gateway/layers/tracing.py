@@ -1,7 +1,8 @@
-"""The layer that records one OpenTelemetry span for each call, ended when its reply has ended.
+"""The layer that records one OpenTelemetry span per request. The span ends when the reply has ended.
 
-The parent is the caller's span, if the headers name one (`cf-aig-otel-trace-id`, `cf-aig-otel-parent-span-id`, or W3C's
-`traceparent`), and the provider receives this span as its parent. Payloads are recorded only if enabled."""
+The parent is the span named in the request's headers (`cf-aig-otel-trace-id`, `cf-aig-otel-parent-span-id`, or W3C's
+`traceparent`). The provider receives this span as its parent. Prompts and replies are recorded only if enabled.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from emberline.trace.tracer import Tracer
 MAX_PAYLOAD_BYTES = 1 << 16  # of a prompt or a completion
 
 
-def trace_calls(tracer: Tracer, *, payloads: bool) -> Layer:
+def trace_calls(tracer: Tracer, *, records_payloads: bool) -> Layer:
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
             span = _start_span(tracer, call)
@@ -29,7 +30,7 @@ def trace_calls(tracer: Tracer, *, payloads: bool) -> Layer:
                 )
                 raise
             chunks: list[bytes] | None = None
-            if payloads and span.context.is_sampled and not _is_private(call):
+            if records_payloads and span.context.is_sampled and not _payload_is_private(call):
                 if isinstance(reply.body, bytes):
                     chunks = [reply.body[:MAX_PAYLOAD_BYTES]]
                 else:
@@ -58,7 +59,7 @@ def _start_span(tracer: Tracer, call: GatewayRequest) -> Span:
     return span
 
 
-def _is_private(call: GatewayRequest) -> bool:
+def _payload_is_private(call: GatewayRequest) -> bool:
     options, settings = call.options, call.settings
     zdr = settings.zdr if options.zdr is None else options.zdr
     return zdr or options.collect_payload is False

@@ -57,7 +57,10 @@ class LogWriter:
         return len(self._queue)
 
     def put(self, record: LogRecord, payload: LogPayload | None = None) -> None:
-        """Queue a record without waiting. A full queue drops the record, or only a payload that does not fit."""
+        """Queue a record without waiting.
+
+        If the queue has too many records, the record is dropped. If it has too many bytes, only the payload is dropped.
+        """
         if self._closing.is_set() or len(self._queue) >= self._max_records:
             self.dropped += 1
             return

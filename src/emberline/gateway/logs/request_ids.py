@@ -1,7 +1,7 @@
-"""RequestIDGenerator: unique ids of requests, which are also the ids of their log records.
+"""RequestIDGenerator: creates unique request ids, which are also the ids of log records.
 
 An id has 48 bits of time, 40 random bits of the process and a 40-bit counter. Random bits for each request would need a
-system call, which costs more than all the rest of creating an id.
+system call, which takes longer than all other steps of creating an id.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class RequestIDGenerator:
         self._process = os.urandom(5).hex()
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))  # a random start, if two processes' bits agree
 
-    def next(self, ms: int) -> str:
-        """Return a new id. `ms`: milliseconds since 1970."""
-        return f"{ms:012x}{self._process}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
+    def next_id(self, time_ms: int) -> str:
+        """Return a new id. `time_ms`: milliseconds since 1970."""
+        return f"{time_ms:012x}{self._process}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
 
 
-def created_seconds(id: str) -> int:
-    """Return when the request arrived, in seconds since 1970."""
-    return int(id[:12], 16) // 1000
+def created_seconds(request_id: str) -> int:
+    """Return the arrival time contained in a request id, in seconds since 1970."""
+    return int(request_id[:12], 16) // 1000

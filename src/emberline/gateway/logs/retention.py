@@ -1,7 +1,7 @@
-"""Retention: deletes log records that are older than their gateway keeps them.
+"""Retention: deletes log records that are older than their gateway's retention time.
 
-Days that no gateway keeps any more are dropped whole. Records of a gateway that keeps fewer days than others are erased
-one by one.
+A day that no gateway retains any longer is dropped as a whole. If a gateway retains fewer days than others, its records
+are erased one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import date, timedelta
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.gateway.core.log_record import day_of
+from emberline.gateway.core.log_record import utc_day
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.filters import LogFilters
@@ -51,19 +51,19 @@ class Retention:
 
     async def run_once(self) -> tuple[list[date], int]:
         """Delete old records once. Return the dropped days and the number of erased records."""
-        kept_days = await self._read_kept_days()
-        today = day_of(round(self._wall_clock.now() * 1e3))
+        kept_days = await self._read_retention_days()
+        today = utc_day(round(self._wall_clock.now() * 1e3))
         longest = max(kept_days.values())
         dropped = await self._store.drop_before(_oldest_kept_day(today, longest))
         erased = 0
         for (account, gateway), days in kept_days.items():
             if days < longest:
-                erased += await self._erase(
+                erased += await self._erase_records(
                     LogFilters(account, gateway, until=day_start_ms(_oldest_kept_day(today, days)))
                 )
         return dropped, erased
 
-    async def _read_kept_days(self) -> RetentionDays:
+    async def _read_retention_days(self) -> RetentionDays:
         kept_days = {name: settings.logs.days for name, settings in self._configured.items()}
         after = ("", "")
         while page := await self._store.list_documents("gateway", "", after=after):
@@ -74,7 +74,7 @@ class Retention:
             after = (page[-1].id, page[-1].account)
         return kept_days or {("", ""): GatewaySettings().logs.days}
 
-    async def _erase(self, filters: LogFilters) -> int:
+    async def _erase_records(self, filters: LogFilters) -> int:
         count, before = 0, ""
         while True:
             page = await self._store.read_page(
@@ -89,5 +89,5 @@ class Retention:
 
 
 def _oldest_kept_day(today: date, days: int) -> date:
-    """Return the oldest of `days` days that end today."""
+    """Return the oldest day to keep if `days` days, including today, are kept."""
     return today - timedelta(days=days - 1)

@@ -1,6 +1,6 @@
-"""Opens realtime sessions: messages pass unchanged between client and provider.
+"""Opens realtime sessions, in which messages pass unchanged between client and provider.
 
-The usage is read from the provider's events, and is that of the request when the session has ended.
+The usage is read from the provider's messages. When the session ends, it becomes the usage of the request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RealtimeReply(GatewayReply, kw_only=True):
     on_usage: Callable[[Usage, int], Awaitable[None]] | None = None  # gets each response's usage and micro-dollars
 
     async def add_usage(self, usage: Usage) -> None:
-        """Add the usage of one more response; raise LimitExceeded if a limit allows no further one."""
+        """Add the usage of one response. Raise LimitExceeded if a limit allows no further response."""
         before = self.micros or 0
         self.usage = usage if self.usage is None else self.usage.plus(usage)
         self.bill()
@@ -61,7 +61,7 @@ class RealtimeHandler:
         *,
         max_message_bytes: int,
     ) -> None:
-        """`breakers` are shared with ordinary requests, because a provider's outage affects both."""
+        """`breakers` are the circuit breakers that ordinary requests use, because a provider's outage affects both."""
         self._breakers = breakers
         self._registry = registry
         self._secrets = key_selector
@@ -73,7 +73,7 @@ class RealtimeHandler:
     async def __call__(self, call: GatewayRequest) -> GatewayReply:
         if call.settings.guardrails:
             raise Forbidden(
-                "realtime sessions are not available on a gateway with guardrails, which cannot check their messages",
+                f"gateway {call.gateway!r} has guardrails, which cannot check the messages of realtime sessions",
                 hint="use a gateway without guardrails, or send ordinary requests",
             )
         provider = self._registry.find(call.provider, call.settings)
@@ -93,7 +93,7 @@ class RealtimeHandler:
     def _build_request(self, call: GatewayRequest, provider: Provider, key: str | None) -> ProviderRequest:
         if not (endpoint := call.endpoint or provider.realtime_path):
             raise NotFound(
-                f"the realtime path of provider {provider.slug!r} is unknown",
+                f"provider {provider.slug!r} has no known path for realtime sessions",
                 hint="append the path to the provider's name in the URL",
             )
         headers = {name: value for name, value in call.headers.items() if name != SUBPROTOCOL_HEADER}
@@ -138,10 +138,10 @@ class RealtimeHandler:
         return reply
 
 
-def model_from_setup(first: str | bytes) -> str | None:
-    """Return the model that the first message of a Gemini session names, None if it names none."""
+def model_from_setup(first_message: str | bytes) -> str | None:
+    """Return the model named in the first message of a Gemini session, or None if the message names none."""
     try:
-        message = msgspec.json.decode(first)
+        message = msgspec.json.decode(first_message)
     except JSON_DECODE_ERRORS:
         return None
     match message:

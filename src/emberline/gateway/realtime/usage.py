@@ -1,4 +1,4 @@
-"""Reads the usage from the messages of a realtime session; each message covers one response."""
+"""Reads the usage from the messages of a realtime session. Each usage report covers one response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BINARY_USAGE_MARKER = re.compile(_USAGE_MARKER.pattern.encode())
 
 
 def parse_realtime_usage(message: str | bytes) -> Usage | None:
-    """Return the usage that a message reports, None if it reports none."""
+    """Return the usage that a message reports, or None."""
     marker = _USAGE_MARKER.search(message) if isinstance(message, str) else _BINARY_USAGE_MARKER.search(message)
     if not marker:  # fast path: nearly all messages
         return None

@@ -1,4 +1,4 @@
-"""A WebSocket to a provider, with bounded buffers: a slow reader slows down its sender."""
+"""ProviderWebSocket: a WebSocket to a provider with bounded buffers, so that a slow reader slows down its sender."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE_TIMEOUT_S = 1.0  # for the provider to close its side
 DEFAULT_PORTS = {"ws": 80, "wss": 443}
 
 
-class _Connect(connect):
+class _ConnectWithoutRedirects(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc  # a redirect would send the provider's key to another host
 
@@ -31,14 +31,17 @@ class ProviderWebSocket:
         self.subprotocol: str | None = connection.subprotocol
 
     async def send(self, message: str | bytes) -> None:
-        """Send a message, waiting while the provider does not read; after the end it is dropped silently."""
+        """Send a message, waiting while the provider does not read.
+
+        A message after the end of the session is dropped.
+        """
         try:
             await self._connection.send(message)
         except ConnectionClosed:
             return
 
     async def receive(self) -> str | bytes | None:
-        """Return the next message, None when the WebSocket is closed."""
+        """Return the next message, or None when the WebSocket is closed."""
         try:
             return await self._connection.recv()
         except ConnectionClosed:
@@ -46,7 +49,7 @@ class ProviderWebSocket:
 
     @property
     def close_code_and_reason(self) -> tuple[int, str]:
-        """The close code and reason of the side that closed first; 1006 if the connection broke."""
+        """Return the close code and reason of the side that closed first. The code is 1006 if the connection broke."""
         close_frame = self._connection.protocol.close_rcvd or self._connection.protocol.close_sent
         return (1006, "") if close_frame is None else (close_frame.code, close_frame.reason)
 
@@ -63,7 +66,7 @@ async def open_websocket(
     timeout_s: float,
     max_message_bytes: int,
 ) -> ProviderWebSocket:
-    """Open a WebSocket to the provider; redirects are not followed. Raises UpstreamFailed."""
+    """Open a WebSocket to a provider without following redirects. Raise UpstreamFailed if that fails."""
     url = "ws" + request.url.removeprefix("http")
     parts = urlsplit(url)
     headers = {name: value for name, value in request.headers.items() if name not in ("origin", "user-agent")}
@@ -71,7 +74,7 @@ async def open_websocket(
         async with asyncio.timeout(timeout_s):
             port = parts.port or DEFAULT_PORTS[parts.scheme]
             checked = await upstream.connect_to_public(parts.hostname or "", port) if request.public_only else None
-            connection = await _Connect(
+            connection = await _ConnectWithoutRedirects(
                 url,
                 additional_headers=headers,
                 user_agent_header=request.headers.get("user-agent"),
@@ -85,17 +88,20 @@ async def open_websocket(
             )
     except TimeoutError:
         raise UpstreamTimeout(
-            f"the WebSocket handshake took longer than {timeout_s:.3g} s", provider=provider
+            f"the WebSocket handshake with provider {provider!r} took longer than {timeout_s:.3g} s", provider=provider
         ) from None
     except InvalidStatus as e:
         reply = e.response
         if reply.status_code < 400:
             raise UpstreamBroken(
-                f"the provider answered {reply.status_code} instead of opening a WebSocket", provider=provider
+                f"provider {provider!r} replied with status {reply.status_code} instead of opening a WebSocket",
+                provider=provider,
             ) from None
         raise read_provider_error(provider, reply.status_code, reply.headers, bytes(reply.body or b""), "raw") from None
     except InvalidHandshake as e:
-        raise UpstreamBroken(f"the WebSocket handshake failed: {e}", provider=provider) from None
+        raise UpstreamBroken(
+            f"the WebSocket handshake with provider {provider!r} failed: {e}", provider=provider
+        ) from None
     except (OSError, InvalidURI) as e:
-        raise UpstreamUnreachable(f"the provider cannot be reached: {e}", provider=provider) from None
+        raise UpstreamUnreachable(f"provider {provider!r} cannot be reached: {e}", provider=provider) from None
     return ProviderWebSocket(connection)

@@ -1,1 +1,1 @@
-"""Where a call is sent: dynamic routes (graphs that select a model), pools and lists of steps."""
+"""Decides where a request is sent: dynamic routes (graphs that select a model), pools and lists of steps."""

@@ -1,7 +1,8 @@
-"""Conditions on a call in MongoDB's syntax, compiled to predicates.
+"""Conditions on a request in MongoDB's query syntax, compiled to predicates.
 
-An example is {"metadata.plan": {"$in": ["free", "trial"]}}. A missing value equals null, is in a list only if the list
-contains null, and is neither greater nor less than any value."""
+An example is {"metadata.plan": {"$in": ["free", "trial"]}}. A missing value equals null. It is in a list only if the
+list contains null, and it is neither greater nor less than any value.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _Comparison: TypeAlias = Callable[[Any], bool]
 
 
 def compile_condition(condition: Mapping[str, Any]) -> Predicate:
-    """Compile a validated condition to a predicate. All fields of the condition must hold."""
+    """Compile a validated condition to a predicate. The predicate holds if every field of the condition holds."""
     tests = [_compile_field(name, value) for name, value in condition.items()]
     return tests[0] if len(tests) == 1 else lambda facts: all(test(facts) for test in tests)
 
@@ -68,7 +69,7 @@ def _compile_comparison(operator: str, expected: Any) -> _Comparison:
             return lambda actual: _is_comparable(actual, expected) and actual < expected
         case "$lte":
             return lambda actual: _is_comparable(actual, expected) and actual <= expected
-    raise AssertionError(f"condition with unknown operator {operator} was not validated")
+    raise AssertionError(f"a validated condition has an unknown operator {operator!r}")
 
 
 def _is_equal(actual: Any, expected: Any) -> bool:

@@ -1,6 +1,7 @@
-"""CallFacts: the attributes of a call that conditions of routes can use. The body is decoded on first use.
+"""CallFacts: the attributes of a request that conditions of routes can use.
 
-Conditions on a large body are evaluated in another process."""
+The body is decoded on first use. Conditions on a large body are evaluated in a child process.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class CallFacts:
                 return call.identity.key_id or None
             case "user":
                 return call.identity.user or None
-        raise AssertionError(f"condition on unknown path {path} was not validated")
+        raise AssertionError(f"a validated condition reads an unknown path {path!r}")
 
     @cached_property
     def _metadata(self) -> Mapping[str, Any]:
@@ -57,7 +58,7 @@ class CallFacts:
 async def evaluate_body_conditions(
     call: GatewayRequest, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """Return the results of the conditions that read a large body, by id; {} if the body is small."""
+    """Return the results, by condition id, of the conditions that read a large body. Return {} if the body is small."""
     selected = {id: each for id, each in conditions.items() if _reads_body(each)}
     if len(call.body) < LARGE_INPUT_BYTES or not selected:
         return {}
@@ -68,7 +69,7 @@ async def evaluate_body_conditions(
 def evaluate_conditions(
     call: GatewayRequest, body: bytes, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """Return the result of each condition, by id; for another process."""
+    """Return the result of each condition by its id. This function runs in a child process."""
     facts = CallFacts(call.with_changes(body=body))
     return {id: compile_condition(each)(facts) for id, each in conditions.items()}
 

@@ -1,6 +1,7 @@
 """RouteGraph: the JSON of a dynamic route, and its validation before it is deployed.
 
-Elements name the next element by id. A call passes from `start` to the model that answers, or to `end`."""
+Each element names the next element by id. A request passes from `start` to the model that answers, or to `end`.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class PercentageElement(GraphStruct, tag="percentage", tag_field="type", frozen=
     outputs: dict[str, ElementRef]  # "10%", ..., "else"
 
     def shares(self) -> list[tuple[float, str]]:
-        """Return percent and element id of each output except "else"."""
+        """Return the percentage and the next element's id of each output except "else"."""
         return [(float(name[:-1]), to.element_id) for name, to in self.outputs.items() if name != "else"]
 
 
@@ -110,11 +111,11 @@ class RouteGraph(GraphStruct, frozen=True):
 
     @staticmethod
     def parse(decoded: object) -> RouteGraph:
-        """Parse and validate decoded JSON. Raises InvalidRequest."""
+        """Parse and validate decoded JSON. Raise InvalidRequest if the route is invalid."""
         try:
             graph = msgspec.convert(decoded, RouteGraph)
         except msgspec.ValidationError as e:
-            raise InvalidRequest(f"route: {e}", param="elements") from e
+            raise _invalid_route(f"the route's JSON is invalid: {e}") from e
         graph.validate()
         return graph
 
@@ -128,47 +129,52 @@ class RouteGraph(GraphStruct, frozen=True):
     def validate(self) -> None:
         known = self.elements_by_id()
         if not 0 < len(self.elements) <= MAX_ELEMENTS:
-            raise _invalid_route(f"the route has {len(self.elements)} elements; 1 to {MAX_ELEMENTS} are allowed")
+            raise _invalid_route(f"elements must have 1 to {MAX_ELEMENTS} entries, not {len(self.elements)}")
         if len(known) < len(self.elements):
-            raise _invalid_route("two elements have the same id")
+            ids = [each.id for each in self.elements]
+            raise _invalid_route(f"id {next(id for id in ids if ids.count(id) > 1)!r} is used by two elements")
         if sum(isinstance(each, StartElement) for each in self.elements) != 1:
-            raise _invalid_route("the route must have exactly one start element")
+            raise _invalid_route("elements must contain exactly one start element")
         for element in self.elements:
-            for to in _successors(element):
+            for to in _next_element_ids(element):
                 if to not in known:
                     raise _invalid_route(f"element {element.id!r} points to element {to!r}, which does not exist")
             match element:
                 case PercentageElement():
-                    _check_shares(element)
+                    _check_percentages(element)
                 case ConditionalElement():
                     _check_condition(element.properties.condition, element.id)
                 case RateLimitElement():
                     _check_quota(element.properties, element.id)
                 case EndElement() if element.outputs:
-                    raise _invalid_route(f"element {element.id!r} is an end element and cannot have outputs")
+                    raise _invalid_route(f"end element {element.id!r} must not have outputs")
         reached = self._reachable_ids(known)
         if unreachable := [each.id for each in self.elements if each.id not in reached]:
             raise _invalid_route(f"element {unreachable[0]!r} cannot be reached from the start element")
         if not any(isinstance(each, ModelElement) for each in self.elements):
-            raise _invalid_route("the route must have a model element")
+            raise _invalid_route("elements must contain a model element")
 
     def _reachable_ids(self, elements: Mapping[str, Element]) -> set[str]:
-        """Return the ids that can be reached from the start. Raises InvalidRequest if there is a cycle."""
+        """Return the ids of all elements that can be reached from the start.
+
+        Raise InvalidRequest if there is a cycle.
+        """
         reached: set[str] = set()
 
-        def visit(id: str, trail: tuple[str, ...]) -> None:
-            if id in trail:
-                raise _invalid_route(f"the route has a cycle: {' -> '.join([*trail[trail.index(id) :], id])}")
-            if id not in reached:
-                for to in _successors(elements[id]):
-                    visit(to, (*trail, id))
-                reached.add(id)
+        def visit(element_id: str, path: tuple[str, ...]) -> None:
+            if element_id in path:
+                cycle = [*path[path.index(element_id) :], element_id]
+                raise _invalid_route(f"the route has a cycle: {' -> '.join(cycle)}")
+            if element_id not in reached:
+                for next_id in _next_element_ids(elements[element_id]):
+                    visit(next_id, (*path, element_id))
+                reached.add(element_id)
 
         visit(self.start_element.id, ())
         return reached
 
 
-def _successors(element: Element) -> Iterator[str]:
+def _next_element_ids(element: Element) -> Iterator[str]:
     match element:
         case StartElement():
             yield element.outputs.next.element_id
@@ -183,78 +189,83 @@ def _successors(element: Element) -> Iterator[str]:
                 yield element.outputs.fallback.element_id
 
 
-def _check_shares(element: PercentageElement) -> None:
+def _check_percentages(element: PercentageElement) -> None:
     for name in element.outputs:
         if name != "else" and not _SHARE.fullmatch(name):
             raise _invalid_route(
-                f'element {element.id!r}: output {name[:40]!r} must be a percentage such as "10%", or "else"'
+                f'output {name[:40]!r} of element {element.id!r} must be a percentage such as "10%", or "else"'
             )
     shares = [share for share, _ in element.shares()]
     if not 0 < len(shares) <= MAX_SHARES:
-        raise _invalid_route(f"element {element.id!r} has {len(shares)} percentages; 1 to {MAX_SHARES} are allowed")
+        raise _invalid_route(f"element {element.id!r} must have 1 to {MAX_SHARES} percentages, not {len(shares)}")
     total = sum(shares)
     if total > 100 or (total < 100 and "else" not in element.outputs):
         raise _invalid_route(
-            f"element {element.id!r}: the percentages add up to {total:g}%", 'make them 100%, or less with an "else"'
+            f"the percentages of element {element.id!r} must add up to 100%, not {total:g}%",
+            'add an output "else" for the remaining requests, or change the percentages',
         )
 
 
-def _check_condition(condition: object, id: str, depth: int = 0) -> None:
+def _check_condition(condition: object, element_id: str, depth: int = 0) -> None:
     if not isinstance(condition, Mapping) or not condition or depth > MAX_CONDITION_DEPTH:
         raise _invalid_route(
-            f"element {id!r}: a condition must be a non-empty object, nested at most {MAX_CONDITION_DEPTH} deep"
+            f"the condition of element {element_id!r} must be an object, at most {MAX_CONDITION_DEPTH} levels deep"
         )
     for name, value in condition.items():
         if name in ("$and", "$or"):
             if not isinstance(value, list) or not value:
-                raise _invalid_route(f"element {id!r}: {name} must be a list of conditions")
+                raise _invalid_route(f"{name} of element {element_id!r} must be a list of conditions")
             for each in value:
-                _check_condition(each, id, depth + 1)
+                _check_condition(each, element_id, depth + 1)
         elif name == "$not":
-            _check_condition(value, id, depth + 1)
+            _check_condition(value, element_id, depth + 1)
         elif name.partition(".")[0] not in FACT_SOURCES:
             raise _invalid_route(
-                f"element {id!r}: a condition cannot use {name[:80]!r}", f"paths begin with {', '.join(FACT_SOURCES)}"
+                f"the condition of element {element_id!r} has an unknown field {name[:80]!r}",
+                f"fields begin with one of {', '.join(FACT_SOURCES)}",
             )
         elif isinstance(value, Mapping):
-            _check_comparisons(value, id)
+            _check_comparisons(value, element_id)
 
 
-def _check_comparisons(comparisons: Mapping[str, Any], id: str) -> None:
+def _check_comparisons(comparisons: Mapping[str, Any], element_id: str) -> None:
     for operator, value in comparisons.items():
         if operator not in COMPARISONS:
             raise _invalid_route(
-                f"element {id!r}: unknown operator {operator[:40]!r}", f"operators: {', '.join(COMPARISONS)}"
+                f"the condition of element {element_id!r} has an unknown operator {operator[:40]!r}",
+                f"known operators: {', '.join(COMPARISONS)}",
             )
         if operator in ("$in", "$nin") and not isinstance(value, list):
-            raise _invalid_route(f"element {id!r}: {operator} must be a list")
+            raise _invalid_route(f"{operator} of element {element_id!r} must be a list")
         if operator in ("$gt", "$gte", "$lt", "$lte") and not isinstance(value, str | int | float):
-            raise _invalid_route(f"element {id!r}: {operator} must be a number or a string")
+            raise _invalid_route(f"{operator} of element {element_id!r} must be a number or a string")
         if operator == "$exists" and not isinstance(value, bool):
-            raise _invalid_route(f"element {id!r}: $exists must be true or false")
+            raise _invalid_route(f"$exists of element {element_id!r} must be true or false")
         if operator == "$regex":
-            _check_pattern(value, id)
+            _check_pattern(value, element_id)
     if not comparisons:
-        raise _invalid_route(f"element {id!r}: a comparison has no operator")
+        raise _invalid_route(f"a comparison of element {element_id!r} must have an operator")
 
 
-def _check_pattern(value: object, id: str) -> None:
+def _check_pattern(value: object, element_id: str) -> None:
     try:
         if not isinstance(value, str):
-            raise ValueError("it is not a string")
+            raise ValueError("the pattern must be a string")
         parse_pattern(value)
     except ValueError as e:
-        raise _invalid_route(f"element {id!r}: $regex {str(value)[:80]!r} is not supported: {e}") from None
+        raise _invalid_route(f"$regex {str(value)[:80]!r} of element {element_id!r} is not supported: {e}") from None
 
 
-def _check_quota(quota: QuotaProperties, id: str) -> None:
+def _check_quota(quota: QuotaProperties, element_id: str) -> None:
     if quota.key and quota.key not in DIMENSIONS and not quota.key.startswith("metadata."):
         raise _invalid_route(
-            f"element {id!r}: key {quota.key[:80]!r} is not supported", "use metadata.<name>, user or key"
+            f"key of element {element_id!r} must be metadata.NAME, user or key, not {quota.key[:80]!r}"
         )
     if quota.limit_type == "count" and not quota.limit.is_integer():
-        raise _invalid_route(f"element {id!r}: limit is {quota.limit:g}; a limit of requests must be an integer")
+        raise _invalid_route(
+            f"limit of element {element_id!r} must be an integer because the unit is requests, not {quota.limit:g}"
+        )
 
 
 def _invalid_route(message: str, hint: str | None = None) -> InvalidRequest:
-    return InvalidRequest(message, param="elements", hint=hint)
+    return InvalidRequest(message, param="elements", hint=hint or "docs/gateway-routing.md describes routes")

@@ -1,7 +1,8 @@
-"""LoadBalancer: the order in which the members of a pool are tried.
+"""LoadBalancer: decides in which order the members of a pool are tried.
 
-It is pure: time and randomness are passed in. A failed member is skipped for a back-off that doubles up to 30 s, unless
-every member is in back-off."""
+Time and randomness are parameters, so that tests control them. A failed member is skipped for a back-off that doubles
+up to 30 s, unless every member is in back-off.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MemberKey = tuple[str, str, str]  # provider, model, alias of the key
 
 @dataclass(slots=True)
 class LatencySamples:
-    """Latencies in seconds: to the first content of a stream, or to the end of a whole reply."""
+    """Latencies in seconds: until the first content of a stream, or until the end of a reply that is not streamed."""
 
     average: float | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
@@ -39,7 +40,7 @@ class LatencySamples:
 
     @property
     def slow_quantile(self) -> float | None:
-        """The latency that few replies exceed, in seconds; None with too few samples."""
+        """Return a latency in seconds that few replies exceed, or None with too few samples."""
         if len(self.recent) < MIN_SAMPLES:
             return None
         return sorted(self.recent)[math.ceil(SLOW_QUANTILE * len(self.recent)) - 1]
@@ -60,32 +61,32 @@ class LoadBalancer:
     def __init__(self) -> None:
         self._health_by_member: dict[MemberKey, MemberHealth] = {}
 
-    def order(
+    def order_members(
         self,
         pool: ModelPool,
         members: Sequence[PoolMember],
         costs: Sequence[int | None],
-        draw: Callable[[], float],
+        random_fraction: Callable[[], float],
         *,
         stream: bool,
         now: float,
     ) -> list[PoolMember]:
         """Return the members in the order in which to try them.
 
-        `costs` are the micro-dollars of this call at each member, None if unknown. `draw` returns a random number in
-        [0, 1).
+        `costs`: the cost of this request at each member in micro-dollars, None if unknown. `random_fraction` returns a
+        random number in [0, 1).
         """
-        order = sorted(range(len(members)), key=lambda i: _weighted_draw(members[i].weight, draw()))
+        order = sorted(range(len(members)), key=lambda i: _weighted_sort_key(members[i].weight, random_fraction()))
         match pool.choose:
             case "cheapest":
                 order.sort(key=lambda i: math.inf if (cost := costs[i]) is None else cost)
-            case "fastest" if draw() >= EXPLORATION_SHARE:
+            case "fastest" if random_fraction() >= EXPLORATION_SHARE:
                 order.sort(key=lambda i: self._average_latency(members[i], stream))
         order.sort(key=lambda i: self._backoff_left(members[i], now))
         return [members[i] for i in order]
 
     def hedge_delay(self, member: PoolMember, stream: bool) -> float | None:
-        """Return the seconds after which a second member is called, or None with too few samples."""
+        """Return the seconds to wait before a second member is called, or None with too few latency samples."""
         health = self._health_by_member.get(member.member_key)
         return None if health is None else health.latencies(stream).slow_quantile
 
@@ -109,17 +110,17 @@ class LoadBalancer:
         return self._health_by_member[member_key]
 
     def _average_latency(self, member: PoolMember, stream: bool) -> float:
-        """Return the average latency, or -1 for a member without samples, so that it is tried first."""
+        """Return the average latency, or -1 for a member without samples, so that this member is tried first."""
         health = self._health_by_member.get(member.member_key)
         average = None if health is None else health.latencies(stream).average
         return -1.0 if average is None else average
 
     def _backoff_left(self, member: PoolMember, now: float) -> float:
-        """Return the seconds of back-off left; members in back-off are tried last."""
+        """Return the remaining seconds of the member's back-off. Members in back-off are tried last."""
         health = self._health_by_member.get(member.member_key)
         return 0.0 if health is None else max(0.0, health.backoff_until - now)
 
 
-def _weighted_draw(weight: float, draw: float) -> float:
-    """Return a sort key by which each member comes first in proportion to its weight."""
-    return -math.log(1.0 - draw) / weight if weight else math.inf
+def _weighted_sort_key(weight: float, random_fraction: float) -> float:
+    """Return a random sort key by which each member comes first with a probability proportional to its weight."""
+    return -math.log(1.0 - random_fraction) / weight if weight else math.inf

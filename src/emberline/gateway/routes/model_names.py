@@ -1,4 +1,4 @@
-"""Resolves the model name of a request to a provider and its own model name."""
+"""Resolves the model name in a request to a provider and the provider's own name of the model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 
 
 def resolve_model(model: str, settings: GatewaySettings, *, require_provider: bool = False) -> tuple[str, str]:
-    """Return the provider and its own name of the model.
+    """Return the provider, and the provider's own name of the model.
 
-    With `require_provider`, InvalidRequest is raised if the name has no known provider; otherwise the default provider
-    is used.
+    A name without a known provider belongs to the default provider. With `require_provider` such a name raises
+    InvalidRequest.
     """
     model = settings.models.get(model, model)
     if model in settings.pools:
@@ -23,7 +23,7 @@ def resolve_model(model: str, settings: GatewaySettings, *, require_provider: bo
     if require_provider:
         known = ", ".join(sorted({*PROVIDERS_BY_SLUG, *settings.providers}))
         raise InvalidRequest(
-            f"model {model[:100]!r} names no provider: it must be PROVIDER/MODEL",
+            f"model must be PROVIDER/MODEL, not {model[:100]!r}",
             param="model",
             hint=f"providers: {known}",
         )

@@ -1,10 +1,11 @@
-"""Pattern: a regular expression that takes time linear in the text, whatever its author wrote.
+"""Pattern: a regular expression whose matching time is linear in the length of the text.
 
-It does not backtrack, so a pattern cannot take exponential time. What that excludes (backreferences, lookaround, word
-boundaries) is refused by the parser (pattern_parser.py).
+Matching does not backtrack, so no pattern can take exponential time. The parser (pattern_parser.py) rejects what would
+need backtracking: backreferences, lookaround and word boundaries.
 
-Each character, dot or class of the pattern is a position of a Glushkov automaton; `follow` has the positions that may
-come next. The set of active positions is the bits of an integer."""
+Each character, dot or class of the pattern is a position of a Glushkov automaton. `follow` maps a position to the
+positions that may come next. A set of positions is stored as the bits of an integer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 @dataclass(slots=True)
 class PatternFragment:
-    """A part of the expression, with the positions (as bits) that it may begin and end with."""
+    """A part of the expression, with the sets of positions (as bits) at which it may begin and end."""
 
     can_be_empty: bool
     first_positions: int
@@ -48,14 +49,14 @@ class Pattern:
     _steps: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
 
     def is_found_in(self, text: str) -> bool:
-        """Return whether the pattern matches anywhere in the text, or as its anchors require."""
+        """Return whether the pattern matches somewhere in the text, as its anchors ^ and $ require."""
         if self.whole.can_be_empty and not (self.anchored_at_start and self.anchored_at_end):
             return True
         text = text[:MAX_TEXT_CHARS]
         begin = self.whole.first_positions
         state, done = begin, self.whole.can_be_empty
         for character in text:
-            state, done = self._step(state, character)
+            state, done = self._consume_character(state, character)
             if done and not self.anchored_at_end:
                 return True
             if not self.anchored_at_start:
@@ -64,12 +65,12 @@ class Pattern:
                 return False
         return done
 
-    def _step(self, state: int, character: str) -> tuple[int, bool]:
-        """Return the positions that may come after this character, and whether a match ends with it."""
-        cached = self._steps.get((state, character))
+    def _consume_character(self, active_positions: int, character: str) -> tuple[int, bool]:
+        """Return the positions that are active after this character, and whether a match ends with the character."""
+        cached = self._steps.get((active_positions, character))
         if cached is not None:
             return cached
-        following, ends, left = 0, False, state
+        following, ends, left = 0, False, active_positions
         while left:
             bit = left & -left
             position = bit.bit_length() - 1
@@ -79,35 +80,37 @@ class Pattern:
             left ^= bit
         if len(self._steps) >= MAX_CACHED_STEPS:
             self._steps.clear()
-        self._steps[state, character] = following, ends
+        self._steps[active_positions, character] = following, ends
         return following, ends
 
     # -- for the parser ------------------------------------------------------------------------------------------------
 
     def add_position(self, accepts: CharacterTest) -> PatternFragment:
         if len(self.accepts) >= MAX_POSITIONS:
-            raise ValueError(f"with its repetitions expanded it is longer than {MAX_POSITIONS} characters")
+            raise ValueError(
+                f"the pattern is longer than {MAX_POSITIONS} characters after its repetitions are expanded"
+            )
         self.accepts.append(accepts)
         self.follow.append(0)
         bit = 1 << (len(self.accepts) - 1)
         return PatternFragment(False, bit, bit)
 
     def concatenate(self, before: PatternFragment, after: PatternFragment) -> PatternFragment:
-        self._link(before.last_positions, after.first_positions)
+        self._link_positions(before.last_positions, after.first_positions)
         first = before.first_positions | after.first_positions if before.can_be_empty else before.first_positions
         last = before.last_positions | after.last_positions if after.can_be_empty else after.last_positions
         return PatternFragment(before.can_be_empty and after.can_be_empty, first, last)
 
-    def repeat(self, fragment: PatternFragment) -> PatternFragment:
-        """Let the fragment repeat, once or more."""
-        self._link(fragment.last_positions, fragment.first_positions)
+    def repeat_fragment(self, fragment: PatternFragment) -> PatternFragment:
+        """Return the fragment changed so that it may repeat, once or more."""
+        self._link_positions(fragment.last_positions, fragment.first_positions)
         return fragment
 
-    def _link(self, ends: int, to: int) -> None:
-        while ends:
-            bit = ends & -ends
-            self.follow[bit.bit_length() - 1] |= to
-            ends ^= bit
+    def _link_positions(self, end_positions: int, next_positions: int) -> None:
+        while end_positions:
+            bit = end_positions & -end_positions
+            self.follow[bit.bit_length() - 1] |= next_positions
+            end_positions ^= bit
 
 
 def character_class(letter: str) -> CharacterTest | None:
@@ -115,9 +118,12 @@ def character_class(letter: str) -> CharacterTest | None:
 
 
 def unescape(letter: str) -> str:
-    """Return the character that a backslash and this letter stand for. Raises ValueError."""
+    """Return the character that a backslash and this letter stand for.
+
+    Raise ValueError if the escape is not supported.
+    """
     if letter in _ESCAPES:
         return _ESCAPES[letter]
     if letter.isalnum():
-        raise ValueError(f"\\{letter} is not supported")
+        raise ValueError(f"the escape \\{letter} is not supported")
     return letter

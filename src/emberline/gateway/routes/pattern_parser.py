@@ -1,6 +1,7 @@
 """PatternParser: parses a regular expression to a Pattern.
 
-A repeated part is parsed again for each repetition."""
+A part that is repeated, as in a{3}, is parsed again for each repetition.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ MAX_GROUP_DEPTH = 20
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Parse a regular expression. Raises ValueError with what is not supported."""
+    """Parse a regular expression. Raise ValueError if it contains an unsupported construct."""
     return PatternParser(text).parse()
 
 
 class PatternParser:
     def __init__(self, text: str) -> None:
         if len(text) > MAX_PATTERN_CHARS:
-            raise ValueError(f"it has {len(text)} characters; at most {MAX_PATTERN_CHARS} are allowed")
+            raise ValueError(f"the pattern must have at most {MAX_PATTERN_CHARS} characters, not {len(text)}")
         self._pattern = Pattern()
         self._ignore_case = text.startswith("(?i)")
         text = text.removeprefix("(?i)")
@@ -33,26 +34,26 @@ class PatternParser:
         self._has_top_level_choice = False
 
     def parse(self) -> Pattern:
-        self._pattern.whole = self._parse_choice()
+        self._pattern.whole = self._parse_alternatives()
         if self._position < len(self._text):
             raise ValueError("a ) has no matching (")
         if (self._pattern.anchored_at_start or self._pattern.anchored_at_end) and self._has_top_level_choice:
-            raise ValueError("^ or $ beside | is ambiguous: put the alternatives in ( )")
+            raise ValueError("^ or $ beside | is ambiguous: put the alternatives in parentheses")
         return self._pattern
 
-    def _peek(self) -> str:
+    def _peek_character(self) -> str:
         return self._text[self._position] if self._position < len(self._text) else ""
 
-    def _take(self) -> str:
+    def _take_character(self) -> str:
         if self._position >= len(self._text):
-            raise ValueError("it ends too early")
+            raise ValueError("the pattern ends too early")
         self._position += 1
         return self._text[self._position - 1]
 
-    def _parse_choice(self) -> PatternFragment:
+    def _parse_alternatives(self) -> PatternFragment:
         found = self._parse_sequence()
-        while self._peek() == "|":
-            self._take()
+        while self._peek_character() == "|":
+            self._take_character()
             self._has_top_level_choice = self._has_top_level_choice or self._depth == 0
             other = self._parse_sequence()
             found = PatternFragment(
@@ -64,7 +65,7 @@ class PatternParser:
 
     def _parse_sequence(self) -> PatternFragment:
         found = PatternFragment(True, 0, 0)
-        while self._peek() not in ("", "|", ")"):
+        while self._peek_character() not in ("", "|", ")"):
             found = self._pattern.concatenate(found, self._parse_repetition())
         return found
 
@@ -87,30 +88,30 @@ class PatternParser:
                 found, part if number < minimum else PatternFragment(True, part.first_positions, part.last_positions)
             )
         if maximum is None:
-            tail = self._pattern.repeat(part)  # the last copy may repeat
+            tail = self._pattern.repeat_fragment(part)  # the last copy may repeat
             found.last_positions |= tail.last_positions
         self._position = after
         return found
 
     def _parse_quantifier(self) -> tuple[int, int | None]:
-        sign = self._peek()
+        sign = self._peek_character()
         if sign in ("*", "+", "?"):
-            self._take()
+            self._take_character()
             found: tuple[int, int | None] = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
         elif sign == "{":
             found = self._parse_braces()
         else:
             return 1, 1
-        if self._peek() == "?":
-            self._take()  # lazy or greedy makes no difference to whether there is a match
-        if self._peek() in ("*", "+", "?", "{"):
-            raise ValueError("a repetition cannot be repeated")
+        if self._peek_character() == "?":
+            self._take_character()  # lazy or greedy makes no difference to whether there is a match
+        if self._peek_character() in ("*", "+", "?", "{"):
+            raise ValueError("a repetition such as a* cannot be repeated again")
         return found
 
     def _parse_braces(self) -> tuple[int, int | None]:
-        self._take()
+        self._take_character()
         inside = ""
-        while (character := self._take()) != "}":
+        while (character := self._take_character()) != "}":
             inside += character
         low, comma, high = inside.partition(",")
         if not low.isdecimal() or (high and not high.isdecimal()) or len(inside) > 8:
@@ -123,8 +124,8 @@ class PatternParser:
     def _parse_atom(self) -> PatternFragment:
         self._atoms_read += 1
         if self._atoms_read > MAX_ATOMS:
-            raise ValueError(f"with its repetitions expanded it has more than {MAX_ATOMS} parts")
-        character = self._take()
+            raise ValueError(f"the pattern has more than {MAX_ATOMS} parts after its repetitions are expanded")
+        character = self._take_character()
         match character:
             case "(":
                 return self._parse_group()
@@ -133,59 +134,60 @@ class PatternParser:
             case ".":
                 return self._pattern.add_position(lambda c: c != "\n")
             case "\\":
-                letter = self._take()
+                letter = self._take_character()
                 return self._pattern.add_position(character_class(letter) or self._literal_test(unescape(letter)))
             case "*" | "+" | "?" | "{":
                 raise ValueError(f"{character} has nothing to repeat")
             case "^" | "$":
-                raise ValueError(f"{character} can only be the {'first' if character == '^' else 'last'} character")
+                raise ValueError(f"{character} must be the {'first' if character == '^' else 'last'} character")
         return self._pattern.add_position(self._literal_test(character))
 
     def _parse_group(self) -> PatternFragment:
         self._depth += 1
         if self._depth > MAX_GROUP_DEPTH:
             raise ValueError(f"groups are nested more than {MAX_GROUP_DEPTH} deep")
-        if self._peek() == "?":
+        if self._peek_character() == "?":
             if self._text[self._position : self._position + 2] != "?:":
-                raise ValueError("of groups with (? only (?: is supported, and (?i) at the start")
+                raise ValueError("a group with (? is not supported, except (?: and a leading (?i)")
             self._position += 2
-        found = self._parse_choice()
-        if self._peek() != ")":
+        found = self._parse_alternatives()
+        if self._peek_character() != ")":
             raise ValueError("a ( is not closed")
-        self._take()
+        self._take_character()
         self._depth -= 1
         return found
 
     def _parse_class(self) -> CharacterTest:
-        negative = self._peek() == "^"
+        negative = self._peek_character() == "^"
         if negative:
-            self._take()
+            self._take_character()
         ranges: list[tuple[str, str]] = []
         classes: list[CharacterTest] = []
         first = True
-        while (character := self._take()) != "]" or first:
+        while (character := self._take_character()) != "]" or first:
             first = False
             if character == "\\":
-                letter = self._take()
+                letter = self._take_character()
                 if (known := character_class(letter)) is not None:
                     classes.append(known)
                     continue
                 character = unescape(letter)
             last = character
-            if self._peek() == "-" and self._text[self._position + 1 : self._position + 2] not in ("]", ""):
-                self._take()
-                last = self._take()
-                last = unescape(self._take()) if last == "\\" else last
+            if self._peek_character() == "-" and self._text[self._position + 1 : self._position + 2] not in ("]", ""):
+                self._take_character()
+                last = self._take_character()
+                last = unescape(self._take_character()) if last == "\\" else last
             if last < character:
-                raise ValueError(f"[{character}-{last}] is empty")
+                raise ValueError(f"the character range [{character}-{last}] is empty")
             ranges.append((character, last))
 
-        def within(c: str) -> bool:
-            return any(low <= c <= high for low, high in ranges) or any(known(c) for known in classes)
+        def is_in_class(character: str) -> bool:
+            in_range = any(low <= character <= high for low, high in ranges)
+            return in_range or any(test(character) for test in classes)
 
         if self._ignore_case:
-            return lambda c: (within(c) or within(c.swapcase())) != negative
-        return lambda c: within(c) != negative
+            return lambda c: (is_in_class(c) or is_in_class(c.swapcase())) != negative
+        return lambda c: is_in_class(c) != negative
 
     def _literal_test(self, character: str) -> CharacterTest:
         if self._ignore_case:

@@ -1,7 +1,8 @@
-"""RouteTraversal: one call's way through a route.
+"""RouteTraversal: the path of one request through a dynamic route.
 
-It stops at each element that needs an action (a rate limit or a model), and continues with the action's result. It is
-pure: random choices are a hash of a seed, the same for equal seeds."""
+The traversal stops at each element that needs an action (a rate limit or a model), and continues with the action's
+result. It has no side effects. Random choices depend only on a seed.
+"""
 
 from __future__ import annotations
 
@@ -71,27 +72,27 @@ class RouteTraversal:
                 case RateLimitElement() | ModelElement() as action:
                     return action
                 case StartElement() as start:
-                    self._move_to(start.outputs.next)
+                    self._move_to_element(start.outputs.next)
                 case ConditionalElement() as conditional:
                     holds = self.condition_results.get(conditional.id)
                     if holds is None:
                         holds = self.route.predicates[conditional.id](self.facts)
-                    self._move_to(conditional.outputs.true if holds else conditional.outputs.false)
+                    self._move_to_element(conditional.outputs.true if holds else conditional.outputs.false)
                 case PercentageElement() as percentage:
                     self.current = self.route.elements[self._draw_output(percentage)]
 
     def advance(self, succeeded: bool) -> None:
-        """Move on from the current action element, to its success or its fallback output."""
-        outputs = self._outputs()
-        self._move_to(outputs.success if succeeded else outputs.fallback)
+        """Move from the current element, a rate limit or a model, to its success output or its fallback output."""
+        outputs = self._current_outputs()
+        self._move_to_element(outputs.success if succeeded else outputs.fallback)
 
     @property
     def has_fallback(self) -> bool:
-        """Whether the route continues if the current action fails."""
-        return self._outputs().fallback is not None
+        """Return whether the route continues if the current action fails."""
+        return self._current_outputs().fallback is not None
 
     def expected_model(self) -> ModelElement | None:
-        """Return the model that answers if every action from here succeeds."""
+        """Return the model that answers if every action from here on succeeds."""
         ahead = replace(self)
         while (action := ahead.next_action()) is not None:
             if isinstance(action, ModelElement):
@@ -99,12 +100,12 @@ class RouteTraversal:
             ahead.advance(True)
         return None
 
-    def _outputs(self) -> OutcomeOutputs:
+    def _current_outputs(self) -> OutcomeOutputs:
         assert isinstance(self.current, RateLimitElement | ModelElement)
         return self.current.outputs
 
-    def _move_to(self, to: ElementRef | None) -> None:
-        self.current = None if to is None else self.route.elements[to.element_id]
+    def _move_to_element(self, element_ref: ElementRef | None) -> None:
+        self.current = None if element_ref is None else self.route.elements[element_ref.element_id]
 
     def _draw_output(self, element: PercentageElement) -> str:
         left = seeded_fraction(f"{self.route.name}\n{element.id}\n{self.seed}") * 100

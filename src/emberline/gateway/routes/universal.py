@@ -1,6 +1,7 @@
-"""Reads the body of the universal endpoint, which is a list of steps.
+"""Reads the body of the universal endpoint, which is a list of steps (providers to try in order).
 
-Each step has its provider, endpoint, headers and query."""
+Each step has its own provider, endpoint, headers and query.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.routes.model_names import resolve_model
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
+STEPS_HINT = 'send [{"provider": "NAME", "endpoint": "PATH", "headers": {}, "query": {}}, ...]'
 MAX_STEPS = 10
 MAX_STEP_OPTIONS_BYTES = 1 << 16  # of the headers and config of a step
 COMPAT = "compat"  # in place of a provider, which the model name then contains
@@ -48,12 +50,12 @@ class _StepTarget(msgspec.Struct, forbid_unknown_fields=True):
     config: dict[str, Any] = {}
 
 
-class _Step(_StepTarget, forbid_unknown_fields=True, kw_only=True):
+class _StepJSON(_StepTarget, forbid_unknown_fields=True, kw_only=True):
     query: msgspec.Raw
 
 
 class ParsedStep(msgspec.Struct):
-    """A step as read by another process."""
+    """A step of the universal endpoint, as parsed in a child process."""
 
     target: _StepTarget
     query: bytes
@@ -61,20 +63,23 @@ class ParsedStep(msgspec.Struct):
     body_summary: BodySummary | None = None  # only for a large query
 
 
-_STEPS_DECODER = msgspec.json.Decoder(list[_Step])
+_STEPS_DECODER = msgspec.json.Decoder(list[_StepJSON])
 
 
 async def read_steps(
     body: bytes, request_options: RequestOptions, settings: GatewaySettings, registry: ProviderRegistry
 ) -> tuple[RequestStep, ...]:
-    """Return the steps of the body. A large body is parsed in another process. Raises InvalidRequest."""
+    """Return the steps in a body.
+
+    A large body is parsed in a child process. Raise InvalidRequest if the body is invalid.
+    """
     parsed = await offload.run_by_size(len(body), decode_steps, body)
-    steps = tuple(_make_step(step, request_options, settings, registry) for step in parsed)
+    steps = tuple(_build_step(step, request_options, settings, registry) for step in parsed)
     if virtual := [step for step in steps if step.provider in VIRTUAL_PROVIDERS and len(steps) > 1]:
         raise InvalidRequest(
-            f"{virtual[0].provider}/{virtual[0].model[:80]} is a route or a pool, which must be the only step",
+            f"{virtual[0].provider}/{virtual[0].model[:80]}, a dynamic route or a pool, must be the only step",
             param="model",
-            hint="send it as the only step",
+            hint="remove the other steps",
         )
     return steps
 
@@ -83,17 +88,17 @@ def decode_steps(body: bytes) -> list[ParsedStep]:
     try:
         steps = _STEPS_DECODER.decode(body)
     except JSON_DECODE_ERRORS as e:
-        raise InvalidRequest(f"the body is not a list of steps: {e}") from e
+        raise InvalidRequest(f"the body must be a list of steps: {e}", hint=STEPS_HINT) from e
     if not 1 <= len(steps) <= MAX_STEPS:
-        raise InvalidRequest(f"the body has {len(steps)} steps; 1 to {MAX_STEPS} are allowed")
+        raise InvalidRequest(f"the body must have 1 to {MAX_STEPS} steps, not {len(steps)}", hint=STEPS_HINT)
     return [_parse_step(step) for step in steps]
 
 
-def _parse_step(step: _Step) -> ParsedStep:
+def _parse_step(step: _StepJSON) -> ParsedStep:
     size = len(msgspec.json.encode((step.headers, step.config)))
     if size > MAX_STEP_OPTIONS_BYTES:
         raise InvalidRequest(
-            f"headers and config of a step have {size} bytes; at most {MAX_STEP_OPTIONS_BYTES} are allowed",
+            f"headers and config of a step must have at most {MAX_STEP_OPTIONS_BYTES} bytes, not {size}",
             param="headers",
         )
     target = _StepTarget(step.provider, step.endpoint, step.headers, step.authorization, step.config)
@@ -106,7 +111,7 @@ def _parse_step(step: _Step) -> ParsedStep:
     return ParsedStep(target, query, summary.body_fields, summary)
 
 
-def _make_step(
+def _build_step(
     parsed: ParsedStep, request_options: RequestOptions, settings: GatewaySettings, registry: ProviderRegistry
 ) -> RequestStep:
     target, query, fields = parsed.target, parsed.query, parsed.body_fields
@@ -115,7 +120,7 @@ def _make_step(
         headers["authorization"] = target.authorization
     if any(is_gateway_key(headers.get(name, "").rpartition(" ")[2]) for name in CREDENTIAL_HEADERS):
         raise InvalidRequest(
-            f"the step for {target.provider[:80]!r} has a key of the gateway where its provider's key belongs",
+            f"the step for provider {target.provider[:80]!r} contains a gateway key in place of the provider's key",
             hint="send the gateway's key in the headers of the request",
         )
     headers.setdefault("content-type", "application/json")
@@ -145,14 +150,21 @@ def _make_step(
 def _compat_step(
     path: str, headers: dict[str, str], parsed: ParsedStep, options: RequestOptions, settings: GatewaySettings
 ) -> RequestStep:
-    """Return a step in one of the gateway's own protocols; its model is PROVIDER/MODEL."""
+    """Return a step for `compat`, the endpoint that takes one protocol for every provider.
+
+    The step's model is PROVIDER/MODEL.
+    """
     fields = parsed.body_fields
     endpoint = path.removeprefix("v1/")
     if endpoint not in COMPAT_ENDPOINTS:
         hint = f"endpoints: {', '.join(COMPAT_ENDPOINTS)}"
-        raise InvalidRequest(f"compat steps do not support endpoint {path[:80]!r}", param="endpoint", hint=hint)
+        raise InvalidRequest(
+            f"endpoint {path[:80]!r} is not supported in a step with provider compat", param="endpoint", hint=hint
+        )
     if not isinstance(fields.model, str) or not fields.model:
-        raise InvalidRequest("the query of a compat step has no model", param="model", hint="set it to PROVIDER/MODEL")
+        raise InvalidRequest(
+            "query.model must be set in a step with provider compat", param="model", hint="set it to PROVIDER/MODEL"
+        )
     provider, model = resolve_model(fields.model, settings, require_provider=True)
     return RequestStep(
         provider,
@@ -172,7 +184,9 @@ def _compat_step(
 def _config_options(config: dict[str, Any]) -> RequestOptions:
     if unknown := sorted(set(config) - set(_CONFIG)):
         raise InvalidRequest(
-            f"config has an unknown field {unknown[0]!r}", param="config", hint=f"fields: {', '.join(sorted(_CONFIG))}"
+            f"config of a step has an unknown field {unknown[0]!r}",
+            param="config",
+            hint=f"fields: {', '.join(sorted(_CONFIG))}",
         )
     return RequestOptions.from_headers({_CONFIG[name]: _header_value(value) for name, value in config.items()})
 

@@ -1,7 +1,7 @@
-"""BatchQueue: works on queued batches, a few requests at a time, while the gateway has capacity.
+"""BatchQueue: processes queued batches, a few requests at a time, while the gateway has spare capacity.
 
-Results are saved regularly, so that another process can continue a batch when one stops. Requests that were in progress
-then are sent again.
+Results are saved regularly, so that a different process can continue the batch if this process stops. The requests that
+were in progress then are sent again.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _RETRIED_ERRORS = (LimitExceeded.code, StoreFailed.code)  # temporary failures o
 
 class BatchQueue:
     def __init__(
-        self, store: GatewayStore, send_request: SendRequest, open_requests: Callable[[], int], wall_clock: Clock
+        self, store: GatewayStore, send_request: SendRequest, count_open_requests: Callable[[], int], wall_clock: Clock
     ) -> None:
-        """`open_requests` returns how many requests the gateway has open, those of the queue included."""
+        """`count_open_requests` returns how many requests the gateway is serving, including those of this queue."""
         self._batches = BatchStore(store)
         self._send_request = send_request
-        self._open_requests = open_requests
+        self._open_requests = count_open_requests
         self._wall_clock = wall_clock
         self._owner = os.urandom(8).hex()  # names this process in leases
         self._in_progress = 0  # requests
@@ -68,38 +68,39 @@ class BatchQueue:
         requests: PackedRequests,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> RunBatch:
-        """Queue a batch. Raise Overloaded if the account has too many.
+        """Queue a batch. Raise Overloaded if the account has too many unfinished batches.
 
-        `key_id`: the caller's key; each request is sent with what the key may do then. `headers`: sent with each.
+        `key_id`: the caller's key, whose permissions are checked when each request is sent. `headers` are sent with
+        each request.
         """
-        if (waiting := await self._count_waiting(account)) >= MAX_WAITING_BATCHES:
+        if (waiting := await self._count_unfinished(account)) >= MAX_WAITING_BATCHES:
             raise Overloaded(
-                f"account {account[:80]!r} has {waiting} unfinished batches; at most {MAX_WAITING_BATCHES} are allowed",
+                f"account {account[:80]!r} has {waiting} unfinished batches, at most {MAX_WAITING_BATCHES} are allowed",
                 retry_after=60,
                 hint="wait until a batch is done",
             )
         batch = RunBatch.new(account, gateway, model, key_id, headers, requests.count, self._now_ms())
-        await self._batches.add(batch, requests)
+        await self._batches.add_batch(batch, requests)
         self._batch_added.set()
         return batch
 
-    async def _count_waiting(self, account: str) -> int:
-        """Return the number of unfinished batches. Counting stops soon after the limit."""
+    async def _count_unfinished(self, account: str) -> int:
+        """Return the number of the account's unfinished batches. Counting stops soon after the limit is reached."""
         count, after = 0, ("", "")
         while count < MAX_WAITING_BATCHES and (page := await self._batches.list_batches(account, after)):
             count += sum(decode_batch(each).status != "done" for each in page)
             after = (page[-1].id, page[-1].account)
         return count
 
-    async def read_result(self, account: str, id: str, identity: Identity) -> Json:
+    async def read_result(self, account: str, batch_id: str, identity: Identity) -> Json:
         """Return the batch's status, or its results if it is done.
 
-        Raise NotFound if there is no such batch, or if it was queued with another key.
+        Raise NotFound if the batch does not exist or was queued with a different key.
         """
-        found = await self._batches.find(account, id)
+        found = await self._batches.find_batch(account, batch_id)
         if found is None or not (identity.is_admin or found[0].key_id == identity.key_id):
             raise NotFound(
-                f"account {account[:80]!r} has no batch {id[:80]!r} of this key",
+                f"account {account[:80]!r} has no batch {batch_id[:80]!r} that this key queued",
                 hint="use the key that queued the batch; results are deleted after a day",
             )
         batch = found[0]
@@ -109,9 +110,9 @@ class BatchQueue:
         return {"responses": results, "usage": _sum_usage(results)}
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[BatchQueue]:
-        """Work on batches in the background while this context is open."""
-        task = asyncio.create_task(self._run())
+    async def run_in_background(self) -> AsyncIterator[BatchQueue]:
+        """Process batches in the background while this context is open."""
+        task = asyncio.create_task(self._process_batches())
         try:
             yield self
         finally:
@@ -121,44 +122,49 @@ class BatchQueue:
 
     # -- background work -----------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _process_batches(self) -> None:
         while True:
             try:
-                found_batch = await self._work_on_oldest()
+                found_batch = await self._process_oldest_batch()
             except EmberlineError as e:  # the store failed, or another process took the batch first
-                log.warning("Batch interrupted, retrying: error=%s", e)
+                log.warning("Processing a batch failed, retrying: error=%s", e)
                 found_batch = False
             except Exception:
-                log.exception("Batch interrupted by an internal error, retrying")
+                log.exception("Processing a batch failed with an internal error, retrying")
                 found_batch = False
             if not found_batch:
                 self._batch_added.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._batch_added.wait(), POLL_INTERVAL_S)
 
-    async def _work_on_oldest(self) -> bool:
-        """Process the oldest batch that no process has leased, and delete old results. Return whether there was one."""
+    async def _process_oldest_batch(self) -> bool:
+        """Process the oldest batch that no process is working on, and delete expired results.
+
+        Return whether there was such a batch.
+        """
         after = ("", "")
         while page := await self._batches.list_batches(after=after):
             for document in page:
                 batch = decode_batch(document)
                 if batch.status == "done":
                     if self._now_ms() > batch.finished + RESULTS_KEPT_S * 1e3:
-                        await self._batches.remove(document, self._now_ms())
+                        await self._batches.remove_batch(document, self._now_ms())
                 elif batch.until < self._now_ms():
-                    await self._complete(batch, document)
+                    await self._complete_batch(batch, document)
                     return True
             after = (page[-1].id, page[-1].account)
         return False
 
-    async def _complete(self, batch: RunBatch, document: Document) -> None:
+    async def _complete_batch(self, batch: RunBatch, document: Document) -> None:
         requests, _ = await self._batches.read_part(batch, "in")
         results, stored = await self._batches.read_part(batch, "out")
         progress = _BatchProgress(batch, document.version, results, 0 if stored is None else stored.version)
-        await self._save(progress)
+        await self._save_progress(progress)
         done = {result["id"] for result in results}
         remaining = iter([(index, each) for index, each in enumerate(requests) if index not in done])
-        tasks = [asyncio.create_task(self._work_through(progress, remaining)) for _ in range(MAX_CONCURRENT_REQUESTS)]
+        tasks = [
+            asyncio.create_task(self._answer_requests(progress, remaining)) for _ in range(MAX_CONCURRENT_REQUESTS)
+        ]
         try:
             pending = set(tasks)
             while pending:
@@ -166,39 +172,44 @@ class BatchQueue:
                 for task in finished:
                     task.result()
                 if pending:
-                    await self._save(progress)
+                    await self._save_progress(progress)
             batch.status, batch.finished = "done", self._now_ms()
-            await self._save(progress)
+            await self._save_progress(progress)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             with suppress(EmberlineError, TimeoutError):  # give up the lease: any process may continue
                 batch.until = -1
-                await asyncio.wait_for(self._save(progress), 5.0)
+                await asyncio.wait_for(self._save_progress(progress), 5.0)
             raise
 
-    async def _save(self, progress: _BatchProgress) -> None:
-        """Store new results and renew the lease, or give it up if `until` is negative."""
+    async def _save_progress(self, progress: _BatchProgress) -> None:
+        """Store new results and renew this process's lease on the batch.
+
+        If `until` is negative, end the lease instead.
+        """
         batch, now = progress.batch, self._now_ms()
         if batch.status != "done":
             batch.status, batch.owner = "running", self._owner
         batch.until = 0 if batch.until < 0 else now + round(LEASE_S * 1e3)
         has_new = len(progress.results) > progress.saved or batch.status == "done"
         results = sorted(progress.results, key=lambda each: each["id"])
-        await self._batches.save(batch, progress.version, now, (results, progress.results_version) if has_new else None)
+        await self._batches.save_batch(
+            batch, progress.version, now, (results, progress.results_version) if has_new else None
+        )
         progress.version, progress.saved = progress.version + 1, len(results)
         progress.results_version += has_new
 
-    async def _work_through(self, progress: _BatchProgress, remaining: Any) -> None:
-        for index, request in remaining:
-            progress.results.append(await self._answer(progress.batch, index, request))
+    async def _answer_requests(self, progress: _BatchProgress, numbered_requests: Any) -> None:
+        for index, request in numbered_requests:
+            progress.results.append(await self._answer_request(progress.batch, index, request))
 
-    async def _answer(self, batch: RunBatch, index: int, request: Json) -> Json:
+    async def _answer_request(self, batch: RunBatch, index: int, request: Json) -> Json:
         row = {"id": index, "success": False, "external_reference": request.get("external_reference")}
         try:
             envelope = await self._send_with_retries(batch, request)
-            _check_depth(envelope)
+            _check_nesting(envelope)
         except Exception as e:  # fails this request only: a retry would fail, too, and cost again
             log.exception("Request of a batch failed with an internal error: batch=%s request=%d", batch.id, index)
             envelope = failure_envelope(FAILED_CODE, f"the request failed with an internal error: {type(e).__name__}")
@@ -207,20 +218,20 @@ class BatchQueue:
         return {**row, "error": envelope["errors"][0]}
 
     async def _send_with_retries(self, batch: RunBatch, request: Json) -> Json:
-        """Return the envelope of the reply; retry while there is no capacity, for up to a day."""
+        """Return the reply in the envelope of Workers AI. Retry for up to a day while there is no capacity."""
         until = batch.created + RESULTS_KEPT_S * 1e3
         retries = 0
         while True:
-            await self._yield_to_others()
-            envelope, is_temporary = await self._send(batch, request)
+            await self._wait_while_busy()
+            envelope, is_temporary = await self._send_once(batch, request)
             if not is_temporary or self._now_ms() > until:
                 return envelope
             await asyncio.sleep(RETRY_DELAYS_S[min(retries, len(RETRY_DELAYS_S) - 1)])
             retries += 1
 
-    async def _send(self, batch: RunBatch, request: Json) -> tuple[Json, bool]:
-        """Return the envelope of the reply, and whether it is a temporary failure."""
-        encoded = encode_request(batch.model, _input(request))
+    async def _send_once(self, batch: RunBatch, request: Json) -> tuple[Json, bool]:
+        """Return the reply in the envelope of Workers AI, and whether it is a temporary failure."""
+        encoded = encode_request(batch.model, _request_input(request))
         path = f"/accounts/{batch.account}/ai{encoded.path}"
         headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
         self._in_progress += 1
@@ -233,8 +244,8 @@ class BatchQueue:
         finally:
             self._in_progress -= 1
 
-    async def _yield_to_others(self) -> None:
-        """Wait while the gateway is busy with other requests, up to MAX_YIELD_S."""
+    async def _wait_while_busy(self) -> None:
+        """Wait while the gateway is busy with requests that are not from this queue, for at most MAX_YIELD_S."""
         for _ in range(int(MAX_YIELD_S / 0.25)):
             if self._open_requests() - self._in_progress < MAX_CONCURRENT_REQUESTS:
                 return
@@ -245,7 +256,7 @@ class BatchQueue:
 
 
 class _BatchProgress(msgspec.Struct):
-    """The state of the batch that this process works on."""
+    """The progress of the batch that this process works on."""
 
     batch: RunBatch
     version: int  # of the stored batch
@@ -255,32 +266,36 @@ class _BatchProgress(msgspec.Struct):
 
 
 def check_requests(model: str, requests: Any) -> PackedRequests:
-    """Return a batch's requests in their stored form. Raise InvalidRequest if one of them is invalid."""
+    """Return a batch's requests in their stored form. Raise InvalidRequest if a request is invalid."""
     if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
-        raise InvalidRequest("requests must be a list of objects, one for each input", param="requests")
+        raise InvalidRequest(
+            "requests must be a list of objects, one for each input",
+            param="requests",
+            hint='send {"requests": [{"prompt": "..."}, ...]}',
+        )
     if not 1 <= len(requests) <= MAX_BATCH_REQUESTS:
         raise InvalidRequest(
-            f"the batch has {len(requests)} requests; it must have 1 to {MAX_BATCH_REQUESTS}",
+            f"requests must have 1 to {MAX_BATCH_REQUESTS} entries, not {len(requests)}",
             param="requests",
             hint="split the batch",
         )
     for each in requests:
         if each.get("stream"):
             raise InvalidRequest(
-                "a request of the batch has stream: true; queued requests cannot be streamed",
+                "requests[].stream must not be true, because queued requests cannot be streamed",
                 param="requests[].stream",
                 hint="remove stream",
             )
-        translate_request(model, _input(each))
+        translate_request(model, _request_input(each))
     return PackedRequests(len(requests), pack_rows(requests))
 
 
-def _input(request: Json) -> Json:
+def _request_input(request: Json) -> Json:
     return {name: value for name, value in request.items() if name != "external_reference"}
 
 
-def _check_depth(envelope: Json) -> None:
-    """Raise RecursionError if the envelope is nested too deeply to be stored and sent with other results."""
+def _check_nesting(envelope: Json) -> None:
+    """Raise RecursionError if the reply is nested too deeply to be stored and sent with other results."""
     nested: Any = envelope
     for _ in range(NESTING_MARGIN):
         nested = [nested]

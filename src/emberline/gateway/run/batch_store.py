@@ -1,4 +1,4 @@
-"""RunBatch and BatchStore: batches of queued requests and their results in the store."""
+"""RunBatch and BatchStore: batches of queued requests and their results, kept in the gateway's store."""
 
 from __future__ import annotations
 
@@ -37,28 +37,34 @@ class RunBatch(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def new(
-        account: str, gateway: str, model: str, key_id: str, asked: Mapping[str, str], count: int, now: int
+        account: str,
+        gateway: str,
+        model: str,
+        key_id: str,
+        option_headers: Mapping[str, str],
+        request_count: int,
+        now_ms: int,
     ) -> RunBatch:
-        number = (now & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
+        number = (now_ms & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
         return RunBatch(
             id=str(uuid.UUID(int=number)),
             account=account,
             gateway=gateway,
             model=model,
             key_id=key_id,
-            asked=dict(asked),
-            count=count,
-            created=now,
+            asked=dict(option_headers),
+            count=request_count,
+            created=now_ms,
         )
 
     @property
     def summary(self) -> Json:
-        """Return the batch as Workers AI's API shows it."""
+        """Return the batch in the JSON form of Workers AI's API."""
         return {"status": self.status, "request_id": self.id, "model": self.model}
 
 
 class BatchStore:
-    """Batches in the store. A change that is based on an old version raises Conflict."""
+    """Reads and writes batches in the gateway's store. A write based on an outdated version raises Conflict."""
 
     def __init__(self, store: GatewayStore) -> None:
         self._store = store
@@ -67,33 +73,39 @@ class BatchStore:
         """Return a page of batches, oldest first. An empty account means all accounts."""
         return await self._store.list_documents(BATCH_KIND, account, after=after, limit=PAGE_SIZE)
 
-    async def find(self, account: str, id: str) -> tuple[RunBatch, Document] | None:
-        found = await self._store.get(BATCH_KIND, account, id)
+    async def find_batch(self, account: str, batch_id: str) -> tuple[RunBatch, Document] | None:
+        found = await self._store.get(BATCH_KIND, account, batch_id)
         return None if found is None else (decode_batch(found), found)
 
-    async def read_part(self, batch: RunBatch, name: str) -> tuple[list[Any], Document | None]:
-        """Return the rows of a part ("in": requests, "out": results) and its document, if it is stored."""
-        found = await self._store.get(BATCH_PART_KIND, batch.account, f"{batch.id}/{name}")
+    async def read_part(self, batch: RunBatch, part_name: str) -> tuple[list[Any], Document | None]:
+        """Return the rows of a part of a batch, and the part's document.
+
+        Return [] and None if the part is not stored. The parts are "in" (requests) and "out" (results).
+        """
+        found = await self._store.get(BATCH_PART_KIND, batch.account, f"{batch.id}/{part_name}")
         return ([] if found is None else await asyncio.to_thread(_unpack_rows, found.body)), found
 
-    async def add(self, batch: RunBatch, requests: PackedRequests) -> None:
+    async def add_batch(self, batch: RunBatch, requests: PackedRequests) -> None:
         put = [_batch_document(batch, 0), _part_document(batch, "in", requests.packed, 0)]
-        await self._store.commit(StoreChange(_audit(batch, "create", batch.created), put=put))
+        await self._store.commit(StoreChange(_audit_entry(batch, "create", batch.created), put=put))
 
-    async def save(
-        self, batch: RunBatch, version: int, now: int, results: tuple[list[Json], int] | None = None
+    async def save_batch(
+        self, batch: RunBatch, version: int, now_ms: int, results: tuple[list[Json], int] | None = None
     ) -> None:
-        """Store the batch, whose stored version is `version`, and `results`: rows and their stored version."""
+        """Store the batch and, if given, its results.
+
+        `version` is the stored version of the batch. `results` has the rows and the stored version of the results.
+        """
         put = [_batch_document(batch, version)]
         if results is not None:
             rows, results_version = results
             put.append(_part_document(batch, "out", await asyncio.to_thread(pack_rows, rows), results_version))
-        await self._store.commit(StoreChange(_audit(batch, batch.status, now), put=put))
+        await self._store.commit(StoreChange(_audit_entry(batch, batch.status, now_ms), put=put))
 
-    async def remove(self, document: Document, now: int) -> None:
+    async def remove_batch(self, document: Document, now_ms: int) -> None:
         batch = decode_batch(document)
         parts = [found for name in ("in", "out") if (found := (await self.read_part(batch, name))[1]) is not None]
-        await self._store.commit(StoreChange(_audit(batch, "delete", now), delete=[document, *parts]))
+        await self._store.commit(StoreChange(_audit_entry(batch, "delete", now_ms), delete=[document, *parts]))
 
 
 def decode_batch(document: Document) -> RunBatch:
@@ -120,9 +132,9 @@ def _unpack_rows(body: bytes) -> list[Any]:
     return found
 
 
-def _part_document(batch: RunBatch, name: str, body: bytes, version: int) -> Document:
-    return Document(BATCH_PART_KIND, batch.account, f"{batch.id}/{name}", body, version)
+def _part_document(batch: RunBatch, part_name: str, body: bytes, version: int) -> Document:
+    return Document(BATCH_PART_KIND, batch.account, f"{batch.id}/{part_name}", body, version)
 
 
-def _audit(batch: RunBatch, action: str, now: int) -> AuditEntry:
-    return AuditEntry(now, batch.account, batch.key_id or "anonymous", f"batch.{action}", batch.id)
+def _audit_entry(batch: RunBatch, action: str, now_ms: int) -> AuditEntry:
+    return AuditEntry(now_ms, batch.account, batch.key_id or "anonymous", f"batch.{action}", batch.id)

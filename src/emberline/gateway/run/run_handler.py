@@ -1,7 +1,7 @@
 """RunHandler: the endpoint /ai/run of Cloudflare's Workers AI, for the models of any provider.
 
-A request waits while its provider is out of capacity, unless it has rejectIfBusy. A request with queueRequest becomes a
-batch, which is answered later.
+A request waits while its provider is out of capacity, unless the request sets rejectIfBusy. A request with queueRequest
+becomes a batch, whose results the client fetches later.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunHandler:
     async def answer(self, inbound: InboundRequest) -> GatewayReply:
         """Answer a request. Errors are sent in the envelope of Workers AI."""
         try:
-            run = await self._read(inbound)
+            run = await self._parse_inbound(inbound)
             if run.request_id is not None:
                 found = await self._queue.read_result(run.account, run.request_id, run.identity)
                 return GatewayReply(
@@ -88,9 +88,9 @@ class RunHandler:
             reply.body = sse.dumps(failure_envelope(code, str(e)))
             return reply
 
-    async def _read(self, inbound: InboundRequest) -> _RunRequest:
+    async def _parse_inbound(self, inbound: InboundRequest) -> _RunRequest:
         if inbound.method != "POST":
-            raise MethodNotAllowed(f"/ai/run takes POST, not {inbound.method[:20]}", allowed="POST")
+            raise MethodNotAllowed(f"/ai/run must be called with POST, not {inbound.method[:20]}", allowed="POST")
         match = _PATH.fullmatch(inbound.path)
         if match is None:
             raise NotFound(f"the path {inbound.path[:200]!r} does not exist", hint="use /accounts/ACCOUNT/ai/run/MODEL")
@@ -110,7 +110,7 @@ class RunHandler:
             raise Forbidden(message[:300], hint="add the model and the gateway to the key, or use another key")
         if len(inbound.body) > MAX_BATCH_BYTES:
             raise InvalidRequest(
-                f"the batch has {len(inbound.body)} bytes; at most {MAX_BATCH_BYTES} are allowed",
+                f"the body of a batch must have at most {MAX_BATCH_BYTES} bytes, not {len(inbound.body)}",
                 param="requests",
                 hint="split the batch",
             )
@@ -141,15 +141,20 @@ class RunHandler:
                 return await _convert_or_close(encoded, reply)
             await reply.close()
             await asyncio.sleep(delay)
-        raise AssertionError("not reached")
+        raise AssertionError("the loop of retries ended without a reply")
 
 
-def _read(body: bytes, path_model: str) -> tuple[str, Json, Json]:
-    """Return the model, its input and its options. `path_model`: the model, if the path names it."""
+def _decode_run_body(body: bytes, path_model: str) -> tuple[str, Json, Json]:
+    """Return the model, its input and its options.
+
+    `path_model` is the model in the path, or "" if the path names none.
+    """
     try:
         decoded = msgspec.json.decode(body, type=dict)
     except JSON_DECODE_ERRORS as e:
-        raise InvalidRequest(f"the body is not a JSON object: {e}") from e
+        raise InvalidRequest(
+            f"the body must be a JSON object: {e}", hint='send an object such as {"prompt": "..."}'
+        ) from e
     return (path_model, decoded, {}) if path_model else _read_model_and_input(decoded)
 
 
@@ -157,25 +162,27 @@ def _read(body: bytes, path_model: str) -> tuple[str, Json, Json]:
 
 
 def read_outline(body: bytes, path_model: str) -> RunOutline:
-    model, input, options = _read(body, path_model)
+    model, input, options = _decode_run_body(body, path_model)
     id = str(input["request_id"])[:MAX_BATCH_ID_CHARS] if "request_id" in input else None
     return RunOutline(model, id, {name: value if isinstance(value, bool) else None for name, value in options.items()})
 
 
 def read_run_request(body: bytes, path_model: str) -> EncodedRequest:
-    model, input, _ = _read(body, path_model)
+    model, input, _ = _decode_run_body(body, path_model)
     return encode_request(model, input)
 
 
 def read_native_body(body: bytes, path_model: str) -> bytes:
-    return msgspec.json.encode(_read(body, path_model)[1])
+    return msgspec.json.encode(_decode_run_body(body, path_model)[1])
 
 
 def read_batch(body: bytes, path_model: str) -> PackedRequests:
-    model, input, _ = _read(body, path_model)
+    model, input, _ = _decode_run_body(body, path_model)
     if unknown := input.keys() - {"requests"}:
         name = min(unknown)[:80]
-        raise InvalidRequest(f"a batch cannot have the field {name!r} beside requests", param=name)
+        raise InvalidRequest(
+            f"unknown field {name!r} in a batch", param=name, hint="a batch has only the field requests"
+        )
     return check_requests(model, input.get("requests"))
 
 
@@ -187,18 +194,22 @@ def _read_model_and_input(body: Json) -> tuple[str, Json, Json]:
     model, input, options = body.get("model"), body.get("input") or Json(), body.get("options") or Json()
     if not (model and isinstance(model, str) and isinstance(input, dict) and isinstance(options, dict)):
         raise InvalidRequest(
-            "the body must have model (a string) and input (an object)",
+            "the body must contain model (a string) and input (an object)",
             param="model",
-            hint="or name the model in the path: /ai/run/MODEL",
+            hint="set model and input, or name the model in the path: /ai/run/MODEL",
         )
     if unknown := (body.keys() - {"model", "input", "options"}) | (options.keys() - {*_FLAGS}):
         name = min(unknown)[:80]
-        raise InvalidRequest(f"unknown field {name!r} beside model, input and options", param=name)
+        raise InvalidRequest(
+            f"unknown field {name!r} in the body",
+            param=name,
+            hint="known fields: model, input, options.queueRequest, options.rejectIfBusy",
+        )
     return model, input, options
 
 
 def _read_flags(options: Json, query: str) -> list[bool]:
-    """Return queueRequest and rejectIfBusy, which the body's options or the query may set."""
+    """Return the flags queueRequest and rejectIfBusy, which the body's options or the query may set."""
     parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
     for name in _FLAGS:
         if options.get(name, False) not in (True, False) or parameters.get(name, "false") not in ("true", "false"):
@@ -207,7 +218,10 @@ def _read_flags(options: Json, query: str) -> list[bool]:
 
 
 async def _convert_or_close(request: EncodedRequest, reply: GatewayReply) -> GatewayReply:
-    """Convert the reply; if that fails, close it, because the caller does not get it."""
+    """Convert the reply to the form of Workers AI.
+
+    If that fails, close the reply, which the caller does not receive.
+    """
     try:
         return await to_run_reply(request, reply)
     except BaseException:

@@ -35,13 +35,13 @@ def failure_envelope(code: int, message: str) -> Json:
 def is_busy(reply: GatewayReply) -> bool:
     """Return whether the provider is out of capacity, so that a retry may succeed.
 
-    The gateway's own limits do not count: their errors name the time to wait.
+    Limits of the gateway itself are not such a case, because their errors state the time to wait.
     """
     return reply.error in _BUSY_ERRORS and reply.status in (429, 503, 529)
 
 
 async def to_run_reply(request: EncodedRequest, reply: GatewayReply) -> GatewayReply:
-    """Convert the reply to the form of Workers AI, in place; a large one is converted in another process."""
+    """Convert the reply, in place, to the form of Workers AI. A large reply is converted in a child process."""
     if isinstance(reply.body, bytes):
         reply.headers["content-type"] = "application/json"
         if reply.status < 400:
@@ -58,7 +58,7 @@ async def to_run_reply(request: EncodedRequest, reply: GatewayReply) -> GatewayR
 
 
 async def read_envelope(request: EncodedRequest, reply: GatewayReply) -> Json:
-    """Return the envelope for a reply that is not a stream."""
+    """Return the envelope of Workers AI for a reply that is not a stream."""
     assert isinstance(reply.body, bytes)
     if reply.status >= 400:
         return error_reply_envelope(reply)
@@ -66,33 +66,33 @@ async def read_envelope(request: EncodedRequest, reply: GatewayReply) -> Json:
 
 
 def error_reply_envelope(reply: GatewayReply) -> Json:
-    """Return the envelope for an error reply."""
+    """Return the envelope of Workers AI for an error reply."""
     assert isinstance(reply.body, bytes)
     if is_busy(reply):
         return failure_envelope(BUSY_CODE, BUSY_MESSAGE)
     return failure_envelope(_CODES.get(reply.status, FAILED_CODE), parse_error(reply.body).message)
 
 
-def rewrite_reply(kind: RunEndpoint, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
+def rewrite_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
     """Return whether the reply is valid, and its encoded envelope."""
-    envelope = parse_reply(kind, body, wants_json)
+    envelope = parse_reply(endpoint, body, wants_json)
     return envelope["success"], sse.dumps(envelope)
 
 
-def parse_reply(kind: RunEndpoint, body: bytes, wants_json: bool) -> Json:
-    """Return the envelope for the body of a successful reply; it has an error if the body is invalid."""
+def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
+    """Return the envelope for the body of a successful reply. The envelope contains an error if the body is invalid."""
     try:
-        return success_envelope(build_result(kind, msgspec.json.decode(body), wants_json))
+        return success_envelope(build_result(endpoint, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS) as e:
-        return failure_envelope(FAILED_CODE, f"the provider's reply to {kind} is invalid: {e!r}")
+        return failure_envelope(FAILED_CODE, f"the provider's reply to {endpoint} is invalid: {e!r}")
 
 
-def build_result(kind: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
-    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if invalid."""
-    match kind:
+def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
+    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if the reply is invalid."""
+    match endpoint:
         case "embeddings":
             vectors = [row["embedding"] for row in reply["data"]]
-            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _usage(reply)
+            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _result_usage(reply)
         case "responses":
             return reply
     message = reply["choices"][0]["message"]
@@ -101,15 +101,15 @@ def build_result(kind: RunEndpoint, reply: Json, wants_json: bool = False) -> Js
         with contextlib.suppress(*JSON_DECODE_ERRORS):
             converted["response"] = msgspec.json.decode(message["content"])
     if calls := message.get("tool_calls"):
-        converted["tool_calls"] = [_tool_call(each["function"]) for each in calls]
-    return converted | _usage(reply)
+        converted["tool_calls"] = [_result_tool_call(each["function"]) for each in calls]
+    return converted | _result_usage(reply)
 
 
-def _usage(reply: Json) -> Json:
+def _result_usage(reply: Json) -> Json:
     return {"usage": reply["usage"]} if reply.get("usage") else {}
 
 
-def _tool_call(function: Json) -> Json:
+def _result_tool_call(function: Json) -> Json:
     arguments: Any = function.get("arguments") or "{}"
     with contextlib.suppress(*JSON_DECODE_ERRORS):
         arguments = msgspec.json.decode(arguments)
@@ -117,7 +117,10 @@ def _tool_call(function: Json) -> Json:
 
 
 class RunStream:
-    """Converts chat completion events to those of Workers AI. Tool calls are sent once, when complete."""
+    """Converts a stream of chat completion events to events of Workers AI.
+
+    A tool call is sent in one event, when it is complete.
+    """
 
     def __init__(self, stream: ReplyStream) -> None:
         self._stream = stream
@@ -154,6 +157,6 @@ class RunStream:
             call["arguments"] += function.get("arguments") or ""
         converted = sse.data_event({"response": delta["content"]}) if delta.get("content") else b""
         if choice.get("finish_reason") and self._tools:
-            calls, self._tools = [_tool_call(call) for call in self._tools.values()], {}
+            calls, self._tools = [_result_tool_call(call) for call in self._tools.values()], {}
             converted += sse.data_event({"response": "", "tool_calls": calls})
         return converted

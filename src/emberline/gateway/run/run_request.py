@@ -19,7 +19,7 @@ class ProtocolRequest(msgspec.Struct, frozen=True):
 
 
 class EncodedRequest(msgspec.Struct, frozen=True):
-    """An encoded request for one of the gateway's endpoints."""
+    """A request encoded for one of the gateway's own endpoints."""
 
     kind: RunEndpoint
     body: bytes
@@ -31,29 +31,31 @@ class EncodedRequest(msgspec.Struct, frozen=True):
 
 
 def encode_request(model: str, input: Json) -> EncodedRequest:
-    """Return the encoded request for a model and its input. Raise InvalidRequest if it is unsupported."""
+    """Return the encoded request for a model and its input. Raise InvalidRequest if the input is not supported."""
     request = translate_request(model, input)
     wants_json = isinstance(request.body.get("response_format"), dict)
     return EncodedRequest(request.kind, msgspec.json.encode(request.body), wants_json)
 
 
 def translate_request(model: str, input: Json) -> ProtocolRequest:
-    """Return the request for a model and its input. The input's fields decide the endpoint.
+    """Return the request for a model and its input.
 
-    Raise InvalidRequest for an unsupported input.
+    The fields of the input decide to which endpoint the request is sent. Raise InvalidRequest for an unsupported input.
     """
     for name, what in _UNSUPPORTED.items():
         if input.get(name):
             raise InvalidRequest(
-                f"the input has {name}: {what} is not supported by this gateway", param=name, hint=f"remove {name}"
+                f"field {name} of the input is not supported: the gateway cannot send {what}",
+                param=name,
+                hint=f"remove {name}",
             )
     if "messages" in input or "prompt" in input:
-        return ProtocolRequest("chat/completions", _chat(model, input))
+        return ProtocolRequest("chat/completions", _chat_request(model, input))
     if "text" in input:
         rest = {name: value for name, value in input.items() if name not in ("text", "pooling")}
         if input.get("pooling"):
             raise InvalidRequest(
-                f"pooling is {input['pooling']!r:.40}, but a model's pooling cannot be changed",
+                f"pooling must not be set to {input['pooling']!r:.40}, because a model's pooling cannot be changed",
                 param="pooling",
                 hint="remove pooling",
             )
@@ -63,11 +65,13 @@ def translate_request(model: str, input: Json) -> ProtocolRequest:
     if "input" in input:
         return ProtocolRequest("responses", {**input, "model": model})
     raise InvalidRequest(
-        "the input is incomplete: one of messages, prompt, text and input is required", param="messages"
+        "the input must contain messages, prompt, text or input",
+        param="messages",
+        hint='send {"prompt": "..."} or {"messages": [...]}',
     )
 
 
-def _chat(model: str, input: Json) -> Json:
+def _chat_request(model: str, input: Json) -> Json:
     body = {name: value for name, value in input.items() if name != "prompt"} | {"model": model}
     if "messages" not in input:
         body["messages"] = [{"role": "user", "content": input["prompt"]}]

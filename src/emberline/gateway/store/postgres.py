@@ -17,7 +17,7 @@ import msgspec
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.core.errors import Conflict, StoreBusy, StoreFailed
-from emberline.gateway.core.log_record import LogPayload, LogRecord, day_of
+from emberline.gateway.core.log_record import LogPayload, LogRecord, utc_day
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import (
     PAGE_TIMEOUT_S,
@@ -167,7 +167,7 @@ class PostgresStore:
     async def append(self, batch: RecordBatch) -> None:
         if not batch:
             return
-        days = {day_of(each.created_ms) for each, _ in batch}
+        days = {utc_day(each.created_ms) for each, _ in batch}
         try:
             await self._create_partitions(days - self._partitions)
             cells = count_records(each for each, _ in batch)

@@ -25,7 +25,7 @@ import msgspec
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.privatefile import make_private
 from emberline.gateway.core.errors import Conflict
-from emberline.gateway.core.log_record import LogPayload, LogRecord, created_ms, day_of
+from emberline.gateway.core.log_record import LogPayload, LogRecord, created_ms, utc_day
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import (
     PAGE_TIMEOUT_S,
@@ -210,7 +210,7 @@ class SQLiteStore:
         return [row_to_record(found) for found in rows]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
-        path = self._path("logs", day_of(created_ms(id)))
+        path = self._path("logs", utc_day(created_ms(id)))
         rows = await self._read(path, *sql.select_log("?", account, gateway, id))
         return row_to_record(rows[0]) if rows else None
 
@@ -218,11 +218,11 @@ class SQLiteStore:
         if await self.get_record(account, gateway, id) is None:
             return None
         text = "SELECT request, response FROM payloads WHERE id = ?1"
-        rows = await self._read(self._path("payloads", day_of(created_ms(id))), text, (bytes.fromhex(id),))
+        rows = await self._read(self._path("payloads", utc_day(created_ms(id))), text, (bytes.fromhex(id),))
         return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
 
     async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
-        day, query = day_of(created_ms(id)), sql.select_log("?", account, gateway, id)
+        day, query = utc_day(created_ms(id)), sql.select_log("?", account, gateway, id)
 
         def do(thread: SQLiteThread) -> LogRecord | None:
             if not self._path("logs", day).exists():
@@ -318,7 +318,7 @@ def _by_day(entries: Iterable[T], record_of: Callable[[T], LogRecord]) -> dict[d
     days: dict[int, list[T]] = {}
     for entry in entries:
         days.setdefault(record_of(entry).created_ms // UNIT_MS["day"], []).append(entry)
-    return {day_of(day * UNIT_MS["day"]): of_day for day, of_day in days.items()}
+    return {utc_day(day * UNIT_MS["day"]): of_day for day, of_day in days.items()}
 
 
 def _insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:

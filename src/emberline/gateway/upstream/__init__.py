@@ -1,1 +1,1 @@
-"""HTTP requests to providers over pooled connections; custom ones only at public addresses."""
+"""HTTP requests to providers over pooled connections. Custom providers are reached only at public addresses."""

@@ -1,4 +1,4 @@
-"""The HTTP client for providers; it connects to the very address that was checked as public."""
+"""UpstreamClient: the HTTP client for providers. It connects to exactly the address that was checked to be public."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from emberline.gateway.upstream.ssrf import PublicResolver, open_public_socket
 from emberline.net.client_response import HTTPClientResponse
 from emberline.net.connection_pool import HTTPConnectionPool
 
-Incoming = HTTPClientResponse  # what UpstreamClient.send returns
 IDLE_CONNECTION_S = 15.0  # after which an unused connection is closed
 VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forwarded, so that it rejects control requests
 
@@ -36,7 +35,10 @@ class UpstreamClient:
         await self._resolver.close()
 
     async def send(self, request: ProviderRequest, timeout_s: float) -> HTTPClientResponse:
-        """Send the request and return the reply once its head has arrived; the caller must close it."""
+        """Send the request and return the response once its headers have arrived.
+
+        The caller must close the response.
+        """
         origin, path = _split_url(request.url)
         via = f"{request.headers['via']}, {VIA_VALUE}" if "via" in request.headers else VIA_VALUE
         headers = {"accept-encoding": "identity", **request.headers, "via": via}
@@ -45,7 +47,10 @@ class UpstreamClient:
         )
 
     async def connect_to_public(self, host: str, port: int) -> socket.socket:
-        """Return a socket connected to a public address of `host`; raise OSError if none can be reached."""
+        """Return a socket connected to a public address of `host`.
+
+        Raise OSError if no public address can be reached.
+        """
         loop = asyncio.get_running_loop()
         last_error: OSError | None = None
         for address in await self._resolver.resolve(host, port):
@@ -62,11 +67,11 @@ class UpstreamClient:
                 return connection
             except OSError as e:
                 last_error = e
-        raise last_error or OSError(None, f"{host} has no address")
+        raise last_error or OSError(None, f"host {host} has no address")
 
 
 def _split_url(url: str) -> tuple[str, str]:
-    """Return the URL's origin, and its path with the query."""
+    """Return the URL's origin (scheme, host and port), and its path with the query."""
     path_start = url.find("/", url.find("://") + 3)
     query = url.find("?")
     if path_start < 0 or 0 <= query < path_start:

@@ -1,4 +1,4 @@
-"""The HTTP request that is sent to a provider, and how its reply is decoded."""
+"""ProviderRequest: the HTTP request that is sent to a provider, and the decoder for its response."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ class ProviderRequest(msgspec.Struct, frozen=True):
     decoder: Callable[[], ReplyDecoder] | None = None  # makes the decoder of a reply in the provider's own format
 
 
-def decode_reply(request: ProviderRequest, incoming: HTTPClientResponse) -> HTTPClientResponse:
-    """Return the reply as read through the request's decoder; errors and other replies stay as they are."""
-    if request.decoder is None or incoming.status >= 300:
-        return incoming
-    return DecodedReply(incoming, request.decoder())
+def decode_reply(request: ProviderRequest, response: HTTPClientResponse) -> HTTPClientResponse:
+    """Return the response read through the request's decoder.
+
+    Errors, redirects and requests without decoder are unchanged.
+    """
+    if request.decoder is None or response.status >= 300:
+        return response
+    return DecodedReply(response, request.decoder())

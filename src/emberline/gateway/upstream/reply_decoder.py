@@ -18,7 +18,10 @@ EVENT_STREAM = "text/event-stream"
 
 
 class ReplyDecoder:
-    """Decodes one reply; raises UpstreamBroken for anything that is not a reply of the provider."""
+    """Converts one reply to a supported wire format.
+
+    Methods raise UpstreamBroken for data that is not a valid reply.
+    """
 
     stream_content_type: ClassVar[str] = EVENT_STREAM  # content type of the provider's streams
 
@@ -26,28 +29,31 @@ class ReplyDecoder:
         return body
 
     def push(self, data: bytes) -> bytes:
-        """Return the events of the wire format that are complete with these bytes of the provider's stream."""
+        """Take the next bytes of the provider's stream.
+
+        Return the events that are now complete, in the supported wire format.
+        """
         return data
 
     def end(self) -> bytes:
-        """Return the remaining events when the provider's stream has ended."""
+        """Return the remaining events in the supported wire format when the provider's stream has ended."""
         return b""
 
 
 class DecodedReply(HTTPClientResponse):
-    """A reply that is read through a decoder."""
+    """A response whose body a ReplyDecoder converts while it is read."""
 
-    __slots__ = ("_decoder", "_ended", "_incoming")
+    __slots__ = ("_decoder", "_ended", "_response")
 
-    def __init__(self, incoming: HTTPClientResponse, decoder: ReplyDecoder) -> None:
-        self._incoming = incoming
+    def __init__(self, response: HTTPClientResponse, decoder: ReplyDecoder) -> None:
+        self._response = response
         self._decoder = decoder
         self._ended = False
         self.status = 200  # Replicate answers 201, which clients of OpenAI's chat do not expect
-        self.headers, self.content_type = incoming.headers, incoming.content_type
-        if incoming.content_type == decoder.stream_content_type:
+        self.headers, self.content_type = response.headers, response.content_type
+        if response.content_type == decoder.stream_content_type:
             self.content_type = EVENT_STREAM
-            self.headers = {**incoming.headers, "content-type": EVENT_STREAM}
+            self.headers = {**response.headers, "content-type": EVENT_STREAM}
 
     async def read(self, timeout_s: float = NO_TIMEOUT_S) -> bytes:
         loop = asyncio.get_running_loop()
@@ -55,23 +61,23 @@ class DecodedReply(HTTPClientResponse):
         while not self._ended:
             remaining = deadline - loop.time()
             if remaining <= 0:
-                raise UpstreamTimeout(f"the provider sent no complete event for {timeout_s:.3g} s within a reply")
-            data = await self._incoming.read(remaining)
+                raise UpstreamTimeout(f"the provider sent no complete event for {timeout_s:.3g} s")
+            data = await self._response.read(remaining)
             self._ended = not data
             if output := self._decoder.push(data) if data else self._decoder.end():
                 return output
         return b""
 
     async def read_all(self, timeout_s: float = NO_TIMEOUT_S, max_bytes: int = sys.maxsize) -> bytes:
-        body = await self._incoming.read_all(timeout_s, max_bytes)
+        body = await self._response.read_all(timeout_s, max_bytes)
         return await offload.run_by_size(len(body), self._decoder.decode_body, body)
 
     def close(self) -> None:
-        self._incoming.close()
+        self._response.close()
 
 
 class BufferedReply(HTTPClientResponse):
-    """A reply whose body has already been read."""
+    """A response whose body has already been read."""
 
     __slots__ = ("body",)
 
@@ -92,7 +98,7 @@ class BufferedReply(HTTPClientResponse):
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Decode a JSON object of a provider's reply; raise UpstreamBroken for anything else."""
+    """Decode a JSON object of a provider's reply. Raise UpstreamBroken if the data is not a JSON object."""
     try:
         value = msgspec.json.decode(data)
     except JSON_DECODE_ERRORS as e:

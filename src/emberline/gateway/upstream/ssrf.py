@@ -1,8 +1,8 @@
 """Protection against server-side request forgery: custom providers must be at public addresses.
 
-`PublicResolver` resolves a name only if all its addresses are public. `open_public_socket` checks the address again
-when the connection is made, so that neither an address written as a number (which is not resolved) nor a name that
-resolves differently the second time circumvents the check.
+`PublicResolver` resolves a host name only if all its addresses are public. `open_public_socket` checks the address
+again when the connection is made. The second check catches an address written as a number, which is not resolved, and a
+name that resolves to a different address the second time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ _HOST_NAME = re.compile(
 )
 _NUMERIC_LABEL = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.I)
 _MAX_URL_CHARACTERS = 2048
+URL_HINT = "give an address such as https://api.example.com/v1"
+PRIVATE_HINT = "the operator can allow private addresses with `private_providers = true` in gateway.toml"
 
 
-def is_public(address: str) -> bool:
+def is_public_address(address: str) -> bool:
     try:
         ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
     except ValueError:
@@ -58,56 +60,60 @@ def is_public(address: str) -> bool:
 
 
 def validate_provider_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
-    """Return the URL without a trailing slash; raise InvalidRequest if a provider must not be there.
+    """Return the URL without a trailing slash.
 
-    `allow_private`: the operator allows providers at private addresses and over plain HTTP.
+    Raise InvalidRequest if the URL is not allowed for a provider. `allow_private`: the operator allows providers at
+    private addresses and over plain HTTP.
     """
-
-    def invalid(problem: str, hint: str | None = None) -> InvalidRequest:
-        return InvalidRequest(f"{param} {problem}", param=param, hint=hint)
-
     if len(url) > _MAX_URL_CHARACTERS or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
-        raise invalid(
-            f"is longer than {_MAX_URL_CHARACTERS} characters, or has characters that a URL cannot contain",
-            "write other letters as xn--... or %..",
+        raise InvalidRequest(
+            f"{param} must have at most {_MAX_URL_CHARACTERS} characters, all of which are allowed in a URL",
+            param=param,
+            hint="write a host name with other letters as xn--..., and other characters as %..",
         )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as e:
-        raise invalid(f"is not a valid URL: {e}") from e
+        raise InvalidRequest(f"{param} is not a valid URL: {e}", param=param, hint=URL_HINT) from e
     if parts.scheme != "https" and not (allow_private and parts.scheme == "http"):
-        raise invalid(f"must start with https://, not {parts.scheme[:20]!r}")
+        raise InvalidRequest(f"{param} must start with https://, not {parts.scheme[:20]!r}", param=param, hint=URL_HINT)
     if "@" in parts.netloc:
-        raise invalid("must not contain a user name or password", "store the key as a provider key")
+        raise InvalidRequest(
+            f"{param} must not contain a user name or password", param=param, hint="store the key as a provider key"
+        )
     if parts.query or parts.fragment or url.endswith(("?", "#")):
-        raise invalid("must not contain a query or a fragment")
+        raise InvalidRequest(f"{param} must not contain a query or a fragment", param=param, hint=URL_HINT)
     if port == 0:
-        raise invalid("has port 0")
+        raise InvalidRequest(f"{param} must not have port 0", param=param, hint=URL_HINT)
     if ".." in parts.path.split("/"):
-        raise invalid("must not contain .. in its path")
-    _check_host(host, allow_private, invalid)
+        raise InvalidRequest(f"{param} must not contain .. in the path", param=param, hint=URL_HINT)
+    _check_host(host, allow_private, param)
     return url.rstrip("/")
 
 
-def _check_host(host: str, allow_private: bool, invalid: Any) -> None:
+def _check_host(host: str, allow_private: bool, param: str) -> None:
     if ":" in host or _NUMERIC_LABEL.fullmatch(host.rstrip(".").rpartition(".")[2]):
         # Libraries disagree about the old notations (127.1, 0x7f000001), so they are rejected.
         try:
             ip = ip_address(host)
         except ValueError:
-            raise invalid(f"has an IP address in an unsupported notation: {host!r}", "write four numbers") from None
-        if not allow_private and not is_public(str(ip)):
-            raise invalid(f"has an address that is not public: {host}", "the operator can allow private targets")
+            raise InvalidRequest(
+                f"{param} has an IP address in an unsupported notation: {host[:100]!r}",
+                param=param,
+                hint="write an IPv4 address as four decimal numbers",
+            ) from None
+        if not allow_private and not is_public_address(str(ip)):
+            raise InvalidRequest(f"{param} has an address that is not public: {host}", param=param, hint=PRIVATE_HINT)
     elif not _HOST_NAME.fullmatch(host):
-        raise invalid(f"has an invalid host name: {host[:100]!r}")
+        raise InvalidRequest(f"{param} has an invalid host name: {host[:100]!r}", param=param, hint=URL_HINT)
     elif not allow_private and host.rstrip(".").rpartition(".")[2].lower() in (
         "localhost",
         "local",
         "internal",
         "arpa",
     ):
-        raise invalid(f"has a host name that is not public: {host}", "the operator can allow private targets")
+        raise InvalidRequest(f"{param} has a host name that is not public: {host}", param=param, hint=PRIVATE_HINT)
 
 
 class PublicResolver(AbstractResolver):
@@ -118,8 +124,8 @@ class PublicResolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         addresses = await self._inner.resolve(host, port, family)
-        if not all(is_public(each["host"]) for each in addresses):
-            raise OSError(None, f"{host} resolves to an address that is not public")
+        if not all(is_public_address(each["host"]) for each in addresses):
+            raise OSError(None, f"host {host} resolves to an address that is not public")
         return addresses
 
     async def close(self) -> None:
@@ -127,10 +133,13 @@ class PublicResolver(AbstractResolver):
 
 
 def open_public_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for an address as getaddrinfo returns it; raise OSError if it is not public."""
+    """Return an unconnected socket for an address in the form of getaddrinfo.
+
+    Raise OSError if the address is not public.
+    """
     family, kind, protocol, _, sockaddr = address
-    if not is_public(sockaddr[0]):
-        raise OSError(None, f"{sockaddr[0]} is not a public address")
+    if not is_public_address(sockaddr[0]):
+        raise OSError(None, f"address {sockaddr[0]} is not public")
     connection = socket.socket(family, kind, protocol)
     connection.setblocking(False)
     return connection

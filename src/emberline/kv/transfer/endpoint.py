@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from emberline.core.config import TransferConfig
+from emberline.core.engine_config import TransferConfig
 from emberline.kv.checksum import Crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.confine import is_loopback
@@ -73,7 +73,7 @@ class TransferEndpoint:
         """Start the servers of a region and the receiver. Stops the servers again if one cannot start."""
         options = options or TransferOptions()
         sender, layout = (
-            Sender(region, config.name, crc=options.crc, publish_checksums=options.publish_checksums),
+            Sender(region, config.engine_name, crc=options.crc, publish_checksums=options.publish_checksums),
             region.layout,
         )
         codecs = [options.codec] if options.codec else []
@@ -83,9 +83,13 @@ class TransferEndpoint:
         servers: list[TransferServer] = [same_host.serve(sender)] if same_host else []
         try:
             if options.mooncake_host and (engine := _start_mooncake(options.mooncake_host, config, region)) is not None:
-                servers.append(serve_mooncake(sender, engine, port_at_offset(config.port, LEASE_PORT_OFFSET)))
+                servers.append(serve_mooncake(sender, engine, port_at_offset(config.listen_port, LEASE_PORT_OFFSET)))
                 transports.append(MooncakeTransport(layout, engine, LinkOptions(connections=1, crc=options.crc)))
-            servers.append(serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise))
+            servers.append(
+                serve_tcp(
+                    sender, config.listen_host, config.listen_port, codecs=codecs, advertise=config.advertised_host
+                )
+            )
             transports.append(TcpTransport(layout, habits))
         except BaseException:
             for server in servers:
@@ -115,7 +119,7 @@ def _start_mooncake(host: str, config: TransferConfig, region: Region) -> Moonca
         try:
             if host not in _mooncake_engines:
                 _mooncake_engines[host] = MooncakeEngine(
-                    host, best_protocol(), port_at_offset(config.port, ENGINE_PORT_OFFSET)
+                    host, best_protocol(), port_at_offset(config.listen_port, ENGINE_PORT_OFFSET)
                 )
         except PeerUnreachable as error:
             reason = error.message
@@ -133,7 +137,7 @@ def _warn_of_exposure(host: str, config: TransferConfig) -> None:
             "ports can read and overwrite the cache (hint: use a network of the workers' own, or a firewall)",
             host,
         )
-    elif not is_loopback(config.advertise or config.host):
+    elif not is_loopback(config.advertised_host or config.listen_host):
         log.warning(
             "Mooncake serves this machine only: host=%s; workers on other machines fetch blocks by TCP "
             "(hint: --kv-mooncake-host ADDRESS opens it to a network that you trust)",

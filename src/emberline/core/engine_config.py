@@ -1,0 +1,293 @@
+"""EngineConfig: the settings of an engine process, in nested groups, with their defaults and help texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from emberline.core.errors import InvalidRequest
+from emberline.core.options import COMPUTED_FIELD, option, update_config
+
+ITL_TAIL = 3.0  # default of itl_tail
+# Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
+KV_PORT_COUNT = 8
+DEVICES = ("auto", "cpu", "cuda")
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
+KV_CODECS = ("auto", "none", "uw")
+GPU_BLOCK_SIZES = (16, 32, 64)
+# Scheduler settings whose default on a GPU differs from SchedulerConfig's, which is the CPU's.
+GPU_SCHEDULER_DEFAULTS = {"block_size": 64, "max_batch_tokens": 8192, "max_running": 256}
+# Scheduler settings whose default depends on the device or the model.
+DEPENDENT_SETTINGS = frozenset({*GPU_SCHEDULER_DEFAULTS, "max_context"})
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_context: int = option(8192, "Maximum context in tokens.", default_text="the model's")
+    max_batch_tokens: int = option(512, "Maximum tokens computed in one step.", default_text="512; 8192 on a GPU")
+    max_running: int = option(64, "Maximum requests in one batch.", default_text="64; 256 on a GPU")
+    max_waiting: int = option(1024, "Maximum waiting requests; further ones get a 429.")
+    block_size: int = option(16, "Tokens of a KV block.", default_text="16; 64 on a GPU")
+    itl_target_ms: float | None = option(
+        None,
+        "Target inter-token latency on a GPU in milliseconds. Prompt chunks are sized so that 90%% of tokens meet it.",
+        default_text="no target",
+    )
+    itl_tail: float = option(
+        ITL_TAIL, "Limit of the other 10%% of tokens while prompts wait, as a multiple of --itl-target-ms."
+    )
+    prefix_cache: bool = option(
+        True, "Do not reuse KV blocks of earlier prompts.", flag="--no-prefix-cache", default_text="they are reused"
+    )
+    ageing_seconds: float = 10.0  # seconds after which a waiting batch request counts as interactive
+    load_timeout: float = 5.0  # seconds a request waits for KV blocks of a lower tier; the rest is recomputed
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "block_size", "max_batch_tokens", "max_running", "max_waiting", "max_context")
+        if self.block_size % 8:
+            raise InvalidRequest(f"block_size is {self.block_size}; it must be a multiple of 8", param="block_size")
+        if self.itl_target_ms is not None and not self.itl_target_ms > 0:
+            raise InvalidRequest(f"itl_target_ms is {self.itl_target_ms}; it must be above 0", param="itl_target_ms")
+        if not 1.0 <= self.itl_tail <= 100.0:
+            raise InvalidRequest(f"itl_tail is {self.itl_tail}; it must be from 1 to 100", param="itl_tail")
+        if self.itl_tail != ITL_TAIL and self.itl_target_ms is None:
+            message = f"itl_tail is {self.itl_tail}, a multiple of itl_target_ms, but itl_target_ms is not set"
+            raise InvalidRequest(message, param="itl_tail", hint="add --itl-target-ms")
+
+    def for_model(self, context: int) -> SchedulerConfig:
+        """Return these settings for a model with this context: a step has a token for every running request."""
+        return replace(self, max_context=context, max_batch_tokens=max(self.max_batch_tokens, self.max_running))
+
+
+@dataclass(frozen=True, slots=True)
+class GPUConfig:
+    """Settings that only an engine on a GPU uses."""
+
+    weights: str = option(
+        "auto",
+        "Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
+        " batches and plain for large ones; auto: packed if the files are.",
+        choices=WEIGHT_FORMATS,
+    )
+    graphs: bool = True  # run steps as captured CUDA graphs where possible
+    overlap: bool = True  # plan and launch a step while the one before it runs
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "weights", WEIGHT_FORMATS)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """Settings of the KV cache in the device's memory."""
+
+    kv_dtype: str = option(
+        "auto",
+        "Data type of the KV cache; auto: that of the weights.",
+        choices=("auto", "bfloat16", "float32", "float8"),
+    )
+    kv_memory: int | None = option(
+        None,
+        "Size of the KV cache in bytes, such as 2G.",
+        unit="bytes",
+        default_text="planned from the free memory",
+    )
+    kv_tokens: int | None = None  # size of the KV cache in tokens, on a GPU; None: as many as fit in memory
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "kv_memory", "kv_tokens")
+        if self.kv_tokens is not None and self.kv_memory is not None:
+            raise InvalidRequest("kv_tokens and kv_memory are both set; set only one of them", param="kv_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class KVTierConfig:
+    """Settings of the places for KV blocks that are evicted from the KV cache."""
+
+    kv_host_memory: int = option(
+        0,
+        "Main memory for KV blocks evicted from the KV cache, in bytes per model.",
+        unit="bytes",
+    )
+    kv_disk: str | None = option(None, "Directory for evicted KV blocks, also used after a restart.", metavar="DIR")
+    kv_disk_size: int | None = option(
+        None, "Maximum size of --kv-disk in bytes per model, such as 100G; needed with --kv-disk.", unit="bytes"
+    )
+    kv_store: str | None = option(
+        None, "Address of the mooncake_master of a KV store that all workers share.", metavar="HOST:PORT"
+    )
+    kv_store_memory: int = option(
+        1 << 30, "Main memory that each model contributes to --kv-store, in bytes.", unit="bytes"
+    )
+    kv_policy: str = option("lru", "Eviction policy of main memory and disk.", choices=("lru", "arc"))
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 0, "kv_host_memory")
+        _check_at_least(self, 1, "kv_disk_size")
+        if (self.kv_disk is None) != (self.kv_disk_size is None):
+            message = "only one of kv_disk and kv_disk_size is set"
+            raise InvalidRequest(message, param="kv_disk", hint="set both --kv-disk and --kv-disk-size, or neither")
+
+    @property
+    def has_tiers(self) -> bool:
+        return self.kv_host_memory > 0 or self.kv_disk is not None or self.kv_store is not None
+
+
+@dataclass(frozen=True, slots=True)
+class KVNetworkConfig:
+    """Settings of KV blocks on their way to other engines, to the KV store and to disk."""
+
+    kv_mooncake: bool = option(
+        False, "Also transfer KV blocks with Mooncake's Transfer Engine, over RDMA where available."
+    )
+    kv_mooncake_host: str | None = option(
+        None,
+        "IPv4 address of this host for Mooncake, which does not authenticate peers: use it only in a trusted network.",
+        metavar="ADDRESS",
+        default_text="127.0.0.1",
+    )
+    kv_port: int = option(
+        0,
+        f"First port for KV transfers; each model uses {KV_PORT_COUNT} ports, TCP first, then Mooncake.",
+        metavar="PORT",
+        default_text="any free ports",
+    )
+    kv_checksums: bool | None = option(
+        None,
+        "Send a checksum with each KV block, which the receiving worker verifies.",
+        default_text="only with --kv-mooncake",
+    )
+    kv_codec: str = option(
+        "auto",
+        "Lossless compression of KV blocks on disk and between hosts; auto: where it measures faster.",
+        choices=KV_CODECS,
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kv_port <= 65536 - KV_PORT_COUNT:
+            raise InvalidRequest(f"kv_port is {self.kv_port}; it must be 0 to {65536 - KV_PORT_COUNT}", param="kv_port")
+        _check_choice(self, "kv_codec", KV_CODECS)
+
+    @property
+    def checksums_blocks(self) -> bool:
+        """Return whether published blocks carry a checksum.
+
+        With Mooncake they do by default, since another process could overwrite them."""
+        return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Settings of an engine that exchanges KV blocks with other engines."""
+
+    engine_name: str  # this engine's name for its peers
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0  # 0: any free port
+    advertised_host: str | None = None  # address at which peers reach this engine; None: same as `listen_host`
+    lease_seconds: float = 10.0  # time for which published blocks are kept without a renewal from a reader
+    peer_timeout: float = 30.0  # seconds a request waits for a live peer that sends nothing, then recomputes the blocks
+    required: bool = True  # True: without transfers the engine refuses to start; False: it starts without them
+
+    def __post_init__(self) -> None:
+        for name in ("lease_seconds", "peer_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an engine process on any device. `build` makes one from flat settings."""
+
+    model: str  # a checkpoint directory, already resolved
+    device: str = option("auto", "Device that computes; auto: a supported GPU if there is one.", choices=DEVICES)
+    threads: int = option(0, "CPU threads; 0: one per core.")
+    dtype: str = option(
+        "auto",
+        "Data type of the weights; auto: chosen by checkpoint and device.",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    gpu: GPUConfig = field(default_factory=GPUConfig)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    tiers: KVTierConfig = field(default_factory=KVTierConfig)
+    network: KVNetworkConfig = field(default_factory=KVNetworkConfig)
+    transfer: TransferConfig | None = None  # None: no blocks are exchanged with other engines
+    # Scheduler settings that get the default of the device or the model.
+    unset: frozenset[str] = field(default=frozenset(), metadata=COMPUTED_FIELD)
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 0, "threads")
+        _check_choice(self, "device", DEVICES)
+        if self.network.kv_mooncake_host is not None and not self.network.kv_mooncake and self.tiers.kv_store is None:
+            message = "kv_mooncake_host is set, but neither kv_mooncake nor kv_store is"
+            raise InvalidRequest(message, param="kv_mooncake_host", hint="add --kv-mooncake or --kv-store")
+        if self.tiers.has_tiers and not self.scheduler.prefix_cache:
+            message = "KV tiers (kv_host_memory, kv_disk or kv_store) need the prefix cache, and prefix_cache is off"
+            raise InvalidRequest(message, param="prefix_cache", hint="drop --no-prefix-cache or the KV tiers")
+
+    @staticmethod
+    def build(model: str, **settings: Any) -> EngineConfig:
+        """Return the config of a model; `settings` are fields of EngineConfig and of its nested configs.
+
+        A setting that is None gets its default. Raises InvalidRequest for unknown settings and invalid values."""
+        return EngineConfig(model, unset=DEPENDENT_SETTINGS).with_settings(**settings)
+
+    def with_settings(self, **settings: Any) -> EngineConfig:
+        """Return the config with changed settings, by the same names as in `build`."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        return replace(update_config(self, given), unset=self.unset.difference(given))
+
+    def for_gpu(self) -> EngineConfig:
+        """Return these settings with a GPU's defaults.
+
+        Raises InvalidRequest for settings that a GPU does not support."""
+        if self.threads:
+            message = f"threads is {self.threads}, but only an engine on the CPU uses it"
+            raise InvalidRequest(message, param="threads", hint="drop --threads")
+        defaults = {name: value for name, value in GPU_SCHEDULER_DEFAULTS.items() if name in self.unset}
+        config = self.with_settings(**defaults)
+        if config.scheduler.block_size not in GPU_BLOCK_SIZES:
+            message = f"block_size is {config.scheduler.block_size}; on a GPU it must be 16, 32 or 64"
+            raise InvalidRequest(message, param="block_size")
+        return config
+
+    def with_kv_ports(self, index: int) -> EngineConfig:
+        """Return these settings for engine number `index`: each engine gets its own ports from `kv_port` on."""
+        if not (first_port := self.network.kv_port):
+            return self
+        port, transfer = first_port + index * KV_PORT_COUNT, self.transfer
+        if transfer is not None:  # a configured port that is in use is an error
+            transfer = replace(transfer, listen_port=port, required=True)
+        return replace(self, network=replace(self.network, kv_port=port), transfer=transfer)
+
+    @property
+    def requested_context(self) -> int | None:
+        """Return the context that was set; None: the model's own context applies."""
+        return None if "max_context" in self.unset else self.scheduler.max_context
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSharingConfig:
+    """How models that do not fit into GPU memory together share it over time."""
+
+    model_turn: float = option(
+        5.0, "Seconds that a model accepts requests while another model's requests wait.", unit="s"
+    )
+    model_wait: float = option(
+        60.0, "Seconds after which a request whose model could not be loaded gets a 429.", unit="s"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("model_turn", "model_wait"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
+
+
+def _check_at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < least:
+            raise InvalidRequest(f"{name} is {value}; it must be at least {least}", param=name)
+
+
+def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
+    if (value := getattr(config, name)) not in choices:
+        raise InvalidRequest(f"{name} is {value!r}; it must be one of {', '.join(choices)}", param=name)
