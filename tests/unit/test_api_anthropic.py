@@ -15,10 +15,10 @@ from emberline.api.anthropic.request import (
     parse_count_tokens,
     render_token_count,
 )
-from emberline.api.anthropic.stream import sign_thinking
 from emberline.api.call import Tool, ToolChoice
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
+from emberline.wire.anthropic import sign_thinking
 
 USER = {"role": "user", "content": "hi"}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}

@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from replies import Answering, events, play, replies
 
+from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
-from emberline.api.anthropic import stream as anthropic_stream
 from emberline.core.errors import EngineFailed, Overloaded
 from emberline.wire import sse
+from emberline.wire.anthropic import AnthropicWriter
 from emberline.wire.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
     ReplyStart,
+    StreamStart,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -47,13 +49,13 @@ REPLY: list[Delta] = [
     Finish("tool_calls"),
     UsageUpdate(Usage(input=9, output=20, cached_read=4, reasoning=2)),
 ]
-SERVER = Answering(anthropic.parse, anthropic_stream.MessagesReplyWriter, "msg_1")
+SERVER = Answering(anthropic.parse, anthropic_reply.make_writer, "msg_1")
 CLIENT = vendor.Anthropic(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def make_writer(**fields: Any) -> anthropic_stream.MessagesReplyWriter:
+def make_writer(**fields: Any) -> AnthropicWriter:
     call = anthropic.parse(json.dumps({**ASKED, **fields}).encode())
-    return anthropic_stream.MessagesReplyWriter(call, "msg_1", 1700000000, "fp_1")
+    return anthropic_reply.make_writer(call, "msg_1", 1700000000, "fp_1")
 
 
 def plain_reply(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
@@ -77,7 +79,8 @@ def test_event_order() -> None:
 
 
 def test_message_start_has_prompt_tokens() -> None:
-    start = make_writer(stream=True).write(ReplyStart(9, 4))
+    writer = make_writer(stream=True)
+    start = writer.write(StreamStart()) + writer.write(ReplyStart(9, 4))
     usage = events(start)[0]["message"]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 4, 0)
     assert plain_reply(REPLY)["usage"] == {
@@ -140,7 +143,8 @@ def test_incomplete_arguments_become_empty_object(cut: str) -> None:
 
 def test_failed_stream_ends_with_error_event() -> None:
     reply = make_writer(stream=True)
-    play(reply, REPLY[:3])
+    for delta in (StreamStart(), *REPLY[:3]):
+        reply.write(delta)
     [event] = events(reply.write_error(EngineFailed("the engine died")))
     assert event == {"type": "error", "error": {"type": "api_error", "message": "the engine died"}}
     [event] = events(make_writer(stream=True).write_error(Overloaded("full")))

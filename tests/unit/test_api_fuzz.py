@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
-from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import InvalidRequest
@@ -85,7 +85,7 @@ def damaged_bodies(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
 
 
 PROTOCOLS = [
-    (anthropic.parse, anthropic_stream.MessagesReplyWriter, MESSAGES),
+    (anthropic.parse, anthropic_reply.make_writer, MESSAGES),
     (responses.parse, responses_stream.ResponsesReplyWriter, RESPONSES),
 ]
 

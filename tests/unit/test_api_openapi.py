@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from emberline.api import openapi, replies, tokenize
+from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
-from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import chat_reply
 from emberline.api.openai import completions as openai_completions
@@ -144,7 +144,7 @@ def test_replies_match_their_schemas() -> None:
             replies.TextCompletion,
         )
     message = anthropic.parse(json.dumps({**chat, "max_tokens": 9}).encode())
-    check_schema(play(anthropic_stream.MessagesReplyWriter(message, "id", 1, "fp"), DELTAS), replies.AnthropicMessage)
+    check_schema(play(anthropic_reply.make_writer(message, "id", 1, "fp"), DELTAS), replies.AnthropicMessage)
     response = responses.parse(b'{"model":"m","input":"hi"}')
     check_schema(play(responses_stream.ResponsesReplyWriter(response, "id", 1, "fp"), DELTAS), replies.Response)
 

@@ -17,8 +17,8 @@ import pytest
 from bytelevel import EOS, VOCAB_SIZE, build, byte_level, tokenizer_file
 from tokenizers import AddedToken
 
+from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
-from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.reasoning import THINK, constrain_after_reasoning, constrain_answer
 from emberline.api.tool_style import HERMES
 from emberline.core.clock import ManualClock
@@ -213,7 +213,7 @@ def test_message_has_one_thinking_and_one_text_block() -> None:
     harness = BudgetHarness()
     for stream in (False, True):
         call = harness.ask(12, stream=stream)
-        writer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
+        writer = anthropic_reply.make_writer(call, "id", 1, "fp")
         events = b"".join([writer.write(delta) for delta in (StreamStart(), *harness.reply(12))])
         body = writer.body()
         assert [block["type"] for block in body["content"]] == ["thinking", "text"]

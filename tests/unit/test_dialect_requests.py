@@ -10,6 +10,8 @@ import pytest
 from dialect_cases import ANTHROPIC, CHAT, DIALECTS, GEMINI, MODELS, PAIRS, PIXEL, REQUESTS, RESPONSES
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects.gemini import request as gemini_request
+from emberline.gateway.dialects.gemini.camel_case import to_camel_case
 from emberline.gateway.dialects.translate import TargetModel, translate_request
 from emberline.wire.deltas import ChatDialect
 
@@ -49,6 +51,19 @@ def test_minimal_request(source: ChatDialect, target: ChatDialect) -> None:
         want["max_tokens"] = 4096
         assert "4096" in changed.popitem()[1]
     assert body == want and not changed
+
+
+def test_gemini_body_is_converted_to_camel_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = []
+
+    def count(body: Any) -> Any:
+        converted.append(body)
+        return to_camel_case(body)
+
+    monkeypatch.setattr(gemini_request, "to_camel_case", count)
+    request = gemini_request.parse({"model": "models/g", "generation_config": {"top_k": 3}, **HI["gemini"]})
+    assert request.source_fields["model"] == "models/g" and request.top_k == 3
+    assert len(converted) == 1
 
 
 def test_anthropic_max_tokens_from_catalogue() -> None:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from emberline.core.errors import Overloaded
 from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
-from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import ReasoningContent, TextContent, ToolCallContent
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.gemini.content import decode_gemini_signature
 from emberline.gateway.dialects.translate import CODECS, ReplyContext, StreamTranslator, translate_reply
+from emberline.wire import signatures
 from emberline.wire.deltas import (
     ChatDialect,
     Citation,

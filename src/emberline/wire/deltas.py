@@ -164,10 +164,16 @@ ProviderDelta = StreamStart | ContentDelta | Finish | UsageUpdate | StreamEnd
 Delta = ProviderDelta | ReplyStart | PromptDelta | TokenIdsDelta
 
 
+class DeltaOrderError(Exception):
+    """The deltas come in an order that the wire format cannot express."""
+
+
 class EventWriter(Protocol):
     """Renders deltas as the events of one stream, each block closed before the next opens."""
 
-    def write(self, delta: ProviderDelta) -> bytes: ...
+    def write(self, delta: ProviderDelta) -> bytes:
+        """Return the events that show the delta; raise DeltaOrderError if the wire format cannot express it here."""
+        ...
 
     def write_error(self, error: Exception) -> bytes:
         """Return the wire format's error event and end of stream; b"" if the wire format has none."""

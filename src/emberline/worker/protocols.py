@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
-from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.call import ChatCall, CompletionCall, Tool
 from emberline.api.openai import chat, chat_reply, completions, completions_stream
 from emberline.api.responses import request as responses
@@ -96,7 +96,7 @@ PROTOCOLS = {
     ),
     "/v1/messages": WireProtocol(
         anthropic.parse,
-        anthropic_stream.MessagesReplyWriter,
+        anthropic_reply.make_writer,
         "msg_",
         b'{"stream":true,"max_tokens":1,"messages":[%b]}' % SAMPLE_MESSAGE,
     ),

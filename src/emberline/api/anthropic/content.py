@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,13 +10,9 @@ from msgspec import Meta
 from emberline.api.parse import WireStruct
 from emberline.api.transcript import Role, Transcript
 from emberline.core.errors import InvalidRequest
+from emberline.wire.anthropic import sign_thinking
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
-
-
-def sign_thinking(thinking: str) -> str:
-    """Return the signature of a thinking block: a checksum that detects a changed block. It is not a secret."""
-    return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
 class CacheControl(WireStruct):

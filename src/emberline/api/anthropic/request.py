@@ -1,7 +1,7 @@
 """Requests of POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol.
 
     call = parse(body)
-    writer = stream.MessagesReplyWriter(call, id, created, fingerprint)
+    writer = reply.make_writer(call, id, created, fingerprint)
 
 `cache_control` marks are accepted without effect: the full KV blocks of every prompt are cached, and a later prompt
 reuses its longest cached prefix. A mark does not extend the lifetime: the least recently used blocks are evicted first.

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from emberline.api.call import ChatCall
-from emberline.api.fields import find_ignored_fields
 from emberline.api.openai.accepted_chat import ChatFields
+from emberline.api.openai.generation_fields import build_generation_fields
 from emberline.api.openai.messages import AssistantMessage, Message, add_text_only_hint, messages_for_template
 from emberline.api.openai.sampling import LogprobCount, UsageStreamOptions
 from emberline.api.openai.template import (
@@ -85,19 +85,14 @@ def parse(body: bytes) -> OpenAIChatCall:
         request = decode(body, ChatRequest)
     except InvalidRequest as error:
         raise add_text_only_hint(error) from None
-    ignored = find_ignored_fields(request) + (
-        request.stream_options.find_ignored_fields() if request.stream_options else []
-    )
     tools, max_tokens = _tools(request), _max_tokens(request)
     kwargs = merge_template_kwargs(request.chat_template_kwargs, request.enable_thinking, request.thinking)
     thinking_field = "enable_thinking" if request.enable_thinking is not None else "thinking"
-    if request.prompt_logprobs is not None and request.stream:
-        what = "prompt_logprobs is not supported for streams"
-        raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
     continue_last = continues_last_message(
         request.messages, request.continue_final_message, request.add_generation_prompt
     )
     return OpenAIChatCall(
+        **build_generation_fields(request, request.stream_options, max_tokens),
         common=request.common_fields(user=request.safety_identifier),
         messages=messages_for_template(request.messages),
         params=request.sampling_params(
@@ -115,16 +110,6 @@ def parse(body: bytes) -> OpenAIChatCall:
         continues_last_message=continue_last,
         adds_generation_prompt=request.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(request.add_special_tokens),
-        bad_words=request.bad_words or (),
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
-        keeps_first_tokens=request.truncation_side == "right",
-        return_token_ids=bool(request.return_token_ids),
-        tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        unset_params=request.unset_params(max_tokens),
-        ignored_fields=ignored,
-        stream=bool(request.stream),
-        includes_usage=request.returns_usage(),
-        running_usage=request.stream_options is not None and request.stream_options.reports_running_usage(),
         uses_legacy_functions=tools.is_legacy,
         shows_reasoning=request.include_reasoning is not False,
         echoed_text=_echoed_text(request),

@@ -15,7 +15,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from emberline.api.call import CompletionCall
-from emberline.api.fields import IgnoredField, OnlyEmpty, find_ignored_fields
+from emberline.api.fields import IgnoredField, OnlyEmpty
+from emberline.api.openai.generation_fields import build_generation_fields
 from emberline.api.openai.inputs import MAX_INPUTS_PER_REQUEST, Inputs, list_inputs
 from emberline.api.openai.sampling import Count, LogprobCount, SamplingFields, UsageStreamOptions
 from emberline.api.parse import decode
@@ -48,9 +49,6 @@ class OpenAICompletionCall(CompletionCall):
 
 def parse(body: bytes) -> OpenAICompletionCall:
     request = decode(body, CompletionRequest)
-    ignored = find_ignored_fields(request) + (
-        request.stream_options.find_ignored_fields() if request.stream_options else []
-    )
     prompts = list_inputs(request.prompt, "prompt")
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
@@ -66,10 +64,8 @@ def parse(body: bytes) -> OpenAICompletionCall:
     if max_tokens == 0 and not request.echo:
         hint = "send max_tokens of 1 or more, or echo: true"
         raise InvalidRequest("max_tokens is 0 without echo: nothing to return", param="max_tokens", hint=hint)
-    if request.prompt_logprobs is not None and request.stream:
-        what = "prompt_logprobs is not supported for streams"
-        raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
     return OpenAICompletionCall(
+        **build_generation_fields(request, request.stream_options, max_tokens),
         common=request.common_fields(),
         prompts=prompts,
         params=request.sampling_params(
@@ -79,16 +75,6 @@ def parse(body: bytes) -> OpenAICompletionCall:
         ),
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
-        bad_words=request.bad_words or (),
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
-        keeps_first_tokens=request.truncation_side == "right",
-        return_token_ids=bool(request.return_token_ids),
-        tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        unset_params=request.unset_params(max_tokens),
-        ignored_fields=ignored,
-        stream=bool(request.stream),
-        includes_usage=request.returns_usage(),
-        running_usage=request.stream_options is not None and request.stream_options.reports_running_usage(),
         echoes_only=max_tokens == 0,
         shows_prompt_logprobs=request.prompt_logprobs is not None,
     )

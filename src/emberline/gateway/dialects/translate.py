@@ -22,7 +22,6 @@ from emberline.gateway.dialects.adapt import adapt
 from emberline.gateway.dialects.anthropic import reader as anthropic_reader
 from emberline.gateway.dialects.anthropic import reply as anthropic_reply
 from emberline.gateway.dialects.anthropic import request as anthropic_request
-from emberline.gateway.dialects.anthropic import writer as anthropic_writer
 from emberline.gateway.dialects.canonical import CanonicalReply, CanonicalRequest, Json
 from emberline.gateway.dialects.change_report import ChangeReport, FieldChange
 from emberline.gateway.dialects.chat import reader as chat_reader
@@ -42,6 +41,7 @@ from emberline.gateway.dialects.responses import request as responses_request
 from emberline.gateway.dialects.responses import writer as responses_writer
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.wire import deltas
+from emberline.wire.anthropic import AnthropicWriter
 from emberline.wire.chat import ChatWriter
 from emberline.wire.deltas import ChatDialect
 from emberline.wire.event_splitter import EventSplitter, event_data
@@ -94,7 +94,7 @@ CODECS: Mapping[ChatDialect, DialectCodec] = {
         anthropic_reply.parse,
         anthropic_reply.render,
         anthropic_reader.AnthropicEventReader,
-        anthropic_writer.AnthropicEventWriter,
+        AnthropicWriter,
     ),
     "gemini": DialectCodec(
         gemini_request.parse,
@@ -140,6 +140,14 @@ def translate_reply(
     return msgspec.json.encode(CODECS[target].render_reply(reply, context or ReplyContext())), changes.changes
 
 
+def write_delta(writer: deltas.EventWriter, delta: deltas.ProviderDelta) -> bytes:
+    """Return the events that show the delta; raise UpstreamBroken if the client's wire format cannot express it."""
+    try:
+        return writer.write(delta)
+    except deltas.DeltaOrderError as error:
+        raise UpstreamBroken(str(error)) from None
+
+
 class StreamTranslator:
     """Translates the bytes of a provider's stream into the client's, wherever the bytes are split.
 
@@ -181,7 +189,7 @@ class StreamTranslator:
 
     def _write(self, delta: deltas.ProviderDelta) -> None:
         self._order_checker.check(delta)
-        self._output.append(self._writer.write(delta))
+        self._output.append(write_delta(self._writer, delta))
         self.has_ended = self.has_ended or isinstance(delta, deltas.StreamEnd)
 
     def _take_output(self) -> bytes:

@@ -16,7 +16,7 @@ from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.dialects.delta_order import DeltaOrderChecker
 from emberline.gateway.dialects.reply_context import read_reply_context
-from emberline.gateway.dialects.translate import CODECS
+from emberline.gateway.dialects.translate import CODECS, write_delta
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
 from emberline.wire import deltas, sse
 from emberline.wire.deltas import ChatDialect
@@ -102,7 +102,7 @@ class ContinuedStream:
                 else self._filter_delta(source_delta, self._repetition_filter)
             ):
                 self._order_checker.check(delta)
-                self._output.append(self._writer.write(delta))
+                self._output.append(write_delta(self._writer, delta))
                 self._track_delta(delta)
 
     def _track_delta(self, delta: deltas.ProviderDelta) -> None:

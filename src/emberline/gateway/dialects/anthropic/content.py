@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 
-from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import (
     CanonicalMessage,
     FileContent,
@@ -22,8 +20,8 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.field_reader import FieldReader, parse_content, unknown_value_error
 from emberline.net.json_errors import JSON_DECODE_ERRORS
-
-_INVALID_ID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_-]")
+from emberline.wire import signatures
+from emberline.wire.anthropic import safe_tool_id
 
 
 def parse_message(raw: object, path: str) -> CanonicalMessage:
@@ -129,11 +127,6 @@ def _render_source(part: ImageContent | FileContent) -> Json:
     if isinstance(part, FileContent) and part.name:
         result["title"] = part.name
     return {**result, **part.extra}
-
-
-def safe_tool_id(id: str) -> str:
-    """Return the id with the characters replaced that Anthropic rejects; equal ids stay equal."""
-    return _INVALID_ID_CHARACTERS.sub("_", id)
 
 
 def parse_arguments(call: ToolCallContent) -> Json:

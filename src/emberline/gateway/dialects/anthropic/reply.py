@@ -18,8 +18,10 @@ from emberline.gateway.dialects.canonical import (
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import split_at_citations
 from emberline.gateway.dialects.field_reader import FieldReader
+from emberline.wire.anthropic import render_message, render_stop
 from emberline.wire.citations import render_anthropic_citation
-from emberline.wire.finish_reasons import FROM_ANTHROPIC, TO_ANTHROPIC
+from emberline.wire.deltas import Finish
+from emberline.wire.finish_reasons import FROM_ANTHROPIC
 from emberline.wire.reply_context import ReplyContext
 from emberline.wire.usage import Usage
 from emberline.wire.usage_objects import render_anthropic_usage
@@ -46,28 +48,10 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
         raise UpstreamBroken("the provider's reply has no choices")
     context.set_identity(reply)
     choice = reply.choices[0]
-    stop_reason, stop_sequence = render_stop(
-        choice.finish_reason or "stop", choice.stop_sequence, _has_refusal(choice.parts)
-    )
-    return {
-        "id": reply.id,
-        "type": "message",
-        "role": "assistant",
-        "model": reply.model,
-        "content": [block for part in choice.parts for block in _render_blocks(part)],
-        "stop_reason": stop_reason,
-        "stop_sequence": stop_sequence,
-        "usage": render_anthropic_usage(reply.usage or Usage()),
-    }
-
-
-def render_stop(reason: str, stop_sequence: str | None, has_refusal: bool) -> tuple[str, str | None]:
-    """Return stop_reason and stop_sequence; a stop at an unknown sequence is reported as end_turn."""
-    if has_refusal:
-        return "refusal", None
-    if reason == "stop_sequence" and stop_sequence is None:
-        reason = "stop"
-    return TO_ANTHROPIC[reason], stop_sequence  # type: ignore[index]  # a FinishReason
+    finish = Finish(choice.finish_reason or "stop", choice.stop_sequence)
+    content = [block for part in choice.parts for block in _render_blocks(part)]
+    stop, usage = render_stop(finish, _has_refusal(choice.parts)), render_anthropic_usage(reply.usage or Usage())
+    return render_message(reply.id, reply.model, content, stop, usage)
 
 
 def _has_refusal(parts: list[Part]) -> bool:

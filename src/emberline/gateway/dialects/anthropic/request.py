@@ -11,7 +11,6 @@ from emberline.gateway.dialects.anthropic.content import (
     parse_message,
     parse_object,
     render_content,
-    safe_tool_id,
 )
 from emberline.gateway.dialects.anthropic.field_names import FIELD_NAMES
 from emberline.gateway.dialects.anthropic.thinking import CLAUDE_EFFORTS, parse_reasoning, render_reasoning
@@ -29,6 +28,7 @@ from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.field_reader import FieldReader, parse_each, unknown_value_error
 from emberline.gateway.dialects.schemas import ANTHROPIC_KEYWORDS, close_objects, restrict_keywords
 from emberline.gateway.dialects.target_model import TargetModel
+from emberline.wire.anthropic import safe_tool_id
 
 DEFAULT_MAX_TOKENS = 4096
 _EMPTY_SCHEMA: Json = {"type": "object", "properties": {}}

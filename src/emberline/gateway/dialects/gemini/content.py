@@ -11,7 +11,6 @@ import binascii
 
 import msgspec
 
-from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.anthropic.content import parse_arguments, parse_object
 from emberline.gateway.dialects.canonical import (
     AudioContent,
@@ -28,6 +27,7 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_error
 from emberline.gateway.dialects.media import guess_mime_type
+from emberline.wire import signatures
 from emberline.wire.deltas import ChatDialect
 
 GENERATED_ID_PREFIX = "gemini-"  # prefix of ids that Gemini did not assign

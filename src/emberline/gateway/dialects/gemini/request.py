@@ -31,10 +31,11 @@ _TOOL_MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "
 
 
 def parse(body: Json) -> CanonicalRequest:
-    fields = FieldReader(to_camel_case(body), "")
+    body = to_camel_case(body)
+    fields = FieldReader(body, "")
     request = CanonicalRequest("gemini", fields.take("model", str, "").removeprefix("models/"))
     if request.model:
-        request.source_fields["model"] = to_camel_case(body)["model"]
+        request.source_fields["model"] = body["model"]
     parser = ContentsParser()
     request.messages = parse_each(fields.require("contents", list), "contents", parser.parse_message)
     if (system := fields.take("systemInstruction", dict)) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import (
     CanonicalMessage,
     FileContent,
@@ -20,6 +19,7 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.field_reader import FieldReader, check_type, parse_content, unknown_value_error
 from emberline.gateway.dialects.media import data_url, split_data_url
+from emberline.wire import signatures
 from emberline.wire.citations import render_responses_citation
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
@@ -20,6 +19,7 @@ from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
+from emberline.wire import signatures
 from emberline.wire.citations import render_responses_citation
 from emberline.wire.deltas import FinishReason, StreamStart
 from emberline.wire.finish_reasons import FROM_RESPONSES, TO_RESPONSES

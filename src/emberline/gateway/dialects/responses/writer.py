@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects import signatures
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.errors import render_error
 from emberline.gateway.dialects.responses.output_items import (
@@ -16,7 +15,7 @@ from emberline.gateway.dialects.responses.output_items import (
     StreamedRefusal,
 )
 from emberline.gateway.dialects.responses.reply import item_id, render_response
-from emberline.wire import deltas, sse
+from emberline.wire import deltas, signatures, sse
 from emberline.wire.deltas import Citation
 from emberline.wire.finish_reasons import TO_RESPONSES
 from emberline.wire.reply_context import ReplyContext

@@ -1,0 +1,47 @@
+"""Builds the call fields that chat and text completions read in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from emberline.api.fields import find_ignored_fields
+from emberline.api.openai.sampling import SamplingFields, UsageStreamOptions
+from emberline.core.errors import InvalidRequest
+
+
+class GenerationFields(TypedDict):
+    """Keyword arguments of OpenAIChatCall and OpenAICompletionCall; `GenerationCall` explains most of them."""
+
+    bad_words: Sequence[str]
+    truncate_prompt_tokens: int | None
+    keeps_first_tokens: bool
+    return_token_ids: bool
+    tokens_as_ids: bool
+    unset_params: frozenset[str]
+    ignored_fields: Sequence[str]
+    stream: bool
+    includes_usage: bool
+    running_usage: bool
+
+
+def build_generation_fields(
+    request: SamplingFields, stream_options: UsageStreamOptions | None, max_tokens: int | None
+) -> GenerationFields:
+    """Return the shared fields of the request's call; raise InvalidRequest for fields that contradict each other."""
+    if request.prompt_logprobs is not None and request.stream:
+        what = "prompt_logprobs is not supported for streams"
+        raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
+    ignored = stream_options.find_ignored_fields() if stream_options else []
+    return GenerationFields(
+        bad_words=request.bad_words or (),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        keeps_first_tokens=request.truncation_side == "right",
+        return_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        unset_params=request.unset_params(max_tokens),
+        ignored_fields=find_ignored_fields(request) + ignored,
+        stream=bool(request.stream),
+        includes_usage=request.returns_usage(),
+        running_usage=stream_options is not None and stream_options.reports_running_usage(),
+    )
