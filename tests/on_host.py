@@ -14,7 +14,7 @@ from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.memory import MemoryPlan, plan_memory
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.kernels import backend, ops, ref
+from emberline.kernels import backend, ops, reference
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.loader import load_decoder
 
@@ -23,9 +23,9 @@ TOTAL = 4 << 30  # memory of the simulated device
 
 def plain_arithmetic() -> None:
     """Use torch's own arithmetic, which like GPU kernels reads the tensors' addresses at each call."""
-    backend._backend = ops.Backend(None, "", "asked for")
-    uniform = ref.uniform_from_seed  # on copies: memory that numpy has used cannot be freed
-    ref.uniform_from_seed = lambda seed, position: uniform(seed.clone(), position.clone())
+    backend._backend = ops.ReferenceBackend("asked for")
+    uniform = reference.uniform_from_seed  # on copies: memory that numpy has used cannot be freed
+    reference.uniform_from_seed = lambda seed, position: uniform(seed.clone(), position.clone())
 
 
 def booted(directory: Path, memory: MemoryPlan | None = None) -> BootedGPUEngine:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
 from emberline.kernels.triton.activation import silu_mul
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention
 from emberline.kernels.triton.norm import rms_norm
@@ -83,6 +84,12 @@ def norm_and_rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor 
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
+def written(positions: Tensor, slots: Tensor) -> AttentionMetadata:
+    """Return the part of the metadata that rope_and_cache reads."""
+    none = torch.empty(0, device=slots.device)
+    return AttentionMetadata(positions, slots, query_start=none, context=none, block_tables=none)
+
+
 def check_rope(
     device: str,
     dtype: torch.dtype,
@@ -107,7 +114,8 @@ def check_rope(
     both = poisoned(blocks, 2, kv_heads, block, dim, device=device, dtype=cache)  # strided, as one layer of many may be
     keys, values = both[:, 0], both[:, 1]
     before = qkv.clone()
-    rope_and_cache(qkv, positions, table, keys, values, slots, *heads, q_norm=q_norm, k_norm=k_norm, eps=eps, pdl=pdl)
+    layer = AttentionLayer(*heads, scale=1.0, cos_sin=table, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    rope_and_cache(qkv, layer, keys, values, written(positions, slots), pdl=pdl)
     q, k, v = before.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     got_q, got_k, got_v = qkv.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
@@ -139,7 +147,8 @@ def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> No
     caches = []
     for given in (qkv, clean):
         keys, values = (torch.zeros(1, 2, block, 16, device=device).to(cache) for _ in range(2))
-        rope_and_cache(given, positions, table, keys, values, positions.long(), *heads, q_norm=None, k_norm=None)
+        layer = AttentionLayer(*heads, scale=1.0, cos_sin=table)
+        rope_and_cache(given, layer, keys, values, written(positions, positions.long()))
         assert keys.float().isfinite().all() and values.float().isfinite().all()
         caches.append((keys.float()[:, :, 7], values.float()[:, :, 7]))
     assert all(map(torch.equal, *caches)), "finite values stay unchanged"
@@ -183,10 +192,11 @@ def check_attention(
     starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
     context = torch.tensor([before for before, _ in lengths], dtype=torch.int32)
     scale = dim**-0.5
-    paged_attention(
-        qkv, both[:, 0], both[:, 1], tables.to(device), starts.to(device), context.to(device),
-        torch.from_numpy(tiles).to(device), scale, *heads, window=window, out=out, block_m=block_m, pdl=pdl,
-    )  # fmt: skip
+    none = torch.empty(0, device=device)  # attention reads neither positions, nor slots, nor angles
+    metadata = AttentionMetadata(none, none, starts.to(device), context.to(device), tables.to(device))
+    layer = AttentionLayer(*heads, scale=scale, cos_sin=none, window=window)
+    on_device = torch.from_numpy(tiles).to(device)
+    paged_attention(qkv, layer, both[:, 0], both[:, 1], metadata, on_device, out=out, block_m=block_m, pdl=pdl)
     q = qkv.view(total, -1, dim)[:, :q_heads]
     for b, ((before, new), kv) in enumerate(zip(lengths, dense, strict=True)):
         rows = slice(int(starts[b]), int(starts[b + 1]))

@@ -322,7 +322,7 @@ def test_device_weights_read_packed_files(tmp_path: Path) -> None:
 
 @pytest.fixture
 def record_settled_weights(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
-    """Record the weights passed to `ops.settle`, which needs a GPU."""
+    """Record the weights passed to `ops.fill_weight`, which needs a GPU."""
     found: list[PackedWeight] = []
 
     def settle(empty: PackedWeight, values: Tensor) -> int:
@@ -352,7 +352,8 @@ def test_weights_kept_packed(
     placed.finish(IGNORABLE_TENSORS)
     attention, ffn, at = decoder.layers[0].attention, decoder.layers[0].ffn, "model.layers.0"
     found = {f"{at}.qkv": attention.qkv, f"{at}.o": attention.o, f"{at}.down": ffn.down, "head": decoder.head}
-    weights = {name: linear.weight for name, linear in found.items()} | {f"{at}.gate_up": ffn.gate_up}
+    found[f"{at}.gate_up"] = ffn.gate_up
+    weights = {name: linear.weight for name, linear in found.items()}
     weights["embedding"] = decoder.embedding
     for name, weight in weights.items():
         wanted = interleave(expected[name]) if name.endswith("gate_up") else expected[name]
@@ -375,7 +376,7 @@ def test_stand_in_weights_while_loading(record_settled_weights: list[PackedWeigh
     assert first.attention.qkv.weight is last.attention.qkv.weight and first.attention.qkv.norm is not None
     assert first.attention.qkv.norm is decoder.layers[0].attention.qkv.norm
     assert other.embedding is other.head.weight and other.embedding is not decoder.embedding
-    assert first.ffn.gate_up.gated and other.config is decoder.config
+    assert first.ffn.gate_up.weight.gated and other.config is decoder.config
     assert not decoder.head.weight.data.numel()  # the model itself is unchanged
     gone = weakref.ref(other.head.weight.data)
     gc.disable()  # a started server freezes the garbage collector, with the same effect

@@ -17,8 +17,9 @@ from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import HostDevice
-from emberline.kernels import gpu, ops
+from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
+from emberline.kernels.cuda import hopper_backend
 from emberline.models.config import ModelConfig
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec
@@ -203,7 +204,7 @@ def test_dtype_names_are_the_same_everywhere() -> None:
 
 
 def test_plan_and_kernel_unpack_the_same_part_of_the_head() -> None:
-    assert memory.MAX_UNPACKED_WEIGHTS == gpu.MAX_UNPACKED_WEIGHTS
+    assert memory.MAX_UNPACKED_WEIGHTS == hopper_backend.MAX_UNPACKED_WEIGHTS
 
 
 def test_plan_reserves_buffers_for_copied_blocks(

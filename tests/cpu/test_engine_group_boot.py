@@ -23,7 +23,7 @@ from emberline.engine.gpu.boot import BootedGPUEngine
 from emberline.engine.gpu.device import has_hopper
 from emberline.engine.gpu.swap import SwappedEngine, model_memory
 from emberline.engine.memory import plan_for
-from emberline.kernels import backend, ref
+from emberline.kernels import backend, reference
 
 GIB = 1 << 30
 KINDS = {"a": "llama", "b": "qwen3", "c": "qwen2"}
@@ -43,7 +43,7 @@ def configs(checkpoints: dict[str, Path]) -> dict[str, EngineConfig]:
 @pytest.fixture
 def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_backend", backend._backend)
-    monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
+    monkeypatch.setattr(reference, "uniform_from_seed", reference.uniform_from_seed)
     on_host.plain_arithmetic()
 
 

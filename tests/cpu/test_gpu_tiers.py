@@ -34,7 +34,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import reset_prefix_cache, sleep_runner, wake_runner
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import backend as kernel_backend
-from emberline.kernels import ref
+from emberline.kernels import reference
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.base import Tier, buffer_bytes_for
 from emberline.kv.tiers.copier import HostBlockCopier
@@ -283,10 +283,10 @@ def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def movable_model(tmp_path: Path) -> Iterator[DecoderModel]:
     """Return a model whose memory can be freed."""
-    backend, uniform = kernel_backend._backend, ref.uniform_from_seed
+    backend, uniform = kernel_backend._backend, reference.uniform_from_seed
     plain_arithmetic()
     yield load_decoder(tiny.write(tmp_path, tiny.CONFIGS["llama"]), "bfloat16")
-    kernel_backend._backend, ref.uniform_from_seed = backend, uniform
+    kernel_backend._backend, reference.uniform_from_seed = backend, uniform
 
 
 def test_lower_tiers_survive_sleep(movable_model: DecoderModel) -> None:

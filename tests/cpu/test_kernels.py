@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels import ops, ref
+from emberline.kernels import ops
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, SamplingTensors
 from emberline.kernels.mixture import Expert, Mixture
+from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.reference import ReferenceBackend, rms_norm
 
+REFERENCE = ReferenceBackend()
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -58,10 +63,10 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     packed = ops.pack_linear(weight)
     theirs = torch_linear(x, weight, packed.layout)
     exact = x.double() @ weight.double().T
-    assert_close(ops.linear(x, packed), theirs, exact)
-    assert_close(ops.linear(x, packed, bias), theirs + bias, exact + bias.double())
+    assert_close(ops.linear(x, LinearLayer(packed)), theirs, exact)
+    assert_close(ops.linear(x, LinearLayer(packed, bias)), theirs + bias, exact + bias.double())
     target = rest.clone()
-    assert ops.linear(x, packed, add_to=target) is target
+    assert ops.linear(x, LinearLayer(packed), add_to=target) is target
     assert_close(target, rest + theirs, rest.double() + exact)
 
 
@@ -70,20 +75,21 @@ def test_norm_and_gate(m: int, n: int, k: int) -> None:
     x, norm = torch.randn(m, k), torch.rand(k) + 0.5
     weight = (torch.randn(2 * n, k) / k**0.5).to(BF16)
     packed = ops.pack_linear(weight, gated=True)
-    gate, up = torch_linear(ref.rms_norm(x, norm, 1e-5), weight, packed.layout).chunk(2, dim=-1)
-    double = ops.PackedWeight(weight.double(), 2 * n, k, weight.dtype, gated=True)
-    exact = ref.gate_up_silu(x.double(), double, norm=norm.double(), eps=1e-5)
-    assert_close(ops.gate_up_silu(x, packed, norm=norm, eps=1e-5), torch.nn.functional.silu(gate) * up, exact)
+    gate, up = torch_linear(rms_norm(x, norm, 1e-5), weight, packed.layout).chunk(2, dim=-1)
+    double = LinearLayer(pack_as_double(weight, gated=True), norm=norm.double(), eps=1e-5)
+    exact = REFERENCE.gate_up_silu(x.double(), double)
+    ours = ops.gate_up_silu(x, LinearLayer(packed, norm=norm, eps=1e-5))
+    assert_close(ours, torch.nn.functional.silu(gate) * up, exact)
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES)
 def test_bf16_inputs_are_rounded_at_most_once(m: int, n: int, k: int) -> None:
     x, weight = torch.randn(m, k), torch.randn(n, k).to(BF16)
-    packed = ops.pack_linear(weight)
+    layer = LinearLayer(ops.pack_linear(weight))
     rounded = x.to(BF16).float()
-    ours = ops.linear(rounded, packed)
+    ours = ops.linear(rounded, layer)
     assert_close(ours, torch.nn.functional.linear(rounded, weight.float()), rounded.double() @ weight.double().T)
-    assert torch.equal(ops.linear(x, packed), ours) == (packed.layout is WeightLayout.AMX)
+    assert torch.equal(ops.linear(x, layer), ours) == (layer.weight.layout is WeightLayout.AMX)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -93,9 +99,9 @@ def test_linear_rows_are_independent(dtype: torch.dtype, k: int) -> None:
     packed = ops.pack_linear(torch.randn(50, k).to(dtype))
     gated = ops.pack_linear(torch.randn(52, k).to(dtype), gated=True)
     runs: list[Callable[[Tensor], Tensor]] = [
-        lambda x: ops.linear(x, packed),
-        lambda x: ops.linear(x, packed, norm=norm, eps=1e-6),
-        lambda x: ops.gate_up_silu(x, gated, norm=norm, eps=1e-6),
+        lambda x: ops.linear(x, LinearLayer(packed)),
+        lambda x: ops.linear(x, LinearLayer(packed, norm=norm, eps=1e-6)),
+        lambda x: ops.gate_up_silu(x, LinearLayer(gated, norm=norm, eps=1e-6)),
     ]
     for run in runs:
         whole = run(x)
@@ -132,15 +138,22 @@ def mixture(
 @pytest.mark.parametrize("renormalised", [False, True])
 def test_mixture(rows: int, chosen: int, renormalised: bool) -> None:
     x = torch.randn(rows, 72)
-    made = [mixture(pack, F32, chosen, renormalised=renormalised) for pack in (ops.pack_linear, ref.pack_linear)]
-    ours, theirs = (one(x.clone()) for one in made)
-    assert_close(ours, theirs, mixture(pack_as_double, F32, chosen, renormalised=renormalised)(x.double()))
+    packs = ops.pack_linear, REFERENCE.pack_linear, pack_as_double
+    mixtures = [mixture(pack, F32, chosen, renormalised=renormalised) for pack in packs]
+    inputs = x.clone(), x.clone(), x.double()
+    ours, theirs, exact = map(ops.run_mixture, inputs, mixtures)
+    assert torch.equal(REFERENCE.run_mixture(x.clone(), mixtures[1]), theirs)
+    assert_close(ours, theirs, exact)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_mixture_rows_are_independent(dtype: torch.dtype) -> None:
-    x, run = torch.randn(67, 72), mixture(ops.pack_linear, dtype)
+    x, made = torch.randn(67, 72), mixture(ops.pack_linear, dtype)
     x[40] = torch.nan
+
+    def run(x: Tensor) -> Tensor:
+        return ops.run_mixture(x, made)
+
     whole = run(x.clone())
     for start, stop in [(0, 1), (1, 3), (3, 7), (7, 31), (31, 67), (66, 67)]:
         assert torch.equal(run(x[start:stop].clone()).nan_to_num(), whole[start:stop].nan_to_num())
@@ -156,6 +169,12 @@ def test_embed() -> None:
         typed = table.to(dtype)
         assert torch.equal(ops.embed(ids, typed), typed[ids].float())
         assert torch.equal(ops.embed(ids, ops.pack_linear(typed)), typed[ids].float())
+
+
+def written(positions: Tensor, slots: Tensor) -> AttentionMetadata:
+    """Return the part of the metadata that rope_and_cache reads."""
+    none = torch.empty(0)
+    return AttentionMetadata(positions, slots, query_start=none, context=none, block_tables=none)
 
 
 class PagedBatch:
@@ -176,6 +195,9 @@ class PagedBatch:
         self.qkv = [torch.randn(before + new, (q_heads + 2 * kv_heads) * dim) for before, new in lengths]
         self.cos_sin = torch.randn(4096, dim)
 
+    def layer(self, window: int = 0) -> AttentionLayer:
+        return AttentionLayer(*self.heads, self.dim, scale=self.dim**-0.5, cos_sin=self.cos_sin, window=window)
+
     def slots(self, b: int, start: int, stop: int) -> Tensor:
         at = torch.arange(start, stop)
         return self.tables[b, at // self.block].long() * self.block + at % self.block
@@ -183,13 +205,11 @@ class PagedBatch:
     def write(self, b: int, start: int, stop: int) -> Tensor:
         part = self.qkv[b][start:stop].clone()
         positions = torch.arange(start, stop, dtype=torch.int32)
-        ops.rope_and_cache(
-            part, positions, self.cos_sin, self.k, self.v, self.slots(b, start, stop), *self.heads, self.dim
-        )
+        ops.rope_and_cache(part, self.layer(), self.k, self.v, written(positions, self.slots(b, start, stop)))
         return part
 
     def attend(
-        self, module: object, parts: list[tuple[int, int, Tensor]], window: int = 0, double: bool = False
+        self, backend: OpBackend, parts: list[tuple[int, int, Tensor]], window: int = 0, double: bool = False
     ) -> Tensor:
         """Run attention over parts: (sequence, tokens before, rotated qkv of the new tokens)."""
         counts = torch.tensor([0] + [len(part) for _, _, part in parts])
@@ -198,9 +218,9 @@ class PagedBatch:
         if double:
             qkv, k, v = qkv.double(), k.double(), v.double()
         context = torch.tensor([before for _, before, _ in parts], dtype=torch.int32)
-        run = module.paged_attention  # type: ignore[attr-defined]
-        scale = self.dim**-0.5
-        return run(qkv, k, v, tables, counts.cumsum(0).int(), context, scale, *self.heads, self.dim, window=window)
+        none = torch.empty(0)  # attention reads neither positions nor slots
+        metadata = AttentionMetadata(none, none, counts.cumsum(0).int(), context, tables)
+        return backend.paged_attention(qkv, self.layer(window), k, v, metadata)
 
 
 @pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20)])
@@ -214,17 +234,17 @@ def test_attention(
     for b, (before, new) in enumerate(paged.lengths):
         paged.write(b, 0, before)
         parts.append((b, before, paged.write(b, before, before + new)))
-    ours = paged.attend(ops, parts, window)
+    ours = paged.attend(ops.current_backend(), parts, window)
     if (
         dtype is BF16 and dim % 32 == 0 and "amx" in ops.current_backend().isa
     ):  # AMX rounds queries and weights to bf16, so torch must too
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "float", lambda self: self.bfloat16())
-            theirs = paged.attend(ref, [(b, before, part.bfloat16()) for b, before, part in parts], window)
+            theirs = paged.attend(REFERENCE, [(b, before, part.bfloat16()) for b, before, part in parts], window)
     else:
-        theirs = paged.attend(ref, parts, window)
+        theirs = paged.attend(REFERENCE, parts, window)
     monkeypatch.setattr(Tensor, "float", lambda self: self.double())
-    assert_close(ours, theirs, paged.attend(ref, parts, window, double=True))
+    assert_close(ours, theirs, paged.attend(REFERENCE, parts, window, double=True))
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 128])
@@ -232,48 +252,49 @@ def test_attention(
 def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window: int) -> None:
     paged = PagedBatch([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
     parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
-    whole = paged.attend(ops, parts, window)
+    whole = paged.attend(ops.current_backend(), parts, window)
     ops.set_threads(1)
-    assert torch.equal(paged.attend(ops, parts, window), whole)
+    assert torch.equal(paged.attend(ops.current_backend(), parts, window), whole)
     ops.set_threads(2)
     start = 0
     for b, _, part in parts:
         for cut in ([0, 1, 17, 64, 65, len(part)], list(range(len(part) - 3, len(part) + 1))):
             for i, j in pairwise(cut):
-                assert torch.equal(paged.attend(ops, [(b, i, part[i:j])], window), whole[start + i : start + j])
+                assert torch.equal(
+                    paged.attend(ops.current_backend(), [(b, i, part[i:j])], window), whole[start + i : start + j]
+                )
         start += len(part)
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [((1, 1), [0, 1]), ((20, 7), [26, 19]), ((3, 0), [])])
 def test_dense_stack_equals_its_ops(tokens: tuple[int, int], wanted: list[int]) -> None:
-    heads, dim, hidden, ffn = (4, 2), 16, 40, 56
+    dim, hidden, ffn = 16, 40, 56
     shapes = {"qkv": (8 * dim, hidden), "o": (hidden, 4 * dim), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     results, rows = [], torch.tensor(wanted, dtype=torch.int64)
-    for run in (ops.run_dense_layers, ref.run_dense_layers):
+    native = ops.current_backend()
+    for run in (native.run_dense_layers, partial(OpBackend.run_dense_layers, native)):  # the definition: one by one
         torch.manual_seed(1)
-        layers = [
-            ops.DenseLayer(
-                attention_norm=torch.rand(hidden),
-                ffn_norm=torch.rand(hidden),
-                qkv_bias=torch.randn(8 * dim),
-                q_norm=torch.rand(dim),
-                window=window,
-                **{n: ops.pack_linear(torch.randn(s).to(BF16), gated=n == "gate_up") for n, s in shapes.items()},
+        layers, cos_sin = [], torch.randn(64, dim)
+        for window in (0, 5):
+            w = {n: ops.pack_linear(torch.randn(s).to(BF16), gated=n == "gate_up") for n, s in shapes.items()}
+            layers.append(
+                ops.DenseLayer(
+                    AttentionLayer(4, 2, dim, 0.25, cos_sin, window, q_norm=torch.rand(dim), eps=1e-5),
+                    qkv=LinearLayer(w["qkv"], torch.randn(8 * dim), torch.rand(hidden), 1e-5),
+                    o=LinearLayer(w["o"]),
+                    gate_up=LinearLayer(w["gate_up"], norm=torch.rand(hidden), eps=1e-5),
+                    down=LinearLayer(w["down"]),
+                )
             )
-            for window in (0, 5)
-        ]
-        stack = ops.DenseStack(layers, torch.randn(64, dim), (*heads, dim), 1e-5, 0.25)
         tables = torch.tensor([[3, 1], [2, 4]], dtype=torch.int32)
         at = [torch.arange(9, 9 + n) for n in tokens]
         slots = torch.cat([table[p // 16].long() * 16 + p % 16 for table, p in zip(tables, at, strict=True)])
         starts = torch.tensor([0, tokens[0], sum(tokens)], dtype=torch.int32)
         x = torch.randn(sum(tokens), hidden)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("linear", "gate_up_silu", "rope_and_cache", "paged_attention"):
-                patch.setattr(ref, name, getattr(ops, name))  # the definition, calling the native ops
-            keys, values = torch.zeros(2, 2, 9, 2, 16, dim)
-            context = torch.tensor([9, 9], dtype=torch.int32)
-            y = run(x, stack, keys, values, torch.cat(at).int(), slots, tables, starts, context, rows)
+        keys, values = torch.zeros(2, 2, 9, 2, 16, dim)
+        context = torch.tensor([9, 9], dtype=torch.int32)
+        metadata = AttentionMetadata(torch.cat(at).int(), slots, starts, context, tables)
+        y = run(x, ops.DenseStack(layers), keys, values, metadata, rows)
         results.append([y, keys, values])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
@@ -288,10 +309,11 @@ def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int) -> None:
     slots[3] = -1
     norms = {"q_norm": torch.rand(dim), "k_norm": torch.rand(dim), "eps": 1e-6} if normed else {}
     qkv, cos_sin, positions = torch.randn(tokens, 10 * dim), torch.randn(99, rotary), torch.randint(99, (tokens,)).int()
+    layer = AttentionLayer(*heads, dim, scale=1.0, cos_sin=cos_sin, **norms)
     results = []
-    for module in (ops, ref):
+    for backend in (ops.current_backend(), REFERENCE):
         got, both = qkv.clone(), torch.full((5, 2, 2, 8, dim), 7.0).to(dtype)  # K and V interleaved, so strided
-        module.rope_and_cache(got, positions, cos_sin, both[:, 0], both[:, 1], slots, *heads, dim, **norms)
+        backend.rope_and_cache(got, layer, both[:, 0], both[:, 1], written(positions, slots))
         results.append((got[:, : 6 * dim], both))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is BF16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
@@ -308,18 +330,20 @@ def test_sample_agrees_with_its_definition() -> None:
     top_p = (torch.rand(rows) + 0.3).clamp(max=1)
     min_p = torch.rand(rows).mul(0.3).masked_fill(torch.rand(rows) < 0.5, 0)
     uniform = torch.rand(rows, dtype=torch.float64)
-    settings = temperature, top_k, top_p, min_p, uniform
-    expected, got = ref.sample(logits.clone(), *settings), ops.sample(logits.clone(), *settings)
+    settings, native = SamplingTensors(temperature, top_k, top_p, min_p), ops.current_backend()
+    expected, got = (backend.sample(logits.clone(), settings, uniform) for backend in (REFERENCE, native))
     assert (expected != got).sum() <= 1  # a uniform may fall within rounding of a boundary
     for i in range(0, rows, 37):
-        assert ops.sample(logits[i : i + 1].clone(), *(s[i : i + 1] for s in settings)) == got[i]
+        one = SamplingTensors(*(s[i : i + 1] for s in settings))
+        assert native.sample(logits[i : i + 1].clone(), one, uniform[i : i + 1]) == got[i]
 
 
 def test_sample_follows_the_distribution() -> None:
     draws = 20_000
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, -torch.inf]).repeat(draws, 1)
     ones, off = torch.ones(draws), torch.zeros(draws)
-    ids = ops.sample(logits.clone(), ones, off.int(), ones, off, torch.rand(draws, dtype=torch.float64))
+    settings, uniform = SamplingTensors(ones, off.int(), ones, off), torch.rand(draws, dtype=torch.float64)
+    ids = ops.current_backend().sample(logits.clone(), settings, uniform)
     shares = ids.bincount(minlength=5) / draws
     torch.testing.assert_close(shares, logits[0].softmax(0), atol=0.015, rtol=0)
     assert shares[4] == 0
@@ -329,14 +353,15 @@ def test_sample_handles_rows_with_nan_and_inf() -> None:
     logits = torch.stack([torch.full((50,), x) for x in (torch.nan, -torch.inf, torch.inf, 0.0)])
     logits[3, 7] = torch.nan
     ones = torch.ones(4)
-    ids = ops.sample(logits, ones, torch.zeros(4).int(), ones * 0.9, ones * 0, torch.rand(4, dtype=torch.float64))
+    settings = SamplingTensors(ones, torch.zeros(4).int(), ones * 0.9, ones * 0)
+    ids = ops.current_backend().sample(logits, settings, torch.rand(4, dtype=torch.float64))
     assert ((ids >= 0) & (ids < 50)).all()
 
 
 def test_log_probs() -> None:
     logits, ids = torch.randn(9, 5000) * 4, torch.randint(5000, (9,))
     logits[2] = logits[2].round()
-    for mine, theirs in zip(ops.log_probs(logits, ids, 20), ref.log_probs(logits, ids, 20), strict=True):
+    for mine, theirs in zip(ops.log_probs(logits, ids, 20), REFERENCE.log_probs(logits, ids, 20), strict=True):
         if mine.dtype == torch.int64:
             assert torch.equal(mine, theirs)
         else:
@@ -348,7 +373,7 @@ def test_bitmask() -> None:
     mask = torch.randint(-(2**31), 2**31, (2, 3), dtype=torch.int64).int()
     mine, theirs, rows = logits.clone(), logits.clone(), torch.tensor([3, 1])
     ops.apply_bitmask(mine, mask, rows)
-    ref.apply_bitmask(theirs, mask, rows)
+    REFERENCE.apply_bitmask(theirs, mask, rows)
     assert torch.equal(mine, theirs) and mine.isinf().any() and torch.equal(mine[0], logits[0])
 
 
@@ -357,7 +382,7 @@ def test_torch_fallback_without_a_compiler(tmp_path: Path, monkeypatch: pytest.M
     backend = ops.start_backend(threads=2, cache_dir=tmp_path)
     assert backend.library is None and "install g++" in str(ops.current_backend())
     x, weight = torch.randn(3, 40), torch.randn(12, 40).to(BF16)
-    torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight)), x @ weight.float().T)
+    torch.testing.assert_close(ops.linear(x, LinearLayer(ops.pack_linear(weight))), x @ weight.float().T)
 
 
 def test_broken_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

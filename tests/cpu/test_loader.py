@@ -34,9 +34,8 @@ def logits(model: DecoderModel) -> Tensor:
     at = torch.arange(len(ids))
     one = torch.tensor([0], dtype=torch.int32)
     start = torch.tensor([0, len(ids)], dtype=torch.int32)
-    return model.forward(
-        ForwardBatch(torch.tensor(ids), at.int(), at, start, one, one[None], torch.tensor([5]), keys, values)
-    )
+    metadata = ops.AttentionMetadata(at.int(), at, start, one, one[None])
+    return model.forward(ForwardBatch(torch.tensor(ids), metadata, torch.tensor([5]), keys, values))
 
 
 def test_loads_sharded_checkpoint(tmp_path: Path) -> None:

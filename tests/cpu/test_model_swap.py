@@ -20,7 +20,7 @@ from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
 from emberline.engine.gpu.swap import SleepManager, SwappedEngine, model_memory
 from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, plan_memory
-from emberline.kernels import backend, ref
+from emberline.kernels import backend, reference
 from emberline.models.sleep import iter_instances, sleep
 
 
@@ -204,7 +204,7 @@ def test_model_memory_matches_the_plans() -> None:
 @pytest.fixture
 def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_backend", backend._backend)
-    monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
+    monkeypatch.setattr(reference, "uniform_from_seed", reference.uniform_from_seed)
     plain_arithmetic()
 
 

@@ -55,11 +55,13 @@ class Cache:
             starts.append(starts[-1] + len(span))
         f = ForwardBatch(
             tokens=torch.tensor([self.tokens[b][p] for b, p in places]),
-            positions=torch.tensor([p for _, p in places], dtype=torch.int32),
-            slots=torch.tensor([self.tables[b][p // BLOCK] * BLOCK + p % BLOCK for b, p in places]),
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            context=torch.tensor([self.done[b] for b in batch], dtype=torch.int32),
-            block_tables=torch.tensor([(self.tables[b] + [0] * most)[:most] for b in batch], dtype=torch.int32),
+            attention=ops.AttentionMetadata(
+                positions=torch.tensor([p for _, p in places], dtype=torch.int32),
+                slots=torch.tensor([self.tables[b][p // BLOCK] * BLOCK + p % BLOCK for b, p in places]),
+                query_start=torch.tensor(starts, dtype=torch.int32),
+                context=torch.tensor([self.done[b] for b in batch], dtype=torch.int32),
+                block_tables=torch.tensor([(self.tables[b] + [0] * most)[:most] for b in batch], dtype=torch.int32),
+            ),
             logit_rows=torch.tensor(range(len(places)) if rows is None else rows, dtype=torch.int64),
             keys=self.keys,
             values=self.values,

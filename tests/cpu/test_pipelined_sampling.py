@@ -28,7 +28,8 @@ from emberline.engine.grammar import GrammarCompiler, fill_masks
 from emberline.engine.penalties import PenaltyCounts
 from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.kernels import backend, ops, ref
+from emberline.kernels import backend, ops
+from emberline.kernels.reference import IN_PROMPT_BIT, MAX_TOKEN_COUNT
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
@@ -206,7 +207,7 @@ def test_device_counts_equal_host_counts() -> None:
     vocab, prompt = 301, rng.integers(0, 60, 40).tolist()
     host = PenaltyCounts(params, prompt, len(prompt))
     counts = torch.zeros(3, 304, dtype=torch.int16)
-    counts[2, prompt] = ref.IN_PROMPT_BIT
+    counts[2, prompt] = IN_PROMPT_BIT
     settings = torch.tensor([[params.repetition_penalty, params.frequency_penalty, params.presence_penalty]])
     row, slot = torch.tensor([1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     for _ in range(150):
@@ -223,13 +224,13 @@ def test_device_counts_equal_host_counts() -> None:
 def test_counts_saturate() -> None:
     token, few = torch.tensor([4]), torch.tensor([0], dtype=torch.int32)
     counts = torch.zeros(1, 8, dtype=torch.int16)
-    counts[0, 4] = ref.IN_PROMPT_BIT + ref.MAX_TOKEN_COUNT
+    counts[0, 4] = IN_PROMPT_BIT + MAX_TOKEN_COUNT
     ops.count_tokens(counts, few, few, token)
     assert counts[0, 4] == -1
-    host = PenaltyCounts(SamplingParams(frequency_penalty=1.0), [4] * (ref.MAX_TOKEN_COUNT + 2), 0)
+    host = PenaltyCounts(SamplingParams(frequency_penalty=1.0), [4] * (MAX_TOKEN_COUNT + 2), 0)
     logits = np.zeros(8, np.float32)
     host.apply(logits)
-    assert logits[4] == -ref.MAX_TOKEN_COUNT
+    assert logits[4] == -MAX_TOKEN_COUNT
 
 
 def test_masks_computed_in_parallel_equal_single_ones(directory: Path) -> None:
@@ -246,7 +247,7 @@ def test_masks_computed_in_parallel_equal_single_ones(directory: Path) -> None:
 def test_progress_counter_grows_within_a_step(directory: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter grows at least once in each layer, so that a long step can be distinguished from a hang."""
     if not native:
-        monkeypatch.setattr(backend, "_backend", ops.Backend(None, "", "asked for"))
+        monkeypatch.setattr(backend, "_backend", ops.ReferenceBackend("asked for"))
     elif ops.start_backend().library is None:
         pytest.skip("there is no native library here")
     model = load_decoder(directory, "float32")

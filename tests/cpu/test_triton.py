@@ -31,8 +31,10 @@ from triton_cases import (  # noqa: E402
     check_rows,
     check_silu,
     check_widen,
+    written,
 )
 
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata  # noqa: E402
 from emberline.kernels.triton import norm  # noqa: E402
 from emberline.kernels.triton.activation import silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention  # noqa: E402
@@ -234,8 +236,8 @@ def test_widen_compiles(compiled_kernels: list[Any]) -> None:
 def test_rope_compiles(compiled_kernels: list[Any], dtype: torch.dtype, cache: torch.dtype, normed: bool) -> None:
     qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
     positions, slots, norm = torch.zeros(2).int(), torch.zeros(2).long(), torch.zeros(128) if normed else None
-    table = torch.zeros(9, 128)
-    rope_and_cache(qkv, positions, table, blocks, blocks.clone(), slots, 32, 8, 128, q_norm=norm, k_norm=norm, pdl=True)
+    layer = AttentionLayer(32, 8, 128, scale=1.0, cos_sin=torch.zeros(9, 128), q_norm=norm, k_norm=norm)
+    rope_and_cache(qkv, layer, blocks, blocks.clone(), written(positions, slots), pdl=True)
     assert "st.global.v4" in compiled_kernels[0].asm["ptx"] or cache == FP8
 
 
@@ -250,19 +252,7 @@ def test_attention_compiles(
     qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
     integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     block_m = choose_tile_queries(most, 4)
-    paged_attention(
-        qkv,
-        blocks,
-        blocks.clone(),
-        integers[None],
-        integers,
-        integers,
-        tiles,
-        0.1,
-        32,
-        8,
-        128,
-        block_m=block_m,
-        pdl=True,
-    )
+    layer = AttentionLayer(32, 8, 128, scale=0.1, cos_sin=torch.zeros(0))
+    metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
+    paged_attention(qkv, layer, blocks, blocks.clone(), metadata, tiles, block_m=block_m, pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]

@@ -5,8 +5,10 @@ The streams that could run at the same time are those of `racing`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -121,20 +123,28 @@ def test_interrupted_step_does_not_leave_a_stale_weight(rows: list[Tensor]) -> N
     products.step()
 
 
+def record_weight(op: Callable[..., Tensor], used: list[PackedWeight]) -> Callable[..., Tensor]:
+    def run(x: Tensor, layer: ops.LinearLayer, **options: Any) -> Tensor:
+        used.append(layer.weight)
+        return op(x, layer, **options)
+
+    return run
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_model_uses_weights_in_the_declared_order(
     biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_backend", ops.Backend(None, "", "asked for"))
+    monkeypatch.setattr(backend, "_backend", ops.ReferenceBackend("asked for"))
     model = load_decoder(tiny.write(tmp_path, {**tiny.CONFIGS["llama"], "mlp_bias": biased}))
     used: list[PackedWeight] = []
     for op in ("linear", "gate_up_silu"):
-        real = getattr(ops, op)
-        monkeypatch.setattr(ops, op, lambda x, w, *a, real=real, **more: (used.append(w), real(x, w, *a, **more))[1])
+        monkeypatch.setattr(ops, op, record_weight(getattr(ops, op), used))
     c, at, one = model.config, torch.arange(6), torch.zeros(1, dtype=torch.int32)
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
     start = torch.tensor([0, 6], dtype=torch.int32)
-    model.forward(ForwardBatch(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
+    metadata = ops.AttentionMetadata(at.int(), at, start, one, one[None])
+    model.forward(ForwardBatch(at + 3, metadata, torch.tensor([5]), keys, values))
     unpacker = model.make_unpacker(HostStream(), HostStream())
     assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
     following, last = [unpacker.next_weight(weight) for weight in used], 4 * (c.layers - 1)

@@ -38,16 +38,20 @@ class Step:
             row[: len(blocks)] = blocks
         shape = (int(need.sum()), KV, BLOCK, DIM)
         self.keys, self.values = (torch.randn(shape, device="cuda").to(self.dtype) for _ in range(2))
-        self.counts, self.before, self.tables = counts, before, tables.cuda()
-        self.query_start = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device="cuda")
-        self.context = torch.from_numpy(before).cuda()
+        self.counts, self.before = counts, before
         positions = [at for count, past in self.rows for at in range(past, past + count)]
         owners = np.repeat(np.arange(len(counts)), counts)
         slots = [int(tables[row, at // BLOCK]) * BLOCK + at % BLOCK for row, at in zip(owners, positions, strict=True)]
-        self.positions = torch.tensor(positions, dtype=torch.int32, device="cuda")
-        self.slots = torch.tensor(slots, dtype=torch.int64, device="cuda")
+        self.metadata = ops.AttentionMetadata(
+            positions=torch.tensor(positions, dtype=torch.int32, device="cuda"),
+            slots=torch.tensor(slots, dtype=torch.int64, device="cuda"),
+            query_start=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device="cuda"),
+            context=torch.from_numpy(before).cuda(),
+            block_tables=tables.cuda(),
+        )
         angles = torch.arange(max(positions) + 1, device="cuda")[:, None] * torch.rand(DIM // 2, device="cuda")
-        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        self.layer = ops.AttentionLayer(Q, KV, DIM, scale=DIM**-0.5, cos_sin=cos_sin, window=self.window)
         self.cutter = ops.AttentionPlanner(
             (Q, KV, DIM), self.keys[None], torch.bfloat16, len(counts), max_widened_blocks=self.widened
         )
@@ -60,18 +64,17 @@ class Step:
 
     def attend(self, tiles: ops.AttentionPlan) -> Tensor:
         return ops.paged_attention(
-            self.qkv, self.keys, self.values, self.tables, self.query_start, self.context, DIM**-0.5, Q, KV, DIM,
-            window=self.window, plan=tiles.with_block_tables(),
-        )  # fmt: skip
+            self.qkv, self.layer, self.keys, self.values, self.metadata, tiles.with_block_tables()
+        )
 
     def run_layer(self, source: Tensor, then: Callable[[], object] = lambda: None) -> Tensor:
         """Run the kernels of a layer, which may start before the preceding one ends. `then` is called after each.
 
         The kernels before attention write what it reads.
         """
-        ops.linear(source, self.weight, out=self.qkv)
+        ops.linear(source, ops.LinearLayer(self.weight), out=self.qkv)
         then()
-        ops.rope_and_cache(self.qkv, self.positions, self.cos_sin, self.keys, self.values, self.slots, Q, KV, DIM)
+        ops.rope_and_cache(self.qkv, self.layer, self.keys, self.values, self.metadata)
         then()
         out = self.attend(self.tiles)
         then()

@@ -20,7 +20,8 @@ def random_weight(n: int, k: int, gated: bool) -> PackedWeight:
 
 
 def product(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    return ops.gate_up_silu(x, weight) if weight.gated else ops.linear(x, weight)
+    layer = ops.LinearLayer(weight)
+    return ops.gate_up_silu(x, layer) if weight.gated else ops.linear(x, layer)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

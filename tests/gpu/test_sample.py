@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels import ref
+from emberline.kernels.arguments import LogProbs, SamplingTensors
 from emberline.kernels.cuda.sample import apply_bitmask, apply_penalties, count_tokens, edit_logits, log_probs, sample
+from emberline.kernels.reference import IN_PROMPT_BIT, MAX_TOKEN_COUNT, ReferenceBackend, uniform_from_seed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -17,6 +19,7 @@ VOCAB = 128256
 VOCABS = (7, 1000, 2049, 6001, 50257, VOCAB)  # fewer than threads, than a list; rows not aligned to 16 bytes
 NEAR = 1e-6  # a number this close to a boundary may be on either side of it
 
+REFERENCE = ReferenceBackend()
 Settings = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -52,13 +55,18 @@ def seeds_and_positions(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)), torch.randint(0, 1 << 20, (rows,)).int()
 
 
+def to_arguments(settings: Sequence[Tensor]) -> tuple[SamplingTensors, Tensor, Tensor]:
+    """Return the settings, seeds and positions as `sample` takes them."""
+    return SamplingTensors(*settings[:4]), settings[4], settings[5]
+
+
 def sample_on_gpu(logits: Tensor, settings: Settings, *, pdl: bool = True) -> Tensor:
     out = torch.full((len(logits),), -1, device="cuda")
-    return sample(logits.cuda(), *(s.cuda() for s in settings), out, pdl=pdl).cpu()
+    return sample(logits.cuda(), *to_arguments([s.cuda() for s in settings]), out, pdl=pdl).cpu()
 
 
 def sample_by_definition(logits: Tensor, settings: Settings) -> Tensor:
-    return ref.sample(logits.clone(), *settings[:4], ref.uniform_from_seed(*settings[4:]))
+    return REFERENCE.sample(logits.clone(), SamplingTensors(*settings[:4]), uniform_from_seed(*settings[4:]))
 
 
 def assert_agrees(logits: Tensor, settings: Settings, *, most_off: float = 0.02) -> None:
@@ -75,12 +83,13 @@ def is_near(logits: Tensor, settings: list[Tensor], got: int) -> bool:
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     temperature, top_k, top_p, min_p = settings[:4]
-    uniform = ref.uniform_from_seed(*settings[4:])
+    uniform = uniform_from_seed(*settings[4:])
     around = []
     for a, b, c in product((-NEAR, 0.0, NEAR), repeat=3):
         share = torch.where(top_p < 1, top_p * (1 + a), top_p)
         u = (uniform + c).clamp(0, 1 - 2.0**-53)
-        around.append(int(place[ref.sample(logits[None], temperature, top_k, share, min_p * (1 + b), u)]))
+        near = SamplingTensors(temperature, top_k, share, min_p * (1 + b))
+        around.append(int(place[REFERENCE.sample(logits[None], near, u)]))
     return min(around) <= int(place[got]) <= max(around)
 
 
@@ -122,7 +131,7 @@ def test_equal_logits_reveal_the_uniform_number() -> None:
     rows, vocab = 64, 1 << 19
     settings = uniform_settings(rows, 0.7)
     got = sample_on_gpu(torch.zeros(1, vocab).cuda().expand(rows, vocab), settings)
-    assert torch.equal(got, (ref.uniform_from_seed(*settings[4:]) * vocab).long())
+    assert torch.equal(got, (uniform_from_seed(*settings[4:]) * vocab).long())
     signed = torch.zeros(rows, 5000)
     signed[:, ::2] = -0.0
     assert_agrees(signed, uniform_settings(rows, 0.7, 0, 0.9))
@@ -200,7 +209,7 @@ def test_log_probs(vocab: int, top_n: int) -> None:
         logits[5, torch.arange(vocab) // 4 % 1024 < 20] += 30
         ids[4] = 3
     got = [x.cpu() for x in log_probs(logits.cuda(), ids.cuda(), top_n, out=poisoned(9, top_n))]
-    chosen, top_ids, top, rank = ref.log_probs(logits, ids, top_n)
+    chosen, top_ids, top, rank = REFERENCE.log_probs(logits, ids, top_n)
     assert torch.equal(got[1], top_ids) and torch.equal(got[3], rank)
     exact = logits.double().log_softmax(-1)
     torchs = (logits.cuda().log_softmax(-1).cpu().double() - exact).nan_to_num(0).abs().max().item()
@@ -210,10 +219,10 @@ def test_log_probs(vocab: int, top_n: int) -> None:
         assert not off.isnan().any() and (off <= 2 * torchs + 1e-6).all(), f"off by {off.max():.2e}, torch {torchs:.2e}"
 
 
-def poisoned(rows: int, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def poisoned(rows: int, top_n: int) -> LogProbs:
     values = [torch.full(shape, torch.nan, device="cuda") for shape in ((rows,), (rows, top_n))]
     whole = [torch.full(shape, -7, device="cuda") for shape in ((rows, top_n), (rows,))]
-    return values[0], whole[0], values[1], whole[1]
+    return LogProbs(values[0], whole[0], values[1], whole[1])
 
 
 @pytest.mark.parametrize("vocab", [77, 50257, VOCAB])
@@ -222,7 +231,7 @@ def test_bitmask(vocab: int) -> None:
     mask = torch.randint(-(1 << 31), 1 << 31, (2, -(-vocab // 32))).int()
     rows, mine, theirs = torch.tensor([3, 1]), logits.cuda(), logits.clone()
     apply_bitmask(mine, mask.cuda(), rows.cuda())
-    ref.apply_bitmask(theirs, mask, rows)
+    REFERENCE.apply_bitmask(theirs, mask, rows)
     assert torch.equal(mine.cpu(), theirs) and theirs.isinf().any()
 
 
@@ -233,7 +242,7 @@ def test_edit_logits() -> None:
     divide, add = torch.rand(count) + 0.5, torch.randn(count)
     add[::9] = -torch.inf
     theirs = logits.clone()
-    ref.edit_logits(theirs, rows, ids, divide, add)
+    REFERENCE.edit_logits(theirs, rows, ids, divide, add)
     assert not torch.equal(theirs, logits)
     mine, padding = logits.cuda(), torch.full((37,), -1, dtype=torch.int32)
     ones = torch.ones(37)
@@ -244,7 +253,7 @@ def test_edit_logits() -> None:
 
 def test_empty_inputs() -> None:
     empty, none = torch.empty(0, 50, device="cuda"), torch.empty(0, dtype=torch.int64, device="cuda")
-    assert len(sample(empty, *(s.cuda() for s in uniform_settings(0, 1.0)), none)) == 0
+    assert len(sample(empty, *to_arguments([s.cuda() for s in uniform_settings(0, 1.0)]), none)) == 0
     assert log_probs(empty, none, 3)[1].shape == (0, 3)
     apply_bitmask(empty, torch.empty(0, 2, dtype=torch.int32, device="cuda"), none)
     edit_logits(empty, none.int(), none.int(), none.float(), none.float())
@@ -262,7 +271,7 @@ def test_cuda_graph_capture() -> None:
         work.copy_(logits)
         edit_logits(work, *edits)
         apply_bitmask(work, mask, places)
-        sample(work, *first, out)
+        sample(work, *to_arguments(first), out)
         log_probs(work, out, 5, out=scores)
 
     step()  # compiles
@@ -288,17 +297,17 @@ def test_penalties_and_counts(vocab: int) -> None:
     rows, slots = torch.tensor([0, 2, 3]).int(), torch.tensor([4, 1, 0]).int()
     counts = torch.zeros(5, -(-vocab // 8) * 8, dtype=torch.int16)
     counts[:, :vocab] = torch.randint(0, 5, (5, vocab)).mul(random_mask(vocab, 0.2)).short()
-    counts[:, :vocab][random_mask(5 * vocab, 0.1).view(5, vocab)] += ref.IN_PROMPT_BIT
-    counts[4, vocab - 1] = ref.MAX_TOKEN_COUNT
+    counts[:, :vocab][random_mask(5 * vocab, 0.1).view(5, vocab)] += IN_PROMPT_BIT
+    counts[4, vocab - 1] = MAX_TOKEN_COUNT
     settings = torch.tensor([[1.3, 0.2, 0.5], [0.7, -0.1, 0.0], [1.0, 0.3, -1.0]])
     logits, device = peaked(4, vocab), [counts.cuda(), slots.cuda(), rows.cuda()]
     logits[2, : vocab // 2] = -torch.inf
     sample_on_gpu = logits.cuda()
     for _ in range(3):
-        ref.apply_penalties(logits, rows, slots, settings, counts)
+        REFERENCE.apply_penalties(logits, rows, slots, settings, counts)
         apply_penalties(sample_on_gpu, device[2], device[1], settings.cuda(), device[0])
         assert torch.equal(sample_on_gpu.cpu(), logits)
         tokens = torch.tensor([vocab - 1, 3, 5, 0])
-        ref.count_tokens(counts, slots, rows, tokens)
+        REFERENCE.count_tokens(counts, slots, rows, tokens)
         count_tokens(*device, tokens.cuda())
         assert torch.equal(device[0].cpu(), counts)

@@ -49,10 +49,10 @@ def compute_products(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: 
     x = x.clone()
     norm = torch.ones(HIDDEN, device="cuda")
     for square, gate_up, down in layers:
-        mixed = ops.linear(x, square, norm=norm, eps=1e-5, unpacker=ahead)
-        inner = ops.gate_up_silu(mixed, gate_up, norm=norm, eps=1e-5, unpacker=ahead)
-        ops.linear(inner, down, add_to=x, unpacker=ahead)
-    return ops.linear(x, head, float32_output=True)
+        mixed = ops.linear(x, ops.LinearLayer(square, norm=norm, eps=1e-5), unpacker=ahead)
+        inner = ops.gate_up_silu(mixed, ops.LinearLayer(gate_up, norm=norm, eps=1e-5), unpacker=ahead)
+        ops.linear(inner, ops.LinearLayer(down), add_to=x, unpacker=ahead)
+    return ops.linear(x, ops.LinearLayer(head), float32_output=True)
 
 
 def capture_step(work: Callable[[], Tensor], device: CudaDevice) -> tuple[Tensor, Callable[[], None]]:

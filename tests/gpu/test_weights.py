@@ -154,7 +154,7 @@ def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
             at, attention, ffn = f"model.layers.{i}", layer.attention, layer.ffn
             assert torch.equal(unpack_weight(attention.qkv.weight), expected[f"{at}.qkv"])
             assert torch.equal(unpack_weight(attention.o.weight), expected[f"{at}.o"])
-            assert torch.equal(unpack_weight(ffn.gate_up), interleave(expected[f"{at}.gate_up"]))  # type: ignore[attr-defined]
+            assert torch.equal(unpack_weight(ffn.gate_up.weight), interleave(expected[f"{at}.gate_up"]))  # type: ignore[attr-defined]
             assert torch.equal(unpack_weight(ffn.down.weight), expected[f"{at}.down"])  # type: ignore[attr-defined]
         assert torch.equal(unpack_weight(decoder.head.weight), expected["head"])
         assert isinstance(decoder.embedding, PackedWeight)

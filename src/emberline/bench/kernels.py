@@ -114,10 +114,13 @@ def _linears(report: BenchReport, name: str, n: int, k: int, top: MachineLimits)
         x, norm = torch.randn(m, k), torch.ones(k)
         y = torch.empty(m, n // 2 if packed.gated else n)
 
-        def mine(w: ops.PackedWeight, x: Tensor = x, norm: Tensor = norm, y: Tensor = y) -> object:
-            return ops.gate_up_silu(x, w, norm=norm, eps=1e-5, out=y) if w.gated else ops.linear(x, w, out=y)
+        layers = [ops.LinearLayer(w, norm=norm if w.gated else None, eps=1e-5) for w in ours]
+        product = ops.gate_up_silu if packed.gated else ops.linear
 
-        seconds = _times(lambda some=some, mine=mine: [mine(w) for w in ours[:some]])  # type: ignore[misc]
+        def multiply_all(product=product, layers=layers[:some], x=x, y=y) -> object:  # type: ignore[no-untyped-def]
+            return [product(x, layer, out=y) for layer in layers]
+
+        seconds = _times(multiply_all)
         limit = max(flop / top.flops, weight.nbytes / top.bandwidth if m <= FEW_ROWS else 0.0)
         label = f"{name}_{m}"
         theirs = _peers(report, label, _torch(x, weight, some, packed.layout), some)
@@ -178,10 +181,11 @@ def _steps(report: BenchReport, top: MachineLimits) -> None:
 
 def _attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
     """Return the milliseconds of attention in all layers of a step, all reading the same layer's KV cache."""
-    heads = (config.heads, config.kv_heads, config.head_dim)
-    qkv = torch.randn(len(step.tokens), (heads[0] + 2 * heads[1]) * heads[2])
-    where = step.keys[0], step.values[0], step.block_tables, step.query_start, step.context
-    return [config.layers * s * 1e3 for s in _times(lambda: ops.paged_attention(qkv, *where, heads[2] ** -0.5, *heads))]
+    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+    qkv = torch.randn(len(step.tokens), (heads + 2 * kv_heads) * head_dim)
+    layer = ops.AttentionLayer(heads, kv_heads, head_dim, scale=head_dim**-0.5, cos_sin=torch.empty(0))
+    seconds = _times(lambda: ops.paged_attention(qkv, layer, step.keys[0], step.values[0], step.attention))
+    return [config.layers * s * 1e3 for s in seconds]
 
 
 def _forward(batch: int, new: int, before: int, vocab: int, keys: Tensor, values: Tensor) -> ForwardBatch:
@@ -190,11 +194,13 @@ def _forward(batch: int, new: int, before: int, vocab: int, keys: Tensor, values
     at = torch.arange(before, before + new).repeat(batch, 1)
     return ForwardBatch(
         tokens=torch.randint(vocab, (batch * new,)),
-        positions=at.flatten().int(),
-        slots=(tables.gather(1, at // BLOCK).long() * BLOCK + at % BLOCK).flatten(),
-        query_start=torch.arange(0, batch * new + 1, new).int(),
-        context=torch.full((batch,), before).int(),
-        block_tables=tables,
+        attention=ops.AttentionMetadata(
+            positions=at.flatten().int(),
+            slots=(tables.gather(1, at // BLOCK).long() * BLOCK + at % BLOCK).flatten(),
+            query_start=torch.arange(0, batch * new + 1, new).int(),
+            context=torch.full((batch,), before).int(),
+            block_tables=tables,
+        ),
         logit_rows=torch.arange(new - 1, batch * new, new),
         keys=keys,
         values=values,

@@ -71,17 +71,14 @@ class RoundingOps:
     def rope_and_cache(
         self,
         qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slots: Tensor,
-        *heads: int,
-        **norm: Any,
+        layer: ops.AttentionLayer,
+        keys: Tensor,
+        values: Tensor,
+        metadata: ops.AttentionMetadata,
     ) -> None:
-        ops.rope_and_cache(qkv, positions, cos_sin, k, v, slots, *heads, **norm)
-        blocks = (slots // v.shape[2]).unique()  # whole blocks: rounding twice changes nothing
-        for cache in (k, v):
+        ops.rope_and_cache(qkv, layer, keys, values, metadata)
+        blocks = (metadata.slots // values.shape[2]).unique()  # whole blocks: rounding twice changes nothing
+        for cache in (keys, values):
             cache[blocks] = self._rounding(cache[blocks])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from emberline.core.plan import WorkItem
+from emberline.kernels.ops import AttentionMetadata
 from emberline.kv.cache import KVCache
 from emberline.models.forward import ForwardBatch
 
@@ -35,11 +36,13 @@ def build_forward(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
     tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
     return ForwardBatch(
         tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        query_start=torch.from_numpy(query_start),
-        context=torch.from_numpy(starts),
-        block_tables=torch.from_numpy(tables),
+        attention=AttentionMetadata(
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            query_start=torch.from_numpy(query_start),
+            context=torch.from_numpy(starts),
+            block_tables=torch.from_numpy(tables),
+        ),
         logit_rows=torch.from_numpy(
             np.concatenate(logit_rows).astype(np.int64) if logit_rows else np.zeros(0, np.int64)
         ),

@@ -1,7 +1,7 @@
 """PenaltyCounts: how often each token occurred in one request, for penalties that the host applies.
 
 The counts are sparse: a step costs as much as there are distinct tokens so far, independent of the vocabulary's size.
-`ref.penalise` defines the arithmetic; both give the same bits.
+`ReferenceBackend.apply_penalties` defines the arithmetic; both give the same bits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberline.core.params import SamplingParams
-from emberline.kernels.ref import MAX_TOKEN_COUNT
+from emberline.kernels.reference import MAX_TOKEN_COUNT
 
 
 class PenaltyCounts:

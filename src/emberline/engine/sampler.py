@@ -167,10 +167,12 @@ class Sampler:
         seeds = np.array([row.seed % (1 << 64) for row in rows], np.uint64).view(np.int64)
         chosen = ops.sample_with_seed(
             logits,
-            torch.tensor([p.temperature for p in params], dtype=torch.float32),
-            torch.tensor([p.top_k for p in params], dtype=torch.int32),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32),
-            torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            ops.SamplingTensors(
+                torch.tensor([p.temperature for p in params], dtype=torch.float32),
+                torch.tensor([p.top_k for p in params], dtype=torch.int32),
+                torch.tensor([p.top_p for p in params], dtype=torch.float32),
+                torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            ),
             torch.from_numpy(seeds),
             torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
         ).tolist()

@@ -1,69 +1,74 @@
-"""Backend: the library that computes on a CPU, either the native one or torch, and its state in this process."""
+"""The choice of a backend, made once per process: one backend for tensors in host memory and one for tensors on a GPU.
+
+As in torch, the native library and its thread pool are global to the process. `start_backend` sets them up; otherwise
+the first op does so with defaults. A forked child has no pool threads, so worker processes must be started by spawn.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from emberline.core.config import core_count, kernel_dir
 from emberline.kernels.cpu.build import NativeBuildError, build_library
+from emberline.kernels.cpu.cpu_backend import CPUBackend
 from emberline.kernels.cpu.library import load_library
+from emberline.kernels.op_backend import OpBackend
+from emberline.kernels.reference import ReferenceBackend
+
+_backend: ReferenceBackend | None = None  # for tensors in host memory; a CPUBackend if native kernels could be built
+_gpu_backend: OpBackend | None = None
+_progress_marks = 0  # calls of `mark_progress`
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    library: ctypes.CDLL | None
-    isa: str
-    reason: str = ""  # why there is no native library; empty if there is one
-
-    def __str__(self) -> str:
-        return f"native ({self.isa})" if self.library else f"torch ({self.reason})"
+def backend_of(tensor: Tensor) -> OpBackend:
+    """Return the backend of the device that holds the tensor."""
+    if tensor.is_cuda:
+        return _gpu_backend or _start_gpu_backend()
+    return _backend or start_backend()
 
 
-_backend: Backend | None = None
-_marks = 0  # calls of `mark_progress`
+def start_backend(*, threads: int = 0, cache_dir: Path | None = None, native: bool = True) -> ReferenceBackend:
+    """Choose the backend for tensors in host memory, set the number of threads, and return the backend.
 
-
-def start_backend(*, threads: int = 0, cache_dir: Path | None = None, native: bool = True) -> Backend:
-    """Build or find the native library, set the number of threads and return the backend.
-
-    0 threads means every core that this process may use.
+    This builds or finds the native library. 0 threads means every core that this process may use.
     """
     global _backend
     try:
         library = load_library(build_library(cache_dir or kernel_dir())) if native else None
-        isa = library.ember_isa().decode() if library else ""
-        _backend = Backend(library, isa, "" if library else "native kernels disabled")
+        _backend = ReferenceBackend("native kernels disabled") if library is None else CPUBackend(library)
     except (NativeBuildError, OSError) as error:
-        _backend = Backend(None, "", str(error))
-    set_threads(threads or core_count())
+        _backend = ReferenceBackend(str(error))
+    _backend.set_threads(threads or core_count())
     return _backend
 
 
-def current_backend() -> Backend:
-    """Return the backend of this process, started with defaults if `start_backend` was not called."""
+def current_backend() -> ReferenceBackend:
+    """Return the backend for tensors in host memory, started with defaults if `start_backend` was not called."""
     return _backend or start_backend()
+
+
+def _start_gpu_backend() -> OpBackend:
+    """Choose the backend for tensors on a GPU. All GPUs of a process use the same backend."""
+    from emberline.kernels.cuda.hopper_backend import HopperBackend  # needs triton, which CPU builds of torch lack
+
+    global _gpu_backend
+    _gpu_backend = HopperBackend()
+    return _gpu_backend
 
 
 def set_threads(threads: int) -> None:
     """Set how many cores an op may use, the caller's included. Results do not depend on it."""
-    library = current_backend().library
-    if library is not None:
-        library.ember_set_threads(threads)
-    else:
-        torch.set_num_threads(threads)
+    current_backend().set_threads(threads)
 
 
 def mark_progress() -> None:
     """Record that part of a forward pass was computed, for ops that no native kernel counts."""
-    global _marks
-    _marks += 1
+    global _progress_marks
+    _progress_marks += 1
 
 
 def progress_count() -> int:
     """Return a count that grows while this process computes; a watchdog uses it to detect hangs."""
-    native = _backend.library.ember_progress() if _backend is not None and _backend.library is not None else 0
-    return int(native) + _marks
+    return _progress_marks + (0 if _backend is None else _backend.progress_count())

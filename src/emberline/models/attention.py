@@ -9,22 +9,15 @@ from torch import Tensor
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
-from emberline.models.layers import Linear, load_linear
+from emberline.models.layers import load_linear
 from emberline.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    qkv: Linear
-    o: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-    cos_sin: Tensor
-    window: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    qkv: ops.LinearLayer
+    o: ops.LinearLayer
+    layer: ops.AttentionLayer
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> Attention:
@@ -35,38 +28,30 @@ class Attention:
         return Attention(
             qkv=load_linear(weights, names, config.hidden, bias=config.qkv_bias, norm=norm, eps=eps),
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
-            q_norm=weights.vector(f"{at}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
-            k_norm=weights.vector(f"{at}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
-            eps=eps,
-            cos_sin=cos_sin,
-            window=config.windows[layer],
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=dim,
+            layer=ops.AttentionLayer(
+                q_heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=dim,
+                scale=float(dim**-0.5),
+                cos_sin=cos_sin,
+                window=config.windows[layer],
+                q_norm=weights.vector(f"{at}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
+                k_norm=weights.vector(f"{at}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
+                eps=eps,
+            ),
         )
-
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: ForwardBatch, rows: Tensor | None = None) -> Tensor:
         """Add the attention's output to x in place; with `rows`, return only those rows, in a new tensor.
 
         Keys and values of all rows are written to the cache.
         """
-        heads = self.heads, self.kv_heads, self.head_dim
-        qkv = self.qkv(x, unpacker=f.unpacker)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        ops.rope_and_cache(
-            qkv, f.positions, self.cos_sin, keys, values, f.slots, *heads, q_norm=q_norm, k_norm=k_norm, eps=self.eps
-        )
+        qkv = ops.linear(x, self.qkv, unpacker=f.unpacker)
+        ops.rope_and_cache(qkv, self.layer, keys, values, f.attention)
         if rows is not None and not len(rows):
             return x[:0]
-        tiles = f.tiles if rows is None or f.tiles is None else f.tiles.for_last_layer()
-        mixed = ops.paged_attention(
-            qkv, keys, values, f.block_tables, f.query_start, f.context, self.scale, *heads,
-            window=self.window, plan=tiles,
-        )  # fmt: skip
+        plan = f.plan if rows is None or f.plan is None else f.plan.for_last_layer()
+        mixed = ops.paged_attention(qkv, self.layer, keys, values, f.attention, plan)
         if rows is not None:
             x, mixed = x[rows], mixed[rows]
-        return self.o(mixed, add_to=x, unpacker=f.unpacker)
+        return ops.linear(mixed, self.o, add_to=x, unpacker=f.unpacker)

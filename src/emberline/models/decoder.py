@@ -17,7 +17,6 @@ from emberline.models.attention import Attention
 from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
-from emberline.models.layers import Linear
 from emberline.models.moe import SparseFeedForward
 from emberline.models.rope import cos_sin_table
 from emberline.models.sleep import iter_instances
@@ -44,19 +43,7 @@ class DecoderLayer:
         a, ffn = self.attention, self.ffn
         if not isinstance(ffn, FeedForward) or a.qkv.norm is None:
             return None
-        return ops.DenseLayer(
-            attention_norm=a.qkv.norm,
-            qkv=a.qkv.weight,
-            o=a.o.weight,
-            ffn_norm=ffn.norm,
-            gate_up=ffn.gate_up,
-            down=ffn.down.weight,
-            qkv_bias=a.qkv.bias,
-            o_bias=a.o.bias,
-            q_norm=a.q_norm,
-            k_norm=a.k_norm,
-            window=a.window,
-        )
+        return ops.DenseLayer(a.layer, a.qkv, a.o, ffn.gate_up, ffn.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +53,7 @@ class DecoderModel:
     embedding: Tensor | ops.PackedWeight
     layers: tuple[DecoderLayer, ...]
     stack: ops.DenseStack | None  # all layers as one op, if possible
-    head: Linear
+    head: ops.LinearLayer
     dtype: torch.dtype  # of the matrices, and by default of the KV cache
     weight_bytes: int
     fingerprint: str
@@ -90,7 +77,7 @@ class DecoderModel:
             embedding=head if embedding is None else embedding,
             layers=layers,
             stack=_dense_stack(layers),
-            head=Linear(head, norm=norm, eps=config.norm_eps),
+            head=ops.LinearLayer(head, norm=norm, eps=config.norm_eps),
             dtype=layers[0].attention.qkv.weight.dtype,
             weight_bytes=weights.loaded_bytes,
             fingerprint=fingerprint,
@@ -100,7 +87,9 @@ class DecoderModel:
         """Return float32 logits [S, vocab] of f.logit_rows; cache keys and values of all T tokens."""
         x = ops.embed(f.tokens, self.embedding)
         x = self._run_layers(x, f) if self.stack is None else self._run_stack(self.stack, x, f)
-        return self.head(x, out=out, float32_output=True) if len(x) else x.new_empty(0, self.config.vocab)
+        if not len(x):
+            return x.new_empty(0, self.config.vocab)
+        return ops.linear(x, self.head, out=out, float32_output=True)
 
     def make_unpacker(self, computing: UnpackStream, unpacking: UnpackStream) -> ops.WeightUnpacker:
         """Return the state for unpacking weights ahead of their use, on a device that keeps them packed."""
@@ -110,9 +99,8 @@ class DecoderModel:
         return ops.WeightUnpacker(order, same_rows, computing, unpacking)
 
     def _run_stack(self, stack: ops.DenseStack, x: Tensor, f: ForwardBatch) -> Tensor:
-        batch = f.positions, f.slots, f.block_tables, f.query_start, f.context
         rows = torch.arange(len(x)) if f.logit_rows is None else f.logit_rows
-        return ops.run_dense_layers(x, stack, f.keys, f.values, *batch, rows)
+        return ops.run_dense_layers(x, stack, f.keys, f.values, f.attention, rows)
 
     def _run_layers(self, x: Tensor, f: ForwardBatch) -> Tensor:
         last = self.layers[-1]
@@ -135,5 +123,4 @@ def _dense_stack(layers: tuple[DecoderLayer, ...]) -> ops.DenseStack | None:
     layouts = {weight.layout for layer in dense for weight in layer.weights}
     if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:
         return None
-    a = layers[0].attention
-    return ops.DenseStack(dense, a.cos_sin, (a.heads, a.kv_heads, a.head_dim), a.eps, a.scale)
+    return ops.DenseStack(dense)

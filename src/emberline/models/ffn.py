@@ -9,40 +9,40 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
-from emberline.models.layers import Linear, load_linear, load_stacked
+from emberline.models.layers import load_linear, load_stacked
 from emberline.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    gate_up: ops.PackedWeight
-    norm: Tensor
-    eps: float
-    down: Linear
+    gate_up: ops.LinearLayer
+    down: ops.LinearLayer
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> FeedForward:
         at = f"model.layers.{layer}"
         names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
         return FeedForward(
-            gate_up=load_stacked(weights, names, config.hidden, gated=True),
-            norm=weights.vector(f"{at}.post_attention_layernorm.weight", config.hidden),
-            eps=config.norm_eps,
+            gate_up=ops.LinearLayer(
+                load_stacked(weights, names, config.hidden, gated=True),
+                norm=weights.vector(f"{at}.post_attention_layernorm.weight", config.hidden),
+                eps=config.norm_eps,
+            ),
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),
         )
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
-        inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, unpacker=unpacker)
-        return self.down(inner, add_to=x, unpacker=unpacker)
+        inner = ops.gate_up_silu(x, self.gate_up, unpacker=unpacker)
+        return ops.linear(inner, self.down, add_to=x, unpacker=unpacker)
 
 
 @dataclass(frozen=True, slots=True)
 class BiasedFeedForward:
     """A gated feed-forward network with biases; rare, so it has no kernel of its own."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: ops.LinearLayer
+    down: ops.LinearLayer
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> BiasedFeedForward:
@@ -55,5 +55,5 @@ class BiasedFeedForward:
         )
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
-        gate, up = self.gate_up(x, unpacker=unpacker).chunk(2, dim=1)
-        return self.down(F.silu(gate) * up, add_to=x, unpacker=unpacker)
+        gate, up = ops.linear(x, self.gate_up, unpacker=unpacker).chunk(2, dim=1)
+        return ops.linear(F.silu(gate) * up, self.down, add_to=x, unpacker=unpacker)

@@ -11,16 +11,12 @@ from emberline.kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """B requests with T new tokens in total; those of request b are rows [query_start[b], query_start[b + 1])."""
+    """The T new tokens of all requests of a step, and the KV cache that they read and write."""
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int32
-    slots: Tensor  # [T] int64: cache slot of each token's key and value, block * block_size + offset
-    query_start: Tensor  # [B + 1] int32
-    context: Tensor  # [B] int32: tokens in the cache before this step
-    block_tables: Tensor  # [B, max blocks] int32, padded with 0
+    attention: ops.AttentionMetadata  # which rows belong to which request, and where they are cached
     logit_rows: Tensor | None  # [S] int64: rows of [0, T) whose logits are computed; None: all
     keys: Tensor  # [layers, blocks, kv_heads, block_size, head_dim]: the cache, written in place
     values: Tensor
-    tiles: ops.AttentionPlan | None = None  # division of the attention into tiles, for a GPU
+    plan: ops.AttentionPlan | None = None  # how the attention is split into work for a GPU
     unpacker: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed

@@ -48,4 +48,4 @@ class SparseFeedForward:
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
-        return self.mixture(x)
+        return ops.run_mixture(x, self.mixture)

@@ -34,7 +34,7 @@ PROMPT = list(range(1, 17))
 IMPORTS = {
     "torch": "torch",
     "triton": "triton",
-    "kernels": "emberline.kernels.gpu",
+    "kernels": "emberline.kernels.cuda.hopper_backend",
     "rest": "emberline.engine.gpu.boot",
 }
 SETTINGS: dict[str, Any] = {"max_running": 256, "max_batch_tokens": 8192, "max_context": 8192}

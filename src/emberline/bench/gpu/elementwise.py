@@ -13,6 +13,7 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import count_copies, time_replay
 from emberline.bench.report import BenchReport
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
 from emberline.kernels.triton.activation import silu_mul
 from emberline.kernels.triton.norm import rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
@@ -49,10 +50,12 @@ def _norm(rows: int) -> tuple[Call, Call]:
 def _rope(rows: int) -> tuple[Call, None]:
     q_heads, kv_heads, dim = HEADS
     qkv = _random(rows, (q_heads + 2 * kv_heads) * dim)
-    table = torch.rand(rows, dim, device="cuda")
+    layer = AttentionLayer(*HEADS, scale=1.0, cos_sin=torch.rand(rows, dim, device="cuda"))
     positions, slots = torch.arange(rows, device="cuda", dtype=torch.int32), torch.arange(rows, device="cuda")
     keys, values = _random(2, -(-rows // BLOCK_SIZE), kv_heads, BLOCK_SIZE, dim)
-    return lambda: rope_and_cache(qkv, positions, table, keys, values, slots, *HEADS, pdl=True), None
+    unused = torch.empty(0, dtype=torch.int32, device="cuda")  # only attention reads these
+    metadata = AttentionMetadata(positions, slots, query_start=unused, context=unused, block_tables=unused)
+    return lambda: rope_and_cache(qkv, layer, keys, values, metadata, pdl=True), None
 
 
 def _silu(rows: int) -> tuple[Call, Call]:

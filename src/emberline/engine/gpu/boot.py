@@ -295,7 +295,7 @@ def _keep_packed(weights: Weights, runner: GPURunner) -> float:
 
 def _zero_weight_model(model: DecoderModel) -> DecoderModel:
     """Return a model with zero weights that runs the same kernels; weights of equal shape share memory."""
-    device = model.layers[0].attention.cos_sin.device
+    device = model.layers[0].attention.layer.cos_sin.device
 
     @cache
     def zeros(n: int, k: int, gated: bool) -> ops.PackedWeight:

@@ -18,7 +18,7 @@ from emberline.core.params import SamplingParams
 from emberline.engine.gpu.rows import RequestRow
 from emberline.engine.gpu.staging import StagedInputs
 from emberline.kernels import ops
-from emberline.kernels.ref import IN_PROMPT_BIT, MAX_TOKEN_COUNT
+from emberline.kernels.reference import IN_PROMPT_BIT, MAX_TOKEN_COUNT
 
 COUNTS_PER_LOAD = 8  # the table's width is a multiple of this, since a kernel reads 8 counts at once
 

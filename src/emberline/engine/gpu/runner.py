@@ -305,15 +305,17 @@ class GPURunner:
         return self.model.forward(
             ForwardBatch(
                 tokens=ops.fill_newest_tokens(inputs.tokens, inputs.token_rows, rows.newest),
-                positions=inputs.positions,
-                slots=inputs.slots,
-                query_start=inputs.query_start,
-                context=inputs.context,
-                block_tables=rows.tables.index_select(0, inputs.rows),
+                attention=ops.AttentionMetadata(
+                    positions=inputs.positions,
+                    slots=inputs.slots,
+                    query_start=inputs.query_start,
+                    context=inputs.context,
+                    block_tables=rows.tables.index_select(0, inputs.rows),
+                ),
                 logit_rows=inputs.logit_rows,
                 keys=self.cache.keys,
                 values=self.cache.values,
-                tiles=inputs.tiles.with_block_tables(),
+                plan=inputs.tiles.with_block_tables(),
                 unpacker=inputs.weight_unpacker.begin_step(),
             ),
             out=out,

@@ -71,10 +71,7 @@ class SamplingInputs:
     request_rows: Sequence[RequestRow]
     rows: Tensor  # [S] int64
     position: Tensor  # [S] int32: position of the token to be sampled
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    settings: ops.SamplingTensors
     seed: Tensor
     penalised: PenalisedRows | None
     edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
@@ -98,10 +95,12 @@ def prepare_sampling(work: Sequence[WorkItem], rows: DeviceRows, vocab: int, sta
         request_rows,
         staged.put(index),
         staged.put(known),
-        staged.put(rows.temperature[index]),
-        staged.put(rows.top_k[index]),
-        staged.put(rows.top_p[index]),
-        staged.put(rows.min_p[index]),
+        ops.SamplingTensors(
+            staged.put(rows.temperature[index]),
+            staged.put(rows.top_k[index]),
+            staged.put(rows.top_p[index]),
+            staged.put(rows.min_p[index]),
+        ),
         staged.put(rows.seed[index]),
         prepare_penalised_rows(request_rows, special, staged),
         _put_edits(request_rows, special, known, staged),
@@ -123,9 +122,7 @@ def launch_sampling(
         ops.edit_logits(logits, *inputs.edits)
     if inputs.mask is not None:
         ops.apply_bitmask(logits, *inputs.mask)
-    tokens = ops.sample_with_seed(
-        logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.position
-    )
+    tokens = ops.sample_with_seed(logits, inputs.settings, inputs.seed, inputs.position)
     newest.index_copy_(0, inputs.rows, tokens)
     if inputs.penalised is not None:
         penalties.count(tokens, inputs.penalised)

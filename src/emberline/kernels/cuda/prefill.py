@@ -77,7 +77,7 @@ def prefill_attention(
     sms: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `ref.paged_attention` and return it.
+    """Compute attention as `OpBackend.paged_attention` and return it.
 
     The new keys must be in the cache already.
 

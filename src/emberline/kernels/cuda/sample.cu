@@ -420,11 +420,11 @@ __global__ void edit_logits(float* logits, int stride, int count, const int* row
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= u32(count) || rows[i] < 0) return;
   float* at = logits + i64(rows[i]) * stride + ids[i];
-  *at = (*at > 0.f ? *at / divide[i] : __fmul_rn(*at, divide[i])) + add[i];  // not fused, to round as kernels/ref.py
+  *at = (*at > 0.f ? *at / divide[i] : __fmul_rn(*at, divide[i])) + add[i];  // not fused, to round as kernels/reference.py
 }
 
 // Applies penalties for the tokens that occurred. CTA (x, i): each thread has eight counts, one load; most of them are
-// zero. penalties[i] is repetition, frequency, presence. Rounds after each operation, as kernels/ref.py.
+// zero. penalties[i] is repetition, frequency, presence. Rounds after each operation, as kernels/reference.py.
 __global__ void apply_penalties(float* logits, int stride, int n, const int* rows, const int* slots,
                                 const float* penalties, const u16* counts, int width) {
   let_next_kernel_start();

@@ -1,4 +1,4 @@
-"""Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them.
+"""Sampling ops over rows of logits on a GPU, as `kernels/reference.py` defines them.
 
 `sample.cu` has the kernels.
 
@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from emberline.kernels.arguments import LogProbs, SamplingTensors
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 
 FILE = "sample.cu"
@@ -23,20 +24,9 @@ MAX_VOCAB = (1 << 20) - 1  # ids have 20 bits, so that the sum of all weights fi
 MAX_TOP_LOGPROBS = 64
 COUNTS_PER_THREAD = 8
 
-LogProbs = tuple[Tensor, Tensor, Tensor, Tensor]
-
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    out: Tensor,
-    *,
-    pdl: bool = True,
+    logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor, out: Tensor, *, pdl: bool = True
 ) -> Tensor:
     """Write one sampled id per row into `out` and return it. The logits stay unchanged.
 
@@ -44,17 +34,18 @@ def sample(
     finite gives the first id with that logit.
     """
     rows = _check_rows(logits)
+    temperature, top_k, top_p, min_p = settings
     expected = (temperature, torch.float32), (top_p, torch.float32), (min_p, torch.float32), (top_k, torch.int32)
     for tensor, dtype in (*expected, (position, torch.int32), (seed, torch.int64), (out, torch.int64)):
         assert tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous()
     if rows:
-        settings = temperature, top_k, top_p, min_p, seed, position
-        _kernels()["sample"]((rows, 1, 1), ROW_THREADS, (*_address_and_shape(logits), *settings, out), pdl=pdl)
+        arguments = (*_address_and_shape(logits), *settings, seed, position, out)
+        _kernels()["sample"]((rows, 1, 1), ROW_THREADS, arguments, pdl=pdl)
     return out
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: LogProbs | None = None) -> LogProbs:
-    """Return the same as `ref.log_probs`, in `out` if given."""
+    """Return the same as `ReferenceBackend.log_probs`, in `out` if given."""
     rows = _check_rows(logits)
     assert ids.dtype is torch.int64 and ids.shape == (rows,) and ids.is_contiguous()
     assert 0 <= top_n <= min(MAX_TOP_LOGPROBS, logits.shape[1])
@@ -91,7 +82,7 @@ def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: 
 
 
 def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
-    """Apply penalties as `ref.apply_penalties`.
+    """Apply penalties as `ReferenceBackend.apply_penalties`.
 
     The width of `counts` is a multiple of 8, at least the vocabulary.
     """
@@ -107,7 +98,7 @@ def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tens
 
 
 def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Count tokens as `ref.count_tokens`."""
+    """Count tokens as `ReferenceBackend.count_tokens`."""
     count = len(rows)
     assert rows.dtype is slots.dtype is torch.int32 and slots.shape == (count,) and tokens.dtype is torch.int64
     if count:
@@ -138,7 +129,7 @@ def _allocate_log_probs(rows: int, top_n: int, device: torch.device) -> LogProbs
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=device)
 
-    return floats(rows), integers(rows, top_n), floats(rows, top_n), integers(rows)
+    return LogProbs(floats(rows), integers(rows, top_n), floats(rows, top_n), integers(rows))
 
 
 @cache

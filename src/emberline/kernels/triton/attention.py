@@ -1,4 +1,4 @@
-"""paged_attention: ref.paged_attention for any chunks, heads, cache dtype and block size.
+"""paged_attention: `OpBackend.paged_attention` for any chunks, heads, cache dtype and block size.
 
 A program computes one tile: some queries of one request, with all query heads that share one KV head. Its rows are
 pairs (query, head), so that keys and values are read once for the whole group. It loops over spans of keys with an
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language import constexpr, tensor
 
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
 BLOCK_M = 16  # default number of queries in a tile
@@ -131,39 +132,36 @@ def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -
 
 def paged_attention(
     qkv: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    layer: AttentionLayer,
+    keys: Tensor,
+    values: Tensor,
+    metadata: AttentionMetadata,
     tiles: Tensor,
-    scale: float,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
     *,
-    window: int = 0,
     out: Tensor | None = None,
     block_m: int = BLOCK_M,
     pdl: bool = False,
 ) -> Tensor:
-    """Compute attention as `ref.paged_attention` and return it.
+    """Compute attention as `OpBackend.paged_attention` and return it, in `out` if given.
 
     `tiles` come from make_tiles with the same `block_m`, a power of two; a tile with a negative request is padding.
     """
+    q_heads, kv_heads, head_dim, window = layer.q_heads, layer.kv_heads, layer.head_dim, layer.window
     out = torch.empty((len(qkv), q_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
-    assert k_cache.stride() == v_cache.stride() and tiles.is_contiguous() and scale > 0
+    assert keys.stride() == values.stride() and tiles.is_contiguous() and layer.scale > 0
     group, dim = q_heads // kv_heads, max(16, next_power_of_two(head_dim))
     padded = next_power_of_two(group)
-    exact = torch.float32 in (qkv.dtype, k_cache.dtype)
+    exact = torch.float32 in (qkv.dtype, keys.dtype)
     queries = max(1, min(block_m, _max_rows(dim, exact) // padded))
     rows, parts = max(16, queries * padded), block_m // queries
     span, warps, stages = _choose_shape(rows, dim, exact)
     if len(tiles):
+        tables = metadata.block_tables
         _paged_attention[(len(tiles) * parts * kv_heads,)](
-            qkv, k_cache, v_cache, block_tables, query_start, context, tiles, out, scale * math.log2(math.e), window,
-            qkv.stride(0), block_tables.stride(0), k_cache.stride(0), out.stride(0),
-            kv_heads, group, padded, head_dim, dim, k_cache.shape[2], queries, parts, rows, span, window > 0,
+            qkv, keys, values, tables, metadata.query_start, metadata.context, tiles, out,
+            layer.scale * math.log2(math.e), window,
+            qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0),
+            kv_heads, group, padded, head_dim, dim, keys.shape[2], queries, parts, rows, span, window > 0,
             tl.float32 if exact else tl.bfloat16, pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
         )  # fmt: skip
     return out

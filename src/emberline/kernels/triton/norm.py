@@ -1,4 +1,4 @@
-"""rms_norm: ref.rms_norm, with x * scale rounded before the weight is applied, as transformers does."""
+"""rms_norm: `reference.rms_norm`, with x * scale rounded before the weight is applied, as transformers does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rope_and_cache: ref.rope_and_cache for a cache that stores keys row by row, like the values.
+"""rope_and_cache: `OpBackend.rope_and_cache` for a cache that stores keys row by row, like the values.
 
 A program is one warp with a few heads of one token. It loads all of them before it stores any, so q rotates in place.
 """
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
 HEADS_PER_PROGRAM = 16
@@ -82,32 +83,26 @@ def _round_to_cache(x: tensor, TYPE: constexpr) -> tensor:
 
 def rope_and_cache(
     qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
+    layer: AttentionLayer,
+    keys: Tensor,
+    values: Tensor,
+    metadata: AttentionMetadata,
     *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Rotate q inside `qkv`, and write the rotated k and v at `slots`.
+    """Rotate q inside `qkv`, and write the rotated k and v into the layer's cache `keys` and `values`.
 
     The k inside `qkv` stays unrotated.
     """
-    heads, half = q_heads + 2 * kv_heads, cos_sin.shape[1] // 2
+    cos_sin, q_norm, k_norm, head_dim = layer.cos_sin, layer.q_norm, layer.k_norm, layer.head_dim
+    heads, half = layer.q_heads + 2 * layer.kv_heads, cos_sin.shape[1] // 2
     has_norm = q_norm is not None
-    assert has_norm == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
+    assert has_norm == (k_norm is not None) and keys.stride() == values.stride() and cos_sin.is_contiguous()
     if not len(qkv):
         return
     _rope_and_cache[(len(qkv), -(-heads // HEADS_PER_PROGRAM))](
-        qkv, positions, cos_sin, k_cache, v_cache, slots,
-        q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
-        q_heads, kv_heads, head_dim, half, next_power_of_two(half), next_power_of_two(head_dim - 2 * half),
-        k_cache.shape[2], HEADS_PER_PROGRAM, has_norm, pdl, num_warps=1, launch_pdl=pdl,
+        qkv, metadata.positions, cos_sin, keys, values, metadata.slots,
+        q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, qkv.stride(0), keys.stride(0), layer.eps,
+        layer.q_heads, layer.kv_heads, head_dim, half, next_power_of_two(half), next_power_of_two(head_dim - 2 * half),
+        keys.shape[2], HEADS_PER_PROGRAM, has_norm, pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

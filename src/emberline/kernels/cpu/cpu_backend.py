@@ -1,0 +1,219 @@
+"""CPUBackend: the ops as C++ kernels on the CPU. Ops without a native kernel run in plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.cpu.library import NativeStep
+from emberline.kernels.dense_stack import DenseStack
+from emberline.kernels.mixture import Mixture
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.reference import ReferenceBackend
+from emberline.kernels.weight_unpacker import WeightUnpacker
+
+STORE, ADD, GATED = 0, 1, 2  # what ember_linear does with a product
+
+
+class CPUBackend(ReferenceBackend):
+    """The native kernels.
+
+    Weights with a negative layout were packed by another backend, and are multiplied in plain torch.
+    """
+
+    library: ctypes.CDLL
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
+        self.library, self.isa = library, library.ember_isa().decode()
+
+    def __str__(self) -> str:
+        return f"native ({self.isa})"
+
+    def set_threads(self, threads: int) -> None:
+        self.library.ember_set_threads(threads)
+
+    def progress_count(self) -> int:
+        return int(self.library.ember_progress())
+
+    def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
+        """Return the weight in panels of columns.
+
+        bf16 stays bf16, and float16 becomes float32. With AMX, the inputs of a bf16 weight are rounded to bf16 too.
+        """
+        assert not gated or weight.shape[0] % 2 == 0
+        rows = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
+        narrow = WeightLayout.AMX if self.library.ember_amx() else WeightLayout.BF16
+        layout = narrow if weight.dtype == torch.bfloat16 else WeightLayout.F32
+        (n, k), panel = rows.shape, self.library.ember_panel()
+        depth = -(-k // 32) * 32 if layout is WeightLayout.AMX else k
+        data = torch.empty(-(-n // panel) * panel * depth, dtype=rows.dtype)
+        self.library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
+        return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
+
+    def linear(
+        self,
+        x: Tensor,
+        layer: LinearLayer,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
+        float32_output: bool = False,
+        unpacker: WeightUnpacker | None = None,
+    ) -> Tensor:
+        w = layer.weight
+        if w.layout < 0:
+            return super().linear(x, layer, add_to, out)
+        m, k = x.shape
+        assert k == w.k and not w.gated and x.is_contiguous()
+        y = add_to if add_to is not None else _output(out, m, w.n)
+        assert y.is_contiguous()
+        mode = STORE if add_to is None else ADD
+        self.library.ember_linear(
+            x.data_ptr(), w.ptr, w.layout, m, w.n, k, _ptr(layer.bias), _ptr(layer.norm), layer.eps, y.data_ptr(), mode
+        )
+        return y
+
+    def gate_up_silu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        w = layer.weight
+        if w.layout < 0:
+            return super().gate_up_silu(x, layer, out)
+        m, k = x.shape
+        assert k == w.k and w.gated and x.is_contiguous()
+        y = _output(out, m, w.n // 2)
+        self.library.ember_linear(
+            x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _ptr(layer.norm), layer.eps, y.data_ptr(), GATED
+        )
+        return y
+
+    def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+        if isinstance(table, PackedWeight):
+            if table.layout < 0:
+                return super().embed(ids, table)
+            assert not table.gated
+            pointer, layout, k, packed = table.ptr, table.layout, table.k, True
+        elif table.dtype in (torch.bfloat16, torch.float32):
+            assert table.is_contiguous()
+            layout = WeightLayout.BF16 if table.dtype == torch.bfloat16 else WeightLayout.F32
+            pointer, k, packed = table.data_ptr(), table.shape[1], False
+        else:
+            return super().embed(ids, table)
+        y = torch.empty(len(ids), k)
+        self.library.ember_embed(ids.data_ptr(), len(ids), pointer, layout, k, packed, y.data_ptr())
+        return y
+
+    def rope_and_cache(
+        self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        positions, slots, cos_sin = metadata.positions, metadata.slots, layer.cos_sin
+        assert positions.dtype == torch.int32 and slots.dtype == torch.int64 and qkv.is_contiguous()
+        self.library.ember_rope(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1],
+            _ptr(layer.q_norm), _ptr(layer.k_norm), layer.eps,
+            keys.data_ptr(), values.data_ptr(), _is_f32(keys), keys.stride(0), values.stride(0),
+            slots.data_ptr(), len(positions), layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
+        )  # fmt: skip
+
+    def paged_attention(
+        self,
+        qkv: Tensor,
+        layer: AttentionLayer,
+        keys: Tensor,
+        values: Tensor,
+        metadata: AttentionMetadata,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        tables, query_start, context = metadata.block_tables, metadata.query_start, metadata.context
+        assert tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
+        y = torch.empty(len(qkv), layer.q_heads * layer.head_dim)
+        self.library.ember_attention(
+            qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_f32(keys), keys.stride(0), values.stride(0),
+            tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(), len(context),
+            layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2], y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+    def run_dense_layers(
+        self, x: Tensor, stack: DenseStack, keys: Tensor, values: Tensor, metadata: AttentionMetadata, rows: Tensor
+    ) -> Tensor:
+        """Run all layers of the stack in one native call, without returning to Python between ops."""
+        first, (tokens, hidden), m = stack.layers[0], x.shape, metadata
+        if first.qkv.weight.layout < 0:
+            return super().run_dense_layers(x, stack, keys, values, metadata, rows)
+        assert m.positions.dtype == m.block_tables.dtype == m.query_start.dtype == m.context.dtype == torch.int32
+        assert m.slots.dtype == rows.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.weight.k
+        assert len(keys) == len(values) == len(stack.layers)
+        size, attention, cos_sin = keys.element_size(), first.attention, first.attention.cos_sin
+        step = NativeStep(
+            cos_sin.data_ptr(), m.positions.data_ptr(), m.slots.data_ptr(), m.block_tables.data_ptr(),
+            m.query_start.data_ptr(), m.context.data_ptr(), rows.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            keys.stride(0) * size, values.stride(0) * size, keys.stride(1), values.stride(1), len(rows), tokens,
+            len(m.context), m.block_tables.stride(0), _is_f32(keys[0]), cos_sin.shape[1], values.shape[3], hidden,
+            first.gate_up.weight.n // 2, attention.q_heads, attention.kv_heads, attention.head_dim, first.qkv.eps,
+            attention.scale,
+        )  # fmt: skip
+        y = torch.empty(len(rows), hidden)
+        self.library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr(), y.data_ptr())
+        return y
+
+    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
+        if mixture.router.layout < 0:
+            return super().run_mixture(x, mixture)
+        assert x.is_contiguous() and x.shape[1] == mixture.router.k
+        self.library.ember_mixture(ctypes.byref(mixture.native), len(x), x.data_ptr())
+        return x
+
+    def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:
+        temperature, top_k, top_p, min_p = settings
+        assert top_k.dtype == torch.int32 and uniform.dtype == torch.float64 and logits.is_contiguous()
+        assert temperature.dtype == top_p.dtype == min_p.dtype == torch.float32
+        rows, n = logits.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        self.library.ember_sample(
+            logits.data_ptr(), rows, n, temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+            uniform.data_ptr(), ids.data_ptr(),
+        )  # fmt: skip
+        return ids
+
+    def log_probs(self, logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
+        assert logits.is_contiguous() and ids.dtype == torch.int64
+        rows, n = logits.shape
+        chosen, top = torch.empty(rows), torch.empty(rows, top_n)
+        top_ids, rank = torch.empty(rows, top_n, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+        self.library.ember_log_probs(
+            logits.data_ptr(), rows, n, ids.data_ptr(), top_n, chosen.data_ptr(), top_ids.data_ptr(), top.data_ptr(),
+            rank.data_ptr(),
+        )  # fmt: skip
+        return LogProbs(chosen, top_ids, top, rank)
+
+    def apply_bitmask(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+        assert mask.dtype == torch.int32 and mask.is_contiguous() and rows.dtype == torch.int64
+        assert logits.is_contiguous()
+        words = mask.shape[1]
+        self.library.ember_bitmask(
+            logits.data_ptr(), logits.shape[1], mask.data_ptr(), words, rows.data_ptr(), len(rows)
+        )
+
+
+def _output(out: Tensor | None, rows: int, columns: int) -> Tensor:
+    if out is None:
+        return torch.empty(rows, columns)
+    assert out.shape == (rows, columns) and out.is_contiguous() and out.dtype == torch.float32
+    return out
+
+
+def _ptr(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_f32(cache: Tensor) -> bool:
+    _, _, size, dim = cache.shape
+    assert cache.stride()[1:] == (size * dim, dim, 1)
+    assert size >= 8 and (64 % size == 0 or size % 64 == 0)
+    assert cache.dtype in (torch.bfloat16, torch.float32)
+    return cache.dtype == torch.float32

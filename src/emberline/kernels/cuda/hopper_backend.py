@@ -1,0 +1,283 @@
+"""HopperBackend: the ops on an NVIDIA H100 or H200, as a choice of a kernel for each shape.
+
+Up to 256 rows, where reading the weights takes most of the time, our own matrix products run with their epilogue fused
+in: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger batches use cuBLAS. Both of our products
+read uw12 (12-bit) weights directly and return the same bits as for plain weights. For cuBLAS, uw12 weights are unpacked
+first, one matrix ahead if the caller passes a `WeightUnpacker`. Where a weight is kept in both forms, each product
+reads the form with which it is faster. All our kernels use programmatic dependent launch: they may start before the
+preceding kernel in the stream has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
+from emberline.kernels.cuda import cublas, decode, gemm, prefill, uw12, wide
+from emberline.kernels.cuda import linear as skinny
+from emberline.kernels.cuda import sample as sampling
+from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.mixture import Mixture
+from emberline.kernels.op_backend import OpBackend
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.triton import activation, attention, norm, rope, token_gather, widen
+from emberline.kernels.weight_unpacker import WeightUnpacker
+
+MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
+# Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
+MAX_PACKED_ROWS = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
+MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
+
+
+class HopperBackend(OpBackend):
+    def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
+        """Return the weight with its rows as they are.
+
+        The gate and up rows of a gated weight must be interleaved in groups of `attention_plan.GATE_GROUP_ROWS`, if
+        their number is a multiple of it.
+        """
+        n, k = weight.shape
+        has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
+        handle = skinny.BF16Weight(weight) if has_own_kernel else None
+        return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
+
+    def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
+        """Store the values in `empty`, as uw12 if that is smaller; return the bytes they take."""
+        if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
+            empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
+            return packed.nbytes
+        return super().fill_weight(empty, values)
+
+    def add_packed_copy(self, weight: PackedWeight) -> int:
+        if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
+            return 0  # a tied LM head is the embedding too, so it is visited twice
+        if (packed := uw12.pack(weight.data)) is None:
+            return 0
+        weight.uw12_copy = packed
+        return packed.nbytes
+
+    def linear(
+        self,
+        x: Tensor,
+        layer: LinearLayer,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
+        float32_output: bool = False,
+        unpacker: WeightUnpacker | None = None,
+    ) -> Tensor:
+        x, w, bias = _apply_norm(x, layer), layer.weight, layer.bias
+        if product := _own_product(x, w):
+            dtype = torch.float32 if float32_output else x.dtype
+            y = add_to if add_to is not None else x.new_empty(len(x), w.n, dtype=dtype) if out is None else out
+            return product(out=y, bias=bias, residual=add_to)
+        if float32_output:
+            return _float32_product(x, w, bias, out)
+        with _plain_rows(x, w, unpacker) as rows_:
+            if add_to is not None:
+                _add_product(x, rows_, add_to)
+                return add_to if bias is None else add_to.add_(bias)
+            y = _matmul(x, rows_) if bias is None else F.linear(x, rows_, bias.to(x.dtype))
+        return y if out is None else out.copy_(y)
+
+    def gate_up_silu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        x, w = _apply_norm(x, layer), layer.weight
+        width = w.n // 2
+        y = x.new_empty(len(x), width) if out is None else out
+        if width % GATE_GROUP_ROWS == 0 and (product := _own_product(x, w)):
+            return product(out=y, gated=True)
+        group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
+        with _plain_rows(x, w, unpacker) as rows_:
+            if w.handle is not None and group == GATE_GROUP_ROWS and _uses_gemm(len(x), w):
+                plain = w.handle if isinstance(w.handle, skinny.BF16Weight) else skinny.BF16Weight(rows_)
+                early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
+                return gemm.linear(x, plain, out=y, gated=True, pdl=early)
+            gate_and_up = _matmul(x, rows_, ProductKind.GATED)
+        return activation.silu_mul(gate_and_up, y, group, pdl=True)
+
+    def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+        if isinstance(table, PackedWeight) and isinstance(table.handle, uw12.UW12Weight):
+            out = torch.empty(len(ids), table.k, dtype=table.dtype, device=ids.device)
+            return uw12.gather_rows(ids, table.handle, out)
+        return torch.index_select(table.data if isinstance(table, PackedWeight) else table, 0, ids)
+
+    def rope_and_cache(
+        self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        rope.rope_and_cache(qkv, layer, keys, values, metadata, pdl=True)
+
+    def paged_attention(
+        self,
+        qkv: Tensor,
+        layer: AttentionLayer,
+        keys: Tensor,
+        values: Tensor,
+        metadata: AttentionMetadata,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        assert plan is not None, "attention on a GPU needs a plan"
+        out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
+        has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
+        if has_prefill:  # prefill first: decode then uses the SMs that are left
+            _prefill(qkv, layer, keys, values, metadata, plan, out)
+        if plan.decode_work is not None:
+            beside_prefill = has_prefill and plan.prefill_sms is not None
+            _decode(qkv, layer, keys, values, metadata, plan, out, beside_prefill=beside_prefill)
+        if plan.general_tiles is not None:
+            tiles, queries = plan.general_tiles, plan.general_tile_queries
+            attention.paged_attention(qkv, layer, keys, values, metadata, tiles, out=out, block_m=queries, pdl=True)
+        return out
+
+    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
+        raise NotImplementedError("mixtures of experts have no GPU kernels")  # rejected when such a model is loaded
+
+    def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        return sampling.sample(logits, settings, seed, position, ids)
+
+    def log_probs(self, logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
+        return sampling.log_probs(logits, ids, top_n)
+
+    def apply_bitmask(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+        sampling.apply_bitmask(logits, mask, rows)
+
+    def edit_logits(self, logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+        sampling.edit_logits(logits, rows, ids, divide, add)
+
+    def apply_penalties(self, logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
+        sampling.apply_penalties(logits, rows, slots, penalties, counts)
+
+    def count_tokens(self, counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        sampling.count_tokens(counts, slots, rows, tokens)
+
+    def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
+        return token_gather.gather_tokens(tokens, rows, newest, torch.empty_like(tokens), pdl=True)
+
+
+def _prefill(
+    qkv: Tensor,
+    layer: AttentionLayer,
+    keys: Tensor,
+    values: Tensor,
+    metadata: AttentionMetadata,
+    plan: AttentionPlan,
+    out: Tensor,
+) -> None:
+    """Compute attention of the plan's prefill tiles into `out`."""
+    assert plan.prefill_tiles is not None
+    tables = metadata.block_tables
+    if (widened := plan.widened) is not None and widened.tables is not None:
+        widen.widen_blocks(keys, values, widened.keys, widened.values, tables, widened.sources, widened.count, pdl=True)
+        keys, values, tables = widened.keys, widened.values, widened.tables
+    maps, address = plan.tensor_maps.prefill, keys.data_ptr()
+    if address not in maps:
+        maps[address] = prefill.PrefillCache(keys, values)
+    prefill.prefill_attention(
+        qkv, maps[address], tables, metadata.query_start, metadata.context, plan.prefill_tiles, layer.scale,
+        layer.q_heads, window=layer.window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
+    )  # fmt: skip
+
+
+def _decode(
+    qkv: Tensor,
+    layer: AttentionLayer,
+    keys: Tensor,
+    values: Tensor,
+    metadata: AttentionMetadata,
+    plan: AttentionPlan,
+    out: Tensor,
+    *,
+    beside_prefill: bool,
+) -> None:
+    """Compute attention of the plan's decode rows into `out`."""
+    assert plan.decode_work is not None and plan.decode_scratch is not None
+    rows_, maps, address = plan.decode_rows, plan.tensor_maps.decode, keys.data_ptr()
+    if address not in maps:
+        maps[address] = decode.DecodeCache(keys, values)
+    decode.decode_attention(
+        qkv[:rows_], maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work,
+        layer.scale, layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out[:rows_],
+        scratch=plan.decode_scratch, beside_prefill=beside_prefill,
+    )  # fmt: skip
+
+
+def _apply_norm(x: Tensor, layer: LinearLayer) -> Tensor:
+    return x if layer.norm is None else norm.rms_norm(x, layer.norm, layer.eps, pdl=True)
+
+
+def _own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
+    """Return our own product for this shape, or None if there is none or cuBLAS is faster."""
+    m = len(x)
+    if w.handle is None or x.dtype is not torch.bfloat16:
+        return None
+    handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_packed_rows(w) else w.handle
+    if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.UW12Weight)):
+        return partial(wide.linear, x, handle)
+    return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
+
+
+def _uses_gemm(m: int, w: PackedWeight) -> bool:
+    """Return whether our GEMM, with silu(gate) * up fused in, computes this shape.
+
+    Where nothing was measured, it does from MIN_GEMM_ROWS on.
+    """
+    choice = cublas.choices.get(MatmulProblem(m, w.n, w.k, ProductKind.GATED))
+    return gemm.supports(m, w.n, w.k) and (m >= MIN_GEMM_ROWS if choice is None else choice == OWN_KERNEL)
+
+
+def _matmul(x: Tensor, rows_: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
+    if not cublas.can_use_tuned(x, rows_, kind):
+        return F.linear(x, rows_)
+    return cublas.multiply(x, rows_, out=x.new_empty(len(x), len(rows_)), kind=kind)
+
+
+def _add_product(x: Tensor, rows_: Tensor, to: Tensor) -> None:
+    if cublas.can_use_tuned(x, rows_, ProductKind.ADD, to):
+        cublas.multiply(x, rows_, out=to, kind=ProductKind.ADD)
+    else:
+        to.addmm_(x, rows_.t())
+
+
+def _max_packed_rows(w: PackedWeight) -> int:
+    """Return the number of rows of x up to which the uw12 copy is faster than the plain weights."""
+    return next(rows for weights, rows in MAX_PACKED_ROWS if w.n * w.k > weights)
+
+
+def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Return the product of bf16 inputs with its float32 sums unrounded."""
+    y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
+    if isinstance(w.handle, uw12.UW12Weight):
+        step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
+        for at in range(0, w.n, step):
+            part = w.handle.slice_rows(at, min(at + step, w.n))
+            torch.mm(x, _unpack(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+    elif x.dtype is torch.float32:
+        torch.mm(x, w.data.t(), out=y)
+    else:
+        torch.mm(x, w.data.t(), out_dtype=torch.float32, out=y)
+    return y if bias is None else y.add_(bias)
+
+
+def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
+    """Give the weight as plain rows, valid for the one product that is launched inside the block."""
+    if not isinstance(w.handle, uw12.UW12Weight):
+        return nullcontext(w.data)
+    if unpacker is None:
+        return nullcontext(_unpack(w.handle))
+    following = unpacker.next_weight(w)
+    unpack_next = following is not None and following.layout is WeightLayout.UW12 and _own_product(x, following) is None
+    return unpacker.unpacked_rows(w, following if unpack_next else None)
+
+
+def _unpack(packed: uw12.UW12Weight) -> Tensor:
+    out = torch.empty(packed.n, packed.k, dtype=torch.bfloat16, device=packed.planes.device)
+    return uw12.unpack(packed, out)

@@ -1,0 +1,144 @@
+"""OpBackend: the interface of a backend, which implements every op for one kind of device.
+
+To add a backend, write a module with a subclass, and choose it in `backend.py`. `ReferenceBackend` defines the results.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.dense_stack import DenseStack
+from emberline.kernels.mixture import Mixture
+from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.weight_unpacker import WeightUnpacker
+
+
+class OpBackend(ABC):
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
+        """Return the weight [n, k] in the layout that `linear` or, with gated=True, `gate_up_silu` reads."""
+
+    def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
+        """Store the values in `empty` and return the bytes that they take."""
+        packed = self.pack_linear(values, gated=empty.gated)
+        empty.data, empty.ptr, empty.handle, empty.layout = packed.data, packed.ptr, packed.handle, packed.layout
+        return packed.data.nbytes
+
+    def add_packed_copy(self, weight: PackedWeight) -> int:
+        """Add a compressed copy to the weight, if this backend has one that is smaller; return the copy's bytes."""
+        return 0
+
+    @abstractmethod
+    def linear(
+        self,
+        x: Tensor,
+        layer: LinearLayer,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
+        float32_output: bool = False,
+        unpacker: WeightUnpacker | None = None,
+    ) -> Tensor:
+        """Return y = norm(x) @ W^T + bias. With `add_to`, add y to that tensor in place and return it.
+
+        `out` receives the result. With `float32_output` it is float32 whatever the dtype of x. `unpacker` unpacks
+        compressed weights ahead of their use.
+        """
+
+    @abstractmethod
+    def gate_up_silu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        """Return silu(norm(x) Wg^T) * (norm(x) Wu^T).
+
+        The layer's weight was packed with gated=True. Its bias is ignored.
+        """
+
+    @abstractmethod
+    def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+        """Return the rows `ids` of `table`, which may be the packed weight of a tied LM head."""
+
+    @abstractmethod
+    def rope_and_cache(
+        self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """Rotate the queries inside `qkv`, and write its rotated keys and its values into the layer's KV cache."""
+
+    @abstractmethod
+    def paged_attention(
+        self,
+        qkv: Tensor,
+        layer: AttentionLayer,
+        keys: Tensor,
+        values: Tensor,
+        metadata: AttentionMetadata,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        """Return causal attention of each sequence's new queries over its cached keys, new ones included.
+
+        The i-th query of sequence b has position p = context[b] + i and attends to the keys in (p - window, p], or
+        [0, p] if the layer has no window. GPU backends require `plan`; others ignore it.
+        """
+
+    def run_dense_layers(
+        self, x: Tensor, stack: DenseStack, keys: Tensor, values: Tensor, metadata: AttentionMetadata, rows: Tensor
+    ) -> Tensor:
+        """Run x through the stack's layers, overwriting x, and return `rows` of the last layer's output.
+
+        `keys` and `values` are the KV caches of all layers. After the last layer's keys are cached, only `rows` are
+        computed further.
+        """
+        for layer, k, v in zip(stack.layers, keys, values, strict=True):
+            qkv = self.linear(x, layer.qkv)
+            self.rope_and_cache(qkv, layer.attention, k, v, metadata)
+            mixed = self.paged_attention(qkv, layer.attention, k, v, metadata)
+            if layer is stack.layers[-1]:
+                x, mixed = x[rows], mixed[rows]
+            self.linear(mixed, layer.o, add_to=x)
+            self.linear(self.gate_up_silu(x, layer.gate_up), layer.down, add_to=x)
+        return x
+
+    @abstractmethod
+    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
+        """Add the output of the mixture-of-experts network to x in place and return x."""
+
+    @abstractmethod
+    def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
+        """Return one sampled id per row, which depends on that row, its seed and its token's position only.
+
+        May overwrite the logits.
+        """
+
+    @abstractmethod
+    def log_probs(self, logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
+        """Return the log-probability and the rank of ids [S], one per row, and the `top_n` most probable ids."""
+
+    @abstractmethod
+    def apply_bitmask(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+        """Set logits[rows[i], t] to -inf wherever bit t of mask[i] (little-endian int32 words) is 0."""
+
+    @abstractmethod
+    def edit_logits(self, logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+        """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i].
+
+        Each (row, id) may occur only once.
+        """
+
+    @abstractmethod
+    def apply_penalties(self, logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
+        """Apply repetition, frequency and presence penalties (`penalties` [P, 3]) to logits[rows[i]].
+
+        They apply to the tokens that occurred according to counts[slots[i]]: the low 15 bits count a token's
+        occurrences in the output, and the sign bit is set if the prompt contains the token.
+        """
+
+    @abstractmethod
+    def count_tokens(self, counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        """Add one occurrence of tokens[rows[i]] to counts[slots[i]], up to MAX_TOKEN_COUNT. Slots must be distinct."""
+
+    @abstractmethod
+    def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
+        """Return the tokens, with each negative token i replaced by newest[rows[i]]."""

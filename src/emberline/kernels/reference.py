@@ -1,0 +1,232 @@
+"""ReferenceBackend: every op in plain torch. It defines the results of all backends, and runs without a compiler.
+
+All activations are float32. Positions and block tables are int32, slots and ids int64. The keys and the values that a
+layer caches are tensors [blocks, kv_heads, block_size, head_dim]. Within a block the keys are stored as
+[head_dim][block_size], which is the panel layout that the product with queries reads. Only these ops depend on the
+layout inside a block. block_size is at least 8, and divides 64 or is a multiple of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.mixture import Mixture
+from emberline.kernels.op_backend import OpBackend
+from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.weight_unpacker import WeightUnpacker
+
+MAX_TOKEN_COUNT = 0x7FFF  # most occurrences of one token in one output that penalties count
+IN_PROMPT_BIT = -0x8000  # bit of a 16-bit count: the prompt contains the token
+
+
+class ReferenceBackend(OpBackend):
+    library: ctypes.CDLL | None = None  # the native library; only CPUBackend has one
+    isa = ""  # instruction set of the native kernels
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason  # why the native kernels are not used
+
+    def __str__(self) -> str:
+        return f"torch ({self.reason})"
+
+    def set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+
+    def progress_count(self) -> int:
+        """Return a count that grows with each op that a native kernel computes."""
+        return 0
+
+    def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
+        n, k = weight.shape
+        return PackedWeight(weight.to(torch.float32, copy=True).contiguous(), n, k, weight.dtype, gated=gated)
+
+    def linear(
+        self,
+        x: Tensor,
+        layer: LinearLayer,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
+        float32_output: bool = False,
+        unpacker: WeightUnpacker | None = None,
+    ) -> Tensor:
+        x = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
+        y = F.linear(x, layer.weight.data, layer.bias)
+        return _store(out, y) if add_to is None else add_to.add_(y)
+
+    def gate_up_silu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        assert layer.weight.gated, "pack the gate and up rows with gated=True"
+        gate, up = self.linear(x, layer).chunk(2, dim=-1)
+        return _store(out, F.silu(gate) * up)
+
+    def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+        rows = table.data if isinstance(table, PackedWeight) else table
+        return rows[ids].float()
+
+    def rope_and_cache(
+        self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        block_size, positions, slots = values.shape[2], metadata.positions, metadata.slots
+        heads = qkv.view(len(qkv), layer.q_heads + 2 * layer.kv_heads, layer.head_dim)
+        q, k, v = heads.split([layer.q_heads, layer.kv_heads, layer.kv_heads], dim=1)
+        q_norm, k_norm, eps = layer.q_norm, layer.k_norm, layer.eps
+        q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), positions, layer.cos_sin))
+        k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, layer.cos_sin)
+        is_cached = slots >= 0
+        block, offset = slots[is_cached] // block_size, slots[is_cached] % block_size
+        _key_panels(keys)[block, :, :, offset] = k[is_cached].to(keys.dtype)
+        values[block, :, offset] = v[is_cached].to(values.dtype)
+
+    def paged_attention(
+        self,
+        qkv: Tensor,
+        layer: AttentionLayer,
+        keys: Tensor,
+        values: Tensor,
+        metadata: AttentionMetadata,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        tokens, q_heads, kv_heads, head_dim = len(qkv), layer.q_heads, layer.kv_heads, layer.head_dim
+        out = qkv.new_empty(tokens, q_heads * head_dim)
+        q = qkv.view(tokens, -1, head_dim)[:, :q_heads]
+        starts = metadata.query_start.tolist()
+        for b, before in enumerate(metadata.context.tolist()):
+            first, last = starts[b], starts[b + 1]
+            length = before + last - first
+            blocks = metadata.block_tables[b, : -(-length // values.shape[2])].long()
+            k = _key_panels(keys)[blocks].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :length].float()
+            v = values[blocks].permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :length].float()
+            group = q_heads // kv_heads
+            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
+            hidden = _hidden_keys(before, length, layer.window)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
+        return out
+
+    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
+        """Add the output of the experts that each row selects. Among equally probable experts the first is used."""
+        normed = rms_norm(x, mixture.norm, mixture.eps)
+        probabilities = self.linear(normed, LinearLayer(mixture.router)).softmax(-1)
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        shares, chosen = ordered[:, : mixture.experts_per_row], order[:, : mixture.experts_per_row]
+        if mixture.renormalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        for number, expert in enumerate(mixture.experts):
+            rows, ranks = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                inner = self.gate_up_silu(normed[rows], LinearLayer(expert.gate_up))
+                x[rows] += shares[rows, ranks, None] * self.linear(inner, LinearLayer(expert.down))
+        return x
+
+    def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:
+        """Return one sampled id per row, which depends on that row only.
+
+        Overwrites `logits`: call log_probs before.
+
+        Temperature 0 selects the largest logit, the lowest id among equals. Otherwise tokens are ordered by
+        (probability descending, id ascending). Top-k keeps a prefix of them, top-p the smallest prefix whose share of
+        what top-k kept reaches p, and min-p those at least min_p times as probable as the first. `uniform` in [0, 1)
+        then selects by inverse CDF.
+        """
+        return torch.stack([_sample_row(*row) for row in zip(logits, *settings, uniform, strict=True)])
+
+    def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
+        """Sample as `sample`, with each row's uniform number derived from its seed and the token's position."""
+        return self.sample(logits, settings, uniform_from_seed(seed, position))
+
+    def log_probs(self, logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
+        chosen = logits.gather(1, ids[:, None])
+        total = logits.double().logsumexp(-1, keepdim=True)
+        _, order = logits.sort(descending=True, stable=True)
+        top = order[:, :top_n]
+        rank = (logits > chosen).sum(-1) + 1
+        return LogProbs((chosen - total).squeeze(1).float(), top, (logits.gather(1, top) - total).float(), rank)
+
+    def apply_bitmask(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+        bits = (mask[:, :, None] >> torch.arange(32)) & 1
+        allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+    def edit_logits(self, logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+        at = rows.long(), ids.long()
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / divide, values * divide) + add
+
+    def apply_penalties(self, logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
+        for row, slot, (repetition, frequency, presence) in zip(rows.tolist(), slots.tolist(), penalties, strict=True):
+            values, seen = logits[row], counts[slot, : logits.shape[1]]
+            count = (seen & MAX_TOKEN_COUNT).float()
+            scaled = torch.where(values > 0, values / repetition, values * repetition)
+            changed = scaled - (count * frequency + (count > 0) * presence)
+            logits[row] = torch.where(seen != 0, changed, values)
+
+    def count_tokens(self, counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        at = slots.long(), tokens[rows.long()]
+        old = counts[at]
+        counts[at] = torch.where((old & MAX_TOKEN_COUNT) == MAX_TOKEN_COUNT, old, old + 1)
+
+    def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
+        return torch.where(tokens < 0, newest[rows], tokens)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale * weight
+
+
+def uniform_from_seed(seed: Tensor, position: Tensor) -> Tensor:
+    """Return numbers in [0, 1) that depend only on seed and position: the splitmix64 finaliser over both."""
+    with np.errstate(over="ignore"):
+        x = seed.numpy().view(np.uint64) + (position.numpy().astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
+
+
+def _sample_row(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    scaled, order = (logits.double() / temperature.double()).sort(descending=True, stable=True)
+    p = scaled.softmax(-1)
+    keep = int(top_k) if 0 < top_k < len(p) else len(p)
+    if top_p < 1:
+        mass = p[:keep].cumsum(0)
+        keep = min(keep, 1 + int((mass < top_p.double() * mass[-1]).sum()))
+    keep = min(keep, max(1, int((p >= min_p.double() * p[0]).sum())))
+    mass = p[:keep].cumsum(0)
+    return order[min(keep - 1, int((mass <= uniform * mass[-1]).sum()))]
+
+
+def _hidden_keys(before: int, length: int, window: int) -> Tensor:
+    """Return which keys [0, length) each query of a position in [before, length) must not attend to."""
+    key, position = torch.arange(length), torch.arange(before, length)[:, None]
+    return (key > position) | ((key <= position - window) if window else torch.tensor(False))
+
+
+def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions.long(), None].chunk(2, dim=-1)
+    a, b, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], dim=-1)
+
+
+def _key_panels(keys: Tensor) -> Tensor:
+    """Return a layer's key cache as [blocks, kv_heads, head_dim, block_size], the order in memory."""
+    blocks, heads, block_size, head_dim = keys.shape
+    inner = keys.stride(0), block_size * head_dim, block_size, 1
+    return keys.as_strided((blocks, heads, head_dim, block_size), inner)
+
+
+def _store(out: Tensor | None, y: Tensor) -> Tensor:
+    return y if out is None else out.copy_(y)
