@@ -46,7 +46,14 @@ TYPES = [
 @pytest.mark.parametrize(("kind", "for_openai", "for_anthropic"), TYPES)
 def test_error_types(kind: type[errors.EmberlineError], for_openai: str, for_anthropic: str) -> None:
     assert openai_error(kind("x")).body["error"]["type"] == for_openai
-    assert anthropic_error(kind("x")).body == {"type": "error", "error": {"type": for_anthropic, "message": "x"}}
+    body = {"type": "error", "error": {"type": for_anthropic, "message": str(kind("x"))}}
+    assert anthropic_error(kind("x")).body == body
+
+
+def test_error_without_a_hint_has_that_of_its_class() -> None:
+    assert str(errors.ModelFileError("a is damaged")).startswith("a is damaged (hint: ")
+    assert str(errors.ModelFileError("a is damaged", hint="run b")) == "a is damaged (hint: run b)"
+    assert str(errors.EngineFailed("the engine failed")) == "the engine failed"
 
 
 def test_error_names_the_field() -> None:

@@ -144,7 +144,7 @@ def test_encrypted_reasoning_round_trip() -> None:
 
 FAULTS = [
     (EngineFailed("the engine died"), "server_error", "the engine died"),
-    (Overloaded("full"), "rate_limit_exceeded", "full"),
+    (Overloaded("full", hint="wait"), "rate_limit_exceeded", "full (hint: wait)"),
     (InvalidRequest("no", param="input"), "invalid_prompt", "no"),
 ]
 

@@ -114,7 +114,7 @@ def test_model_that_does_not_fit_fails_with_numbers(run: Run, tmp_path: Path) ->
     code, output = run("--model", model, "--gpu-memory", "24G", "--max-batch-tokens", 65536)
     assert code == 1 and "hint: lower --max-batch-tokens" in output
     code, output = run("--model", model, "--gpu-memory", "141G", "--max-context", 200_000)
-    assert code == 1 and "max_context is 200000; this model allows 1 to 131072" in output
+    assert code == 1 and "max_context must be from 1 to 131072 for this model, not 200000" in output
 
 
 def test_limited_context_is_reported(run: Run, tmp_path: Path) -> None:

@@ -116,5 +116,7 @@ def _is_within_depth(data: bytes) -> bool:
 
 def _depth_error(outer: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{outer or 'request body'} is nested deeper than {MAX_JSON_DEPTH} levels", param=outer or None
+        f"{outer or 'request body'} is nested deeper than {MAX_JSON_DEPTH} levels",
+        param=outer or None,
+        hint="send JSON with fewer levels",
     )

@@ -114,7 +114,7 @@ class Registrar:
             return
         self._logged_problem = problem
         if problem:
-            log.warning("not registered: router=%s reason=%s", self._router_url, problem)
+            log.warning("Not registered: router=%s reason=%s", self._router_url, problem)
         else:
             log.info("registered: router=%s worker=%s", self._router_url, self._registration().name)
 

@@ -39,12 +39,13 @@ from __future__ import annotations
 class EmberlineError(Exception):
     status = 500
     code = "internal_error"
+    default_hint: str | None = None  # for errors that are raised without a hint
 
     def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.hint = hint
+        self.hint = self.default_hint if hint is None else hint
 
     def __str__(self) -> str:
         return f"{self.message} (hint: {self.hint})" if self.hint else self.message
@@ -62,11 +63,13 @@ class ContextLengthExceeded(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     status = 413
     code = "body_too_large"
+    default_hint = "send a smaller body, or raise the server's setting max_body"
 
 
 class WorkTooLarge(InvalidRequest):
     status = 413
     code = "request_too_complex"
+    default_hint = "send a smaller or simpler request"
 
 
 class UnsupportedMediaType(InvalidRequest):
@@ -121,6 +124,7 @@ class MethodNotAllowed(EmberlineError):
 class Overloaded(EmberlineError):
     status = 429
     code = "queue_full"
+    default_hint = "send the request again after the time in the Retry-After header"
 
     def __init__(self, message: str, *, retry_after: int = 1, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -134,21 +138,18 @@ class EngineUnavailable(EmberlineError):
 
 class EngineLoading(EngineUnavailable):
     code = "loading"
+    default_hint = "retry in a few seconds"
 
-    def __init__(
-        self, message: str = "the server is loading its model", *, hint: str = "retry in a few seconds"
-    ) -> None:
+    def __init__(self, message: str = "the server is loading its model", *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
 
 
 class ShuttingDown(EngineUnavailable):
     code = "shutting_down"
+    default_hint = "send the request again"
 
     def __init__(
-        self,
-        message: str = "the server shut down before this stream was finished",
-        *,
-        hint: str = "send the request again",
+        self, message: str = "the server shut down before this stream was finished", *, hint: str | None = None
     ) -> None:
         super().__init__(message, hint=hint)
 
@@ -185,12 +186,15 @@ class ModelError(EmberlineError):
 
 class ModelFileError(ModelError):
     code = "model_file_error"
+    default_hint = "check the path, or download the model again"
 
 
 class UnsupportedModel(ModelError):
     code = "unsupported_model"
+    default_hint = "use a different model"
 
 
 class DownloadError(ModelError):
     status = 502
     code = "download_error"
+    default_hint = "check the network and the name of the model, and try again"

@@ -88,7 +88,7 @@ def update_config(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
             raise InvalidRequest(f"there is no setting {name!r}", param=name, hint=f"settings: {', '.join(owners)}")
         if len(found) > 1:
             message = f"the setting {name!r} is ambiguous: {' and '.join(found)} both define it"
-            raise InvalidRequest(message, param=name)
+            raise InvalidRequest(message, param=name, hint=f"change the field of {found[0]} itself")
         by_owner.setdefault(found[0], {})[name] = value
     own = by_owner.pop("", {})
     nested = {holder: replace(getattr(config, holder), **values) for holder, values in by_owner.items()}

@@ -65,7 +65,8 @@ class SamplingParams:
             _check_range("max_tokens", self.max_tokens, 1, 1 << 31)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest(
-                    f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens"
+                    f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}",
+                    param="min_tokens",
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:

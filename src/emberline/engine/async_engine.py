@@ -182,7 +182,7 @@ class AsyncEngine:
             except (
                 Exception
             ) as e:  # for example no memory or no file descriptor: without this, nothing would restart it
-                log.exception("starting or running the engine process failed")
+                log.exception("Starting or running the engine process failed")
                 why = EngineFailed(f"{type(e).__name__}: {e}")
             first = self._started is not None and not self._started.done()
             if first:
@@ -192,7 +192,7 @@ class AsyncEngine:
             self.state = EngineState.RESTARTING
             self.restarts += 1
             log.error(
-                "engine process ended, restarting: reason=%s failed_requests=%d restarts=%d",
+                "Engine process ended, restarting: reason=%s failed_requests=%d restarts=%d",
                 why,
                 len(self._open_queues),
                 self.restarts,
@@ -291,7 +291,7 @@ class AsyncEngine:
             timeout = self._stall_timeout if self.state is EngineState.READY else boot_timeout
             if silent > timeout:
                 log.error(
-                    "engine process hangs, killing it: silent_s=%.0f timeout_s=%.0f", self.silent_seconds, timeout
+                    "Engine process hangs, killing it: silent_s=%.0f timeout_s=%.0f", self.silent_seconds, timeout
                 )
                 process.kill()
                 writer.transport.abort()  # a process that does not end keeps its end of the socket open

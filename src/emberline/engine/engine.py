@@ -147,7 +147,9 @@ class Engine:
         `arrival`: the time on the engine's clock, of a submission that has already waited. Raises InvalidRequest, or
         Overloaded if too many requests are open."""
         if submission.id in self._request_ids:
-            raise InvalidRequest(f"a request with id {submission.id!r} is already open", param="id")
+            raise InvalidRequest(
+                f"a request with id {submission.id!r} is already open", param="id", hint="use a new id"
+            )
         self._request_builder.check(submission)
         if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(

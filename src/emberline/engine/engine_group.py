@@ -202,7 +202,7 @@ class EngineGroup:
             self._sleep_manager.ensure_awake(name)
         except Exception:  # of a driver or a device: reject the waiting requests; other models continue if they can
             log.exception(
-                "waking the model failed, rejecting its requests: model=%s requests=%d", name, len(queue.requests)
+                "Waking the model failed, rejecting its requests: model=%s requests=%d", name, len(queue.requests)
             )
             check_device()
             error = EngineUnavailable(f"waking the model {name!r} failed", hint="see the server's log")
@@ -228,7 +228,9 @@ class EngineGroup:
                 f"the queue is full: {len(queue.requests)} requests wait for the sleeping model {name!r}"
             )
         if submission.id in queue.requests:
-            raise InvalidRequest(f"a request with id {submission.id!r} is already open", param="id")
+            raise InvalidRequest(
+                f"a request with id {submission.id!r} is already open", param="id", hint="use a new id"
+            )
         queue.requests[submission.id] = WaitingSubmission(submission, now)
         self._queues[name] = queue
         self._pending_outputs.setdefault(name, [])

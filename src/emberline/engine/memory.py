@@ -161,7 +161,7 @@ def served_context(config: ModelConfig, settings: EngineConfig) -> int:
     length = config.max_context if settings.requested_context is None else settings.requested_context
     if not 1 <= length <= config.longest_context:
         raise InvalidRequest(
-            f"max_context is {length}; this model allows 1 to {config.longest_context}", param="max_context"
+            f"max_context must be from 1 to {config.longest_context} for this model, not {length}", param="max_context"
         )
     return length
 

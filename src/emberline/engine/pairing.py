@@ -117,7 +117,7 @@ class PeerPairing:
             return
         else:
             self._failures[peer.incarnation] = failure.message
-            log.warning("connecting to a peer engine failed: peer=%s reason=%s", peer.name, failure)
+            log.warning("Connecting to a peer engine failed: peer=%s reason=%s", peer.name, failure)
         self._notify()
 
     def _notify(self) -> None:

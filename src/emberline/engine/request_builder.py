@@ -24,7 +24,7 @@ class RequestBuilder:
         """Raise InvalidRequest or ContextLengthExceeded if the submission cannot be served."""
         prompt = submission.prompt
         if not prompt:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
+            raise InvalidRequest("the prompt must have at least one token", param="prompt")
         if len(prompt) >= self.max_context:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.max_context} tokens, and the prompt has {len(prompt)}, "
@@ -41,7 +41,7 @@ class RequestBuilder:
         }
         for name, ids in ids_by_field.items():
             if ids and not self._are_tokens(ids):
-                raise InvalidRequest(f"{name} has a token id outside [0, {self.vocab_size})", param=name)
+                raise InvalidRequest(f"{name} must contain only token ids in [0, {self.vocab_size})", param=name)
         if len(submission.resumed) not in (0, params.n):
             message = f"resumed has the output of {len(submission.resumed)} completions, but n is {params.n}"
             raise InvalidRequest(message, param="resumed")

@@ -119,7 +119,11 @@ class SamplingStateFactory:
     def prepare(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
         """Compile a grammar in another thread. The result is kept as long as the returned future is."""
         if self._grammars is None:
-            raise InvalidRequest("this engine has no tokenizer, so it does not support grammars", param="grammar")
+            raise InvalidRequest(
+                "grammars are not supported: the engine has no tokenizer",
+                param="grammar",
+                hint="use a model with a tokenizer.json",
+            )
         return self._grammars.compile(grammar)
 
     def _matcher(self, grammar: GrammarSpec | None) -> GrammarMatcher | None:

@@ -68,7 +68,10 @@ def _check_name(name: str) -> None:
         or len(name) > MAX_NAME_LENGTH
         or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name)
     ):
-        raise ModelError(f"invalid model name {name[:80]!r}: the name is empty, too long or has control characters")
+        raise ModelError(
+            f"invalid model name {name[:80]!r}: the name is empty, too long or has control characters",
+            hint="give the name of a model, such as hf:ORG/NAME, or a path",
+        )
 
 
 def _not_pulled_error(name: str) -> ModelNotPulled:
@@ -97,7 +100,10 @@ def _resolve_hub(rest: str, cache: Path, revision: str | None, progress: bool, f
 def _resolve_local(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a model directory: config.json is missing")
+            raise ModelError(
+                f"{path} is not a model directory: config.json is missing",
+                hint="give the directory that contains config.json",
+            )
         return path
     if path.is_file() and path.suffix == ".gguf":
         from emberline.hub.convert import CONVERSION_VERSION, convert

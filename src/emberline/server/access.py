@@ -64,7 +64,10 @@ def check_cluster_caller(x: Exchange, cluster_key: str | None) -> None:
     prompts and decide where requests go, so web pages may not make them, nor proxies, which would lend their own
     address to any client behind them."""
     if x.header("origin"):
-        raise ClusterCallForbidden("a web page made this cluster call: it has an Origin header")
+        raise ClusterCallForbidden(
+            "a web page made this cluster call: it has an Origin header",
+            hint="call the router or worker from a program",
+        )
     if (name := next((name for name in PROXY_HEADERS if name in x.headers), None)) is not None:
         raise ClusterCallForbidden(
             f"this cluster call came through a proxy: it has the header {name.decode()!r}",

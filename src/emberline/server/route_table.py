@@ -52,9 +52,9 @@ class RouteTable:
         except Exception as e:
             is_cut_off = x.status is not None
             if not isinstance(e, EmberlineError | TimeoutError):
-                log.exception("request failed: method=%s path=%s", x.method, x.path)
+                log.exception("Request failed: method=%s path=%s", x.method, x.path)
             elif is_cut_off:
-                log.warning("reply aborted: path=%s error=%s", x.path, e)
+                log.warning("Reply aborted: path=%s error=%s", x.path, e)
             if not is_cut_off:
                 await reply_error(x, e)
         known = x.path if x.path in self.routes else "other"

@@ -59,7 +59,10 @@ class Tokenizer:
         try:
             return [e.ids for e in self._inner.encode_batch_fast(texts, add_special_tokens=add_special)]
         except (UnicodeEncodeError, TypeError) as e:
-            raise InvalidRequest("the text is not valid Unicode: it contains half of a surrogate pair") from e
+            raise InvalidRequest(
+                "the text is not valid Unicode: a surrogate is not part of a pair",
+                hint="send text that can be encoded as UTF-8",
+            ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if self.alphabet is Alphabet.OPAQUE:

@@ -326,7 +326,7 @@ def _start_codec(checkpoint: Checkpoint) -> None:
         backend = ops.start_backend(threads=1)
         if backend.library is None:
             log.warning(
-                "the codec is not available, decoding packed weights slowly with numpy: reason=%s", backend.reason
+                "The codec is not available, decoding packed weights slowly with numpy: reason=%s", backend.reason
             )
 
 

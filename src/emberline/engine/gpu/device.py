@@ -139,7 +139,7 @@ class CudaDevice:
         try:
             pin(memory)
         except ModelError as error:
-            log.warning("pinning main memory failed, copying KV blocks through a buffer: reason=%s", error.message)
+            log.warning("Pinning main memory failed, copying KV blocks through a buffer: reason=%s", error.message)
             with contextlib.suppress(RuntimeError):  # the next CUDA call reports the same error once more
                 torch.zeros(1, device=self.torch_device)
             return False

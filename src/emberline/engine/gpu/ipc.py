@@ -54,7 +54,7 @@ def make_ipc_transport(region: DeviceRegion) -> SameHostAccess | None:
     try:
         exported = [ipc.export_memory(part) for part in region.parts]
     except CudaDriverError as error:
-        log.warning("sharing GPU memory failed, KV transfers use main memory: reason=%s", error)
+        log.warning("Sharing GPU memory failed, KV transfers use main memory: reason=%s", error)
         return None
 
     def serve(sender: Sender) -> TransferServer:

@@ -272,7 +272,7 @@ class GPURunner:
         try:
             replay = graphs.stream.capture(lambda: self._forward(inputs, logits))
         except Exception as error:  # of the driver, of torch, or an assertion: torch cannot capture again after it
-            log.exception("step not captured, further shapes run uncaptured: shape=%s reason=%s", shape, error)
+            log.exception("Step not captured, further shapes run uncaptured: shape=%s reason=%s", shape, error)
             graphs.capture_failed = True
             return logits, None
         graphs.captured[shape] = CapturedStep(logits, replay)

@@ -84,7 +84,8 @@ class AdminAPI:
             endpoint, request = self._read_request(method, path, query, body, identity)
             if endpoint.is_export:
                 raise InvalidRequest(
-                    f"{method[:20]} {path[:200]} replies with JSON lines and cannot be handled as a JSON request"
+                    f"{method[:20]} {path[:200]} replies with JSON lines and cannot be handled as a JSON request",
+                    hint="send GET",
                 )
             result = await endpoint.handle(replace(request, origin=origin))
             return endpoint.status, msgspec.to_builtins(success_envelope(result) if is_cloudflare else result)

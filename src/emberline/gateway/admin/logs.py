@@ -326,7 +326,10 @@ def _record_id(request: AdminRequest) -> str:
 
 
 def _record_not_found(request: AdminRequest) -> NotFound:
-    return NotFound(f"account {request.account[:80]!r} has no log record {request.path_parameters['id'][:80]!r}")
+    return NotFound(
+        f"account {request.account[:80]!r} has no log record {request.path_parameters['id'][:80]!r}",
+        hint="list the gateway's logs for valid ids; old records are deleted after logs.days",
+    )
 
 
 def _decode_json_or_text(payload: bytes) -> Any:

@@ -194,7 +194,9 @@ def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapp
 def _read_price(id: str, row: Mapping[str, Any]) -> Price | None:
     if "input" not in row:
         if fields := [name for name in (*PRICE_FIELDS, "long") if name in row]:
-            raise InvalidRequest(f"catalogue entry {id} has a price for {fields[0]} but none for input", param=id)
+            raise InvalidRequest(
+                f"catalogue entry {id} must have a price for input, because it has one for {fields[0]}", param=id
+            )
         return None
     prices: dict[str, Any] = {name: _read_micros(id, name, row[name]) for name in PRICE_FIELDS if name in row}
     long = _read_long_price(id, row["long"]) if "long" in row else None

@@ -50,7 +50,7 @@ class JudgeClient:
         """
         parts = [text[at : at + MAX_PART_CHARS + OVERLAP_CHARS] for at in range(0, max(1, len(text)), MAX_PART_CHARS)]
         if len(parts) > MAX_PARTS:
-            log.warning("guardrail judge skipped, the text is too long: judge=%s characters=%d", judge.name, len(text))
+            log.warning("Guardrail judge skipped, the text is too long: judge=%s characters=%d", judge.name, len(text))
             return None
         tasks = [asyncio.ensure_future(self._judge_part(judge, part, call, extra_cost)) for part in parts]
         try:
@@ -59,7 +59,7 @@ class JudgeClient:
             return frozenset[str]().union(*(each.result() for each in tasks))
         except (EmberlineError, TimeoutError) as e:
             log.warning(
-                "guardrail judge failed, the text is not checked: judge=%s reason=%s", judge.name, e or "timeout"
+                "Guardrail judge failed, the text is not checked: judge=%s reason=%s", judge.name, e or "timeout"
             )
             return None
 

@@ -113,7 +113,7 @@ class GatewaySocket:
             id, body = await offload.run_by_size(len(message), read_message, message)
             if len(self._open) >= MAX_OPEN_REQUESTS:
                 raise InvalidRequest(
-                    f"this WebSocket has {MAX_OPEN_REQUESTS} open requests, the highest allowed number",
+                    f"the WebSocket has {MAX_OPEN_REQUESTS} open requests, the highest allowed number",
                     hint="wait for a universal.done message",
                 )
             if id and id in self._open:

@@ -125,7 +125,7 @@ def warn_about_caller_splits(settings: GatewaySettings) -> None:
     for rule in limit_rules(settings):
         if names := caller_chosen_splits(rule, settings.metadata):
             log.warning(
-                "limit can be evaded by a caller that sends different metadata: gateway=%s limit=%s metadata=%s"
+                "Limit can be evaded by a caller that sends different metadata: gateway=%s limit=%s metadata=%s"
                 " (hint: set this metadata on every key, because a request cannot change a key's metadata, or add a"
                 " limit without split)",
                 f"{settings.account}/{settings.gateway}",

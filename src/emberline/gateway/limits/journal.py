@@ -70,7 +70,7 @@ class CounterJournal:
         except (OSError, ValueError) as e:  # ValueError: a call ended after the journal was closed
             if not self._has_failed:
                 log.warning(
-                    "writing the limits journal failed, a crash would lose usage: file=%s reason=%s", file.path, e
+                    "Writing the limits journal failed, a crash would lose usage: file=%s reason=%s", file.path, e
                 )
             self._has_failed = True
 
@@ -132,5 +132,5 @@ def _read_changes(path: Path) -> list[LimitCounter]:
             try:
                 changes.append(_decoder.decode(line))
             except msgspec.DecodeError:
-                log.warning("limits journal has a damaged line, which is not counted: file=%s", path)
+                log.warning("Limits journal has a damaged line, which is not counted: file=%s", path)
     return changes

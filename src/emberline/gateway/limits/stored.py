@@ -68,7 +68,7 @@ class StoredLimiter(LocalLimiter):
                 await self._write_changes()
         except Exception as e:  # the journal keeps them for the next start
             log.warning(
-                "writing limit counters to the store failed, the journal keeps them: reason=%s: %s", type(e).__name__, e
+                "Writing limit counters to the store failed, the journal keeps them: reason=%s: %s", type(e).__name__, e
             )
             self._journal.close()
         else:
@@ -91,7 +91,7 @@ class StoredLimiter(LocalLimiter):
                 await self._write_changes()
             except Exception as e:  # the journal keeps the changes, and the write is retried
                 log.warning(
-                    "writing limit counters to the store failed, the journal keeps them: reason=%s: %s",
+                    "Writing limit counters to the store failed, the journal keeps them: reason=%s: %s",
                     type(e).__name__,
                     e,
                 )

@@ -311,7 +311,7 @@ class PostgresStore:
             try:
                 await self._create_partitions({day})
             except StoreFailed as e:
-                log.warning("creating log partitions failed, retrying with the next batch: day=%s error=%s", day, e)
+                log.warning("Creating log partitions failed, retrying with the next batch: day=%s error=%s", day, e)
 
     async def _create_partitions(self, days: set[date]) -> None:
         if not days:

@@ -83,7 +83,7 @@ class ForeignWorkerPoller:
             return
         self._logged_problems[server] = problem
         if problem:
-            log.warning("foreign server not used: kind=%s url=%s reason=%s", server.dialect, server.url, problem)
+            log.warning("Foreign server not used: kind=%s url=%s reason=%s", server.dialect, server.url, problem)
         else:
             log.info("foreign server used again: kind=%s url=%s", server.dialect, server.url)
 

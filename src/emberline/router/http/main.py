@@ -48,7 +48,7 @@ async def run_router(config: RouterConfig) -> None:
             log.info("router ready: url=http://%s:%d", config.host, port)
             if config.cluster_key is None:
                 log.warning(
-                    "no cluster key is set, workers can register and be drained from this machine only"
+                    "No cluster key is set, workers can register and be drained from this machine only"
                     " (hint: set EMBERLINE_CLUSTER_KEY for workers on other machines)"
                 )
 

@@ -318,7 +318,7 @@ class Relay(ReplyRelay):
         if not tracker.has_ended:
             self._metrics.broken += 1
             x.log_fields["error"] = error.code
-        log.warning("stream ended with an error: path=%s error=%s", x.path, error)
+        log.warning("Stream ended with an error: path=%s error=%s", x.path, error)
         try:
             async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
                 await x.send(b"" if tracker.has_ended else _error_event(x.path, error, tracker.event_count), last=True)

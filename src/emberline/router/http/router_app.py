@@ -97,7 +97,7 @@ class RouterApp:
             try:
                 self.dispatcher.tick()
             except Exception:
-                log.exception("update of the workers' state failed")  # the next tick tries again
+                log.exception("Update of the workers' state failed")  # the next tick tries again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"

@@ -123,7 +123,7 @@ class WorkerRegistry:
                     continue
                 if difference := describe_difference(worker.numerics.get(model), other.numerics.get(model)):
                     log.warning(
-                        "workers compute a model differently, no streams or KV blocks move between them:"
+                        "Workers compute a model differently, no streams or KV blocks move between them:"
                         " model=%s worker=%s other=%s difference=%s",
                         model,
                         worker.name,
