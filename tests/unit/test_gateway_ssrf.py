@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from functools import partial
 
-import aiohttp
 import pytest
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.upstream.ssrf import PublicResolver, is_public_address, open_public_socket, validate_provider_url
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.gateway.upstream.ssrf import (
+    AddressInfo,
+    ResolveHost,
+    is_public_address,
+    resolve_host,
+    resolve_public,
+    validate_provider_url,
+)
 
 PRIVATE = [
     "127.0.0.1",
@@ -151,54 +157,41 @@ def test_operator_can_allow_private_addresses() -> None:
             validate_provider_url(url, allow_private=True)
 
 
-class FakeResolver(AbstractResolver):
-    """A resolver that returns the given addresses, one list per query."""
+def fake_resolver(*addresses: str) -> ResolveHost:
+    async def resolve(host: str, port: int) -> list[AddressInfo]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (each, port)) for each in addresses]
 
-    def __init__(self, *answers: list[str]) -> None:
-        self.answers = list(answers)
-
-    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
-        return [
-            ResolveResult(hostname=host, host=each, port=port, family=socket.AF_INET, proto=0, flags=0)
-            for each in self.answers.pop(0)
-        ]
-
-    async def close(self) -> None:
-        pass
+    return resolve
 
 
 def test_one_private_address_rejects_name() -> None:
     async def do() -> None:
-        assert len(await PublicResolver(FakeResolver(["8.8.8.8", "1.1.1.1"])).resolve("a.example", 443)) == 2
-        for answer in (["127.0.0.1"], ["8.8.8.8", "10.0.0.1"]):
+        assert len(await resolve_public("a.example", 443, fake_resolver("8.8.8.8", "1.1.1.1"))) == 2
+        for addresses in (["127.0.0.1"], ["8.8.8.8", "10.0.0.1"]):
             with pytest.raises(OSError, match="not public"):
-                await PublicResolver(FakeResolver(answer)).resolve("a.example", 443)
-
-    asyncio.run(do())
-
-
-def connect(url: str, resolver: AbstractResolver, guarded: bool) -> None:
-    async def do() -> None:
-        factory = {"socket_factory": open_public_socket} if guarded else {}
-        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, **factory)
-        async with aiohttp.ClientSession(connector=connector) as session, session.get(url) as reply:
-            await reply.read()
+                await resolve_public("a.example", 443, fake_resolver(*addresses))
 
     asyncio.run(do())
 
 
 def test_connection_address_is_checked() -> None:
     """A real listener on this machine cannot be reached in any of these ways."""
+
+    async def connect(host: str, port: int, resolve: ResolveHost) -> None:
+        async with UpstreamClient(resolve=resolve) as client:
+            await client.connect_to_public(host, port)
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.05)
         port = listener.getsockname()[1]
         attempts = [
-            (f"http://127.0.0.1:{port}", FakeResolver(), True),  # an address, which is not resolved
-            (f"http://a.example:{port}", FakeResolver(["127.0.0.1"]), True),
-            (f"http://a.example:{port}", PublicResolver(FakeResolver(["127.0.0.1"])), False),
+            ("127.0.0.1", resolve_public),
+            ("127.0.0.1", resolve_host),  # only the check of the connection's address is left
+            ("a.example", fake_resolver("127.0.0.1")),
+            ("a.example", partial(resolve_public, resolve=fake_resolver("127.0.0.1"))),
         ]
-        for url, resolver, guarded in attempts:
-            with pytest.raises(aiohttp.ClientConnectorError):
-                connect(url, resolver, guarded)
+        for host, resolve in attempts:
+            with pytest.raises(OSError, match="public"):
+                asyncio.run(connect(host, port, resolve))
         with pytest.raises(TimeoutError):
             listener.accept()

@@ -48,9 +48,11 @@ ALLOWED: dict[str, set[str]] = {
         "gateway",
         "unweight",
         "sim",
+        "net",
+        "trace",
         "cluster",
     },
-    "chaos": {"core", "wire", "cluster", "router.policy", "bench"},
+    "chaos": {"core", "net", "wire", "cluster", "router.policy", "bench"},
     "cli": {
         "core",
         "tokens",

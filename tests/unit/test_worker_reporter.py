@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -19,6 +18,8 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import LoadedModelInfo, PairingChange
+from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
+from emberline.net.errors import UpstreamUnreachable
 from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _name, wait_for_leases, with_reachable_url
 from emberline.worker.worker_reporter import PAIRING_TIMEOUT_S, WorkerReporter
 
@@ -142,15 +143,15 @@ class ScriptedRegistrar(Registrar):
         super().__init__("http://r", None, lambda: self.registration, lambda: self.heartbeat, self.peer_updates.append)
         self.answers, self.sent = answers, list[str]()
 
-    async def _post(self, session: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, pool: HTTPConnectionPool, path: str, body: bytes) -> FetchedReply:
         self.sent.append(path.removeprefix("/cluster/"))
         status, answer = self.answers.pop(0)
         if status == 0:
-            raise aiohttp.ClientError("away")
-        return status, answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
+            raise UpstreamUnreachable("away")
+        return FetchedReply(status, {}, answer if isinstance(answer, bytes) else msgspec.json.encode(answer))
 
     def run_once(self) -> float | None:
-        return asyncio.run(self._send_next(cast("aiohttp.ClientSession", None)))
+        return asyncio.run(self._send_next(cast("HTTPConnectionPool", None)))
 
 
 WELCOME = {"beat_seconds": 0.7, "peers": {"m": [P1]}}
@@ -171,7 +172,7 @@ def test_worker_registers_again() -> None:
     assert [scripted.run_once() for _ in range(3)] == [0.0, 0.0, 0.0]
     scripted.registration = WorkerRegistration("w", "i", "http://elsewhere", (ModelRegistration("m"),))
     assert [scripted.run_once() for _ in range(2)] == [0.0, 0.7]
-    with pytest.raises(aiohttp.ClientError):
+    with pytest.raises(UpstreamUnreachable):
         scripted.run_once()
     scripted.run_once()
     assert scripted.sent == ["register", "beat", "register", "register", "beat", "beat", "register"]
@@ -194,7 +195,7 @@ def test_leaving_worker_does_not_register_at_restarted_router() -> None:
     scripted = ScriptedRegistrar([(200, WELCOME), (200, {}), (0, {}), (200, WELCOME), (404, {}), (404, {})])
     scripted.run_once()
     asyncio.run(scripted.leave())
-    with pytest.raises(aiohttp.ClientError):
+    with pytest.raises(UpstreamUnreachable):
         scripted.run_once()
     assert [scripted.run_once() for _ in range(3)] == [0.7, REGISTER_INTERVAL_S, REGISTER_INTERVAL_S]
     assert scripted.sent == ["register", "leave", "beat", "beat", "beat", "beat"]

@@ -6,16 +6,17 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from redis_server import redis_server
 from routers import get, spawn, stop, until
 
 from emberline.core.freeport import free_port
+from emberline.net.connection_pool import HTTPConnectionPool
 
 LIMIT = 73
 BUDGET = 5_000  # micro-dollars
@@ -72,17 +73,17 @@ def start(directory: Path, number: int, redis: str, fake: str) -> tuple[str, Any
     return f"http://127.0.0.1:{port}", spawn(directory / f"{number}.log", "-m", "emberline.cli", "gateway", *options)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, test: str) -> ObservedReply:
-    headers = {**PRICE, "cf-aig-metadata": json.dumps({"test": test})}
-    async with session.post(f"{url}/v1/chat/completions", json=BODY, headers=headers) as reply:
-        return ObservedReply(reply.status, {k.lower(): v for k, v in reply.headers.items()}, await reply.json())
+async def ask(pool: HTTPConnectionPool, url: str, test: str) -> ObservedReply:
+    headers = {**PRICE, "content-type": "application/json", "cf-aig-metadata": json.dumps({"test": test})}
+    reply = await pool.fetch("POST", f"{url}/v1/chat/completions", headers, json.dumps(BODY).encode())
+    return ObservedReply(reply.status, dict(reply.headers), json.loads(reply.body))
 
 
 async def send_concurrently(urls: list[str], test: str) -> list[ObservedReply]:
     """Send 200 concurrent requests to all replicas, then more until one is refused."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        replies = await asyncio.gather(*(ask(session, urls[i % 3], test) for i in range(200)))
-        while (last := await ask(session, urls[0], test)).status == 200:
+    with closing(HTTPConnectionPool(connect_timeout_s=60.0, idle_timeout_s=4.0, retries_stale=True)) as pool:
+        replies = await asyncio.gather(*(ask(pool, urls[i % 3], test) for i in range(200)))
+        while (last := await ask(pool, urls[0], test)).status == 200:
             replies.append(last)
     return replies
 

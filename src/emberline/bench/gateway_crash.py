@@ -20,16 +20,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
 from emberline.bench.report import BenchReport
 from emberline.bench.server_launch import running_server
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.net.errors import UpstreamFailed
 
 READY_TIMEOUT_S = 60.0
-BODY = {"model": "fake/bench", "messages": [{"role": "user", "content": "hi"}]}
+CONNECT_TIMEOUT_S = 30.0
+BODY = b'{"model": "fake/bench", "messages": [{"role": "user", "content": "hi"}]}'
+HEADERS = {"content-type": "application/json"}
 CONFIG = """
 store = "sqlite:{home}/store"
 master_key = "{home}/master"
@@ -94,16 +96,16 @@ async def _load(plan: CrashBenchPlan, url: str, rng: random.Random, pid: int) ->
     """Return the time of each reply by the id of its row; under "", the time of the kill."""
     arrived: dict[str, float] = {}
     begun, until = time.perf_counter(), plan.seconds + rng.random()
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+    pool = HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=CONNECT_TIMEOUT_S)
+    async with asyncio.TaskGroup() as group:
 
         async def request() -> None:
             try:
-                async with session.post(f"{url}/v1/chat/completions", json=BODY) as reply:
-                    await reply.read()
-                    if reply.status != 200:
-                        raise EmberlineError(f"the gateway answered {reply.status}: {await reply.text()}")
-                    arrived[reply.headers["cf-aig-log-id"].upper()] = time.perf_counter()
-            except (aiohttp.ClientError, OSError):
+                reply = await pool.fetch("POST", f"{url}/v1/chat/completions", HEADERS, BODY)
+                if reply.status != 200:
+                    raise EmberlineError(f"the gateway answered {reply.status}: {reply.body.decode()}")
+                arrived[reply.headers["cf-aig-log-id"].upper()] = time.perf_counter()
+            except UpstreamFailed:
                 if "" not in arrived:
                     raise
 
@@ -115,6 +117,7 @@ async def _load(plan: CrashBenchPlan, url: str, rng: random.Random, pid: int) ->
             await asyncio.sleep(0.002)
         arrived[""] = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
+    pool.close()
     killed = arrived[""]
     return {name: at for name, at in arrived.items() if at <= killed}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import secrets
 import signal
@@ -16,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from emberline.chaos.chaos_process import ChaosProcess
 from emberline.chaos.clock import ShiftedClock
 from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection, TrafficFilter
@@ -27,6 +26,8 @@ from emberline.cluster.cluster_health import find_held_resources, find_unavailab
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.config import Role
 from emberline.core.environment import environment_with_cluster_key
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.net.errors import UpstreamFailed
 
 CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # workers accept direct calls only with the cluster key
 SERVED_MODEL_NAME = "chaos"
@@ -37,6 +38,7 @@ FAULT_COUNTER_PATTERN = re.compile(
 )
 STORE_READY_PATTERN = re.compile(r'^emberline:kv_tier_on\{.*tier="store".*\} 1', re.M)
 STORE_PROGRAM = Path(sys.executable).with_name("mooncake_master")
+CONNECT_TIMEOUT_S = 30.0
 RESTART_TIMEOUT_S = 120.0  # for a killed process to be ready again
 IDLE_TIMEOUT_S = 30.0  # for an idle cluster to release all resources
 
@@ -71,9 +73,8 @@ class ChaosCluster:
         self.settings, self.directory = settings, directory
         self.observer = RequestObserver()
         self._cluster_key = secrets.token_hex(16)
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers={CLUSTER_KEY_HEADER: self._cluster_key}
-        )
+        # Every request has a connection of its own, so that a killed process breaks only the requests that it had.
+        self.pool = HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=0.0)
         self.supervisor_events: list[str] = []
         self._tasks: set[asyncio.Future[Any]] = set()
         self._supervisor = Supervisor(lambda name, event: self.supervisor_events.append(f"{name} {event}"))
@@ -136,7 +137,7 @@ class ChaosCluster:
             for proxy in process.proxies():
                 proxy.stop()
         self.network.close()
-        await self.session.close()
+        self.pool.close()
 
     async def _new_worker(self, name: str, role: Role, *, uses_shared_memory: bool) -> ChaosProcess:
         process = self._new_process(name, role)
@@ -243,9 +244,9 @@ class ChaosCluster:
     async def get_json(self, url: str, timeout: float = 5.0) -> Any:
         """Return the JSON reply; None if there is none or an error, as from a loading server."""
         try:
-            async with self.session.get(url, timeout=aiohttp.ClientTimeout(timeout)) as reply:
-                return await reply.json() if reply.ok else None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            reply = await self.pool.fetch("GET", url, {CLUSTER_KEY_HEADER: self._cluster_key}, timeout_s=timeout)
+            return json.loads(reply.body) if reply.status < 400 else None
+        except (UpstreamFailed, ValueError):
             return None
 
     async def first_problem(self) -> str:
@@ -323,9 +324,9 @@ class ChaosCluster:
 
     async def _metrics_text(self, process: ChaosProcess) -> str:
         """Return the worker's metrics; "" if it does not answer."""
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with self.session.get(f"{process.url}/metrics", timeout=aiohttp.ClientTimeout(5)) as reply:
-                return await reply.text()
+        with contextlib.suppress(UpstreamFailed):
+            headers = {CLUSTER_KEY_HEADER: self._cluster_key}
+            return (await self.pool.fetch("GET", f"{process.url}/metrics", headers, timeout_s=5.0)).body.decode()
         return ""
 
 

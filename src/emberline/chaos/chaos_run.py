@@ -108,13 +108,13 @@ class ChaosRun:
         return None
 
     async def _prepare(self) -> None:
-        http = self.cluster.session
+        pool = self.cluster.pool
         async with asyncio.timeout(120):
             while not await self.cluster.is_ready(self.cluster.reference):
                 await asyncio.sleep(0.2)
-        await self.cases.measure_token_length(http)
+        await self.cases.measure_token_length(pool)
         for i in range(FIRST_CASES):
-            await self.cases.create(http, long=i % 2 == 0, stream=i % 3 != 0)
+            await self.cases.create(pool, long=i % 2 == 0, stream=i % 3 != 0)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class ChaosRun:
 
     def _new_client(self) -> ChaosClient:
         return ChaosClient(
-            self.cluster.session, self.cluster.router.url, self.cluster.observer, self.cluster.settings.deadline
+            self.cluster.pool, self.cluster.router.url, self.cluster.observer, self.cluster.settings.deadline
         )
 
     async def _pick_case(self, fault: Fault, stage: Stage) -> ReferenceCase:
@@ -148,7 +148,7 @@ class ChaosRun:
         if known_cases and (fault.reuses_prompt or not is_new):
             return self.rng.choice(known_cases)
         stream, long = stage >= Stage.FIRST or self.rng.random() < 0.7, is_new or self.rng.random() < 0.5
-        return await self.cases.create(self.cluster.session, long=long, stream=stream)
+        return await self.cases.create(self.cluster.pool, long=long, stream=stream)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 

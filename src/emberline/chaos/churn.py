@@ -15,12 +15,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from emberline.bench.cluster import LocalCluster
@@ -32,7 +31,9 @@ from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict
 from emberline.chaos.reference_case import ReferenceCases
 from emberline.chaos.request_progress import RequestObserver
 from emberline.cluster.supervisor import SupervisedProcess
+from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
+from emberline.net.connection_pool import HTTPConnectionPool
 
 SERVED_MODEL_NAME = "bench"
 SERVER_ARGUMENTS = ("--served-name", SERVED_MODEL_NAME, "--device", "cpu", "--embedder", "none")
@@ -40,6 +41,8 @@ CALIBRATION_REQUESTS = 16
 DETECTION_WAIT_S = 2.0  # until the router's status shows a stopped worker
 UNCACHED_SHARE = 0.5  # these requests get a unique cache salt, because otherwise all prompts would soon be cached
 MEMORY_POLL_INTERVAL_S = 2.0
+CONNECT_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 4.0  # of a client's connection; servers close idle connections after 5 s
 STOP_TIMEOUT_S = 150.0  # includes the end of the worker's open requests
 ENGINE_PROCESS = "engine.process"
 ENGINE_DEATH = "death of the engine"
@@ -81,7 +84,7 @@ class ChurnRun:
     plan: ChurnPlan
     cluster: LocalCluster
     cases: ReferenceCases
-    session: aiohttp.ClientSession
+    pool: HTTPConnectionPool
     report_line: Callable[[str], None]
     rng: random.Random
     growth: MemoryGrowth = field(init=False)
@@ -152,7 +155,7 @@ class ChurnRun:
 
     async def _run_request(self) -> RequestOutcome:
         client, case = (
-            ChaosClient(self.session, self.cluster.url, self._observer, self.plan.deadline),
+            ChaosClient(self.pool, self.cluster.url, self._observer, self.plan.deadline),
             self.cases.pick(),
         )
         if case.path != "/v1/messages" and self.rng.random() < UNCACHED_SHARE:
@@ -242,11 +245,15 @@ def run_churn_bench(model: str, plan: ChurnPlan, logs: Path, report_line: Callab
 
 async def _record_references(url: str, count: int, rng: random.Random) -> ReferenceCases:
     cases = ReferenceCases(url, SERVED_MODEL_NAME, rng)
-    async with aiohttp.ClientSession() as session:
-        await cases.measure_token_length(session)
+    with closing(_new_pool()) as pool:
+        await cases.measure_token_length(pool)
         for i in range(count):
-            await cases.create(session, long=i % 2 == 0, stream=i % 4 != 0)
+            await cases.create(pool, long=i % 2 == 0, stream=i % 4 != 0)
     return cases
+
+
+def _new_pool() -> HTTPConnectionPool:
+    return HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S, retries_stale=True)
 
 
 async def _run_cluster(
@@ -260,12 +267,11 @@ async def _run_cluster(
 ) -> None:
     worker = [model, *SERVER_ARGUMENTS, "--threads", "1", "--kv-memory", plan.kv_memory]
     router = ["--split-tokens", "64", "--request-timeout", str(plan.deadline)]
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        LocalCluster({"prefill": plan.prefill, "decode": plan.decode}, worker, logs, router=router) as cluster,
-        aiohttp.ClientSession(connector=connector) as session,
-    ):
-        churn = ChurnRun(plan, cluster, cases, session, report_line, rng)
+    async with AsyncExitStack() as stack:
+        pool = stack.enter_context(closing(_new_pool()))
+        roles: dict[Role, int] = {"prefill": plan.prefill, "decode": plan.decode}
+        cluster = await stack.enter_async_context(LocalCluster(roles, worker, logs, router=router))
+        churn = ChurnRun(plan, cluster, cases, pool, report_line, rng)
         rate = await churn.measure_sustained_rate()
         report_line(f"the cluster sustains {rate:.2f} requests/s")
         report.add("sustained", rate, "requests/s")

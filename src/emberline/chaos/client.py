@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 
-import aiohttp
-
 from emberline.chaos.observed_reply import ObservedReply
 from emberline.chaos.reference_case import ReferenceCase
 from emberline.chaos.request_progress import RequestObserver, RequestProgress
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.net.errors import UpstreamFailed
 
 HANG_MARGIN_S = 15.0  # beyond its deadline, after which a request counts as hung
 
@@ -33,9 +33,9 @@ class RequestOutcome:
 
 
 class ChaosClient:
-    def __init__(self, session: aiohttp.ClientSession, url: str, observer: RequestObserver, deadline: float) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, pool: HTTPConnectionPool, url: str, observer: RequestObserver, deadline: float) -> None:
+        self._pool = pool
+        self._url = url  # without a path
         self._observer = observer
         self._deadline_s = deadline
 
@@ -47,13 +47,16 @@ class ChaosClient:
         try:
             async with asyncio.timeout(self._deadline_s + HANG_MARGIN_S):
                 body = case.encode_with_mark(progress.name)
-                async with self._session.post(self._url + case.path, data=body, headers=headers) as reply:
-                    async for part in reply.content.iter_any():
+                reply = await self._pool.request(self._url, "POST", case.path, headers, body)
+                try:
+                    while part := await reply.read():
                         raw += part
+                finally:
+                    reply.close()
             verdict, detail = judge_reply(case, reply.status, bytes(raw))
         except TimeoutError:
             verdict, detail = Verdict.HUNG, f"at stage {progress.stage}, after {len(raw)} bytes"
-        except (aiohttp.ClientError, OSError) as e:
+        except UpstreamFailed as e:
             difference = (
                 ObservedReply.from_stream(case.path, bytes(raw)).describe_difference_from(case.expected)
                 if case.is_stream and raw

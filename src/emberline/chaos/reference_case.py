@@ -9,9 +9,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
 from emberline.chaos.observed_reply import ObservedReply
+from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
 
 WORDS = """ember line river stone cloud table green silent winter orange seven letter window copper music paper garden
 night engine bridge yellow market number forest mirror summer candle harbor"""
@@ -52,17 +51,17 @@ class ReferenceCases:
         self._count = 0
         self.cases: list[ReferenceCase] = []
 
-    async def measure_token_length(self, session: aiohttp.ClientSession) -> None:
+    async def measure_token_length(self, pool: HTTPConnectionPool) -> None:
         """Measure how many characters a token of the model has, to write prompts of a given length."""
         text = self._text(2000)
-        async with session.post(f"{self._url}/tokenize", json={"model": self._model, "prompt": text}) as reply:
-            self._characters_per_token = len(text) / int((await reply.json())["count"])
+        reply = await self._post(pool, "/tokenize", {"model": self._model, "prompt": text})
+        self._characters_per_token = len(text) / int(json.loads(reply.body)["count"])
 
-    async def create(self, session: aiohttp.ClientSession, *, long: bool, stream: bool) -> ReferenceCase:
+    async def create(self, pool: HTTPConnectionPool, *, long: bool, stream: bool) -> ReferenceCase:
         while True:
             path, body = self._draw_request(long, stream)
-            async with session.post(self._url + path, json=body) as reply:
-                raw = await reply.read()
+            reply = await self._post(pool, path, body)
+            raw = reply.body
             expected = (
                 ObservedReply.from_stream(path, raw)
                 if stream and reply.status == 200
@@ -73,6 +72,10 @@ class ReferenceCases:
                 return self.cases[-1]
             if reply.status not in (400, 404):  # 400, 404: this model does not support the request, another is drawn
                 raise RuntimeError(f"the reference server answered {reply.status}: {raw[:300]!r}")
+
+    async def _post(self, pool: HTTPConnectionPool, path: str, body: dict[str, Any]) -> FetchedReply:
+        headers = {"content-type": "application/json"}
+        return await pool.fetch("POST", self._url + path, headers, json.dumps(body).encode())
 
     def pick(self) -> ReferenceCase:
         return self._rng.choice(self.cases)

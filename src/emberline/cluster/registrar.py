@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from emberline.cluster.registration import Heartbeat, RegistrationReply, WorkerRegistration
+from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
+from emberline.net.errors import UpstreamFailed
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 log = logging.getLogger("emberline.worker")
@@ -22,6 +23,7 @@ log = logging.getLogger("emberline.worker")
 REQUEST_TIMEOUT_S = 1.5  # so short that one missed reply does not make the worker lost
 REGISTER_INTERVAL_S = 1.0
 RECONNECT_INTERVAL_S = 0.25  # the router may be restarting
+IDLE_TIMEOUT_S = 4.0  # of a connection between two heartbeats; the router closes idle connections after 5 s
 NOT_READY_INTERVAL_S = 0.1  # between heartbeats of a worker that is not ready yet
 
 PeersByModel = dict[str, list[dict[str, Any]]]  # as in RegistrationReply
@@ -60,9 +62,8 @@ class Registrar:
         self._is_leaving = True
         registration = self._registration()
         message = {"name": registration.name, "incarnation": registration.incarnation}
-        with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
-            async with aiohttp.ClientSession() as session:
-                await self._post(session, "/cluster/leave", msgspec.json.encode(message))
+        with contextlib.closing(_new_pool()) as pool, contextlib.suppress(UpstreamFailed, TimeoutError):
+            await self._post(pool, "/cluster/leave", msgspec.json.encode(message))
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -71,24 +72,24 @@ class Registrar:
                 await self._task
 
     async def _run(self) -> None:
-        async with aiohttp.ClientSession() as session:
+        with contextlib.closing(_new_pool()) as pool:
             pause = 0.0
             while True:
                 await asyncio.sleep(pause)
                 try:
-                    pause = await self._send_next(session)
-                except (TimeoutError, aiohttp.ClientError, OSError, *JSON_DECODE_ERRORS) as e:
+                    pause = await self._send_next(pool)
+                except (TimeoutError, UpstreamFailed, *JSON_DECODE_ERRORS) as e:
                     self._log_change(f"{type(e).__name__}: {e}")
                     # A timeout has waited already.
                     pause = NOT_READY_INTERVAL_S if isinstance(e, TimeoutError) else RECONNECT_INTERVAL_S
 
-    async def _send_next(self, session: aiohttp.ClientSession) -> float:
+    async def _send_next(self, pool: HTTPConnectionPool) -> float:
         """Send the registration or a heartbeat, and return the seconds until the next message."""
         registration = self._registration()
         heartbeat = self._heartbeat() if registration == self._acknowledged or self._is_leaving else None
         path, message = ("/cluster/register", registration) if heartbeat is None else ("/cluster/beat", heartbeat)
         self._acknowledged = None
-        status, body = await self._post(session, path, msgspec.json.encode(message))
+        status, _, body = await self._post(pool, path, msgspec.json.encode(message))
         match status:
             case 200:
                 reply = msgspec.json.decode(body, type=RegistrationReply)
@@ -118,10 +119,18 @@ class Registrar:
         else:
             log.info("registered: router=%s worker=%s", self._router_url, self._registration().name)
 
-    async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-        async with session.post(self._router_url + path, data=body, headers=self._headers, timeout=timeout) as reply:
-            return reply.status, await reply.read()
+    async def _post(self, pool: HTTPConnectionPool, path: str, body: bytes) -> FetchedReply:
+        """Send a request to the router. Raises UpstreamFailed, or TimeoutError after REQUEST_TIMEOUT_S."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            return await pool.fetch("POST", self._router_url + path, self._headers, body)
+
+
+def _new_pool() -> HTTPConnectionPool:
+    return HTTPConnectionPool(
+        connect_timeout_s=2 * REQUEST_TIMEOUT_S,  # never passes: the whole request has REQUEST_TIMEOUT_S
+        idle_timeout_s=IDLE_TIMEOUT_S,
+        retries_stale=True,
+    )
 
 
 def _error_message(body: bytes) -> str:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from emberline.core.errors import InvalidRequest
 from emberline.net.client_connection import NO_TIMEOUT_S, HTTPClientConnection
@@ -22,6 +25,12 @@ MAX_ORIGINS = 4096
 STALE_RETRY_WINDOW_S = 1.0  # a server that closes the connection later than this may have processed the request
 
 Dial = Callable[[str, int], Awaitable[socket.socket]]  # host and port
+
+
+class FetchedReply(NamedTuple):
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
 
 
 class HTTPConnectionPool:
@@ -81,6 +90,31 @@ class HTTPConnectionPool:
                 idle = None
             else:
                 return HTTPClientResponse(connection, partial(self._release, target))
+
+    async def fetch(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        timeout_s: float = NO_TIMEOUT_S,
+        max_bytes: int = sys.maxsize,
+    ) -> FetchedReply:
+        """Send a request and return its whole reply, whatever the status.
+
+        `timeout_s` limits the whole exchange, `max_bytes` the reply's body. Raises UpstreamUnreachable, UpstreamTimeout
+        or UpstreamBroken.
+        """
+        parts = urlsplit(url)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        deadline = self._loop.time() + timeout_s
+        response = await self.request(f"{parts.scheme}://{parts.netloc}", method, path, headers, body, timeout_s)
+        try:
+            content = await response.read_all(deadline - self._loop.time(), max_bytes)
+            return FetchedReply(response.status, response.headers, content)
+        finally:
+            response.close()
 
     def _release(self, target: OriginConnections, connection: HTTPClientConnection) -> None:
         self._open.discard(connection)

@@ -7,7 +7,7 @@ import socket
 from types import TracebackType
 
 from emberline.gateway.upstream.provider_request import ProviderRequest
-from emberline.gateway.upstream.ssrf import PublicResolver, open_public_socket
+from emberline.gateway.upstream.ssrf import ResolveHost, open_public_socket, resolve_public
 from emberline.net.client_response import HTTPClientResponse
 from emberline.net.connection_pool import HTTPConnectionPool
 
@@ -16,8 +16,8 @@ VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forward
 
 
 class UpstreamClient:
-    def __init__(self, connect_timeout_s: float = 5.0) -> None:
-        self._resolver = PublicResolver()
+    def __init__(self, connect_timeout_s: float = 5.0, resolve: ResolveHost = resolve_public) -> None:
+        self._resolve = resolve
         self._pool = HTTPConnectionPool(
             connect_timeout_s=connect_timeout_s,
             idle_timeout_s=IDLE_CONNECTION_S,
@@ -32,7 +32,6 @@ class UpstreamClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.close()
-        await self._resolver.close()
 
     async def send(self, request: ProviderRequest, timeout_s: float) -> HTTPClientResponse:
         """Send the request and return the response once its headers have arrived.
@@ -53,14 +52,11 @@ class UpstreamClient:
         """
         loop = asyncio.get_running_loop()
         last_error: OSError | None = None
-        for address in await self._resolver.resolve(host, port):
-            sockaddr = (address["host"], port)
+        for address in await self._resolve(host, port):
             try:
-                connection = open_public_socket(
-                    (address["family"], socket.SOCK_STREAM, socket.IPPROTO_TCP, "", sockaddr)
-                )
+                connection = open_public_socket(address)
                 try:
-                    await loop.sock_connect(connection, sockaddr)
+                    await loop.sock_connect(connection, address[4])
                 except BaseException:
                     connection.close()
                     raise

@@ -1,20 +1,19 @@
 """Protection against server-side request forgery: custom providers must be at public addresses.
 
-`PublicResolver` resolves a host name only if all its addresses are public. `open_public_socket` checks the address
+`resolve_public` resolves a host name only if all its addresses are public. `open_public_socket` checks the address
 again when the connection is made. The second check catches an address written as a number, which is not resolved, and a
 name that resolves to a different address the second time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
-
-from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 
 from emberline.core.errors import InvalidRequest
 
@@ -42,6 +41,9 @@ _NUMERIC_LABEL = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.I)
 _MAX_URL_CHARACTERS = 2048
 URL_HINT = "give an address such as https://api.example.com/v1"
 PRIVATE_HINT = "the operator can allow private addresses with `private_providers = true` in gateway.toml"
+
+AddressInfo = tuple[int, int, int, str, tuple[Any, ...]]  # as getaddrinfo returns it
+ResolveHost = Callable[[str, int], Awaitable[list[AddressInfo]]]  # takes host and port
 
 
 def is_public_address(address: str) -> bool:
@@ -116,24 +118,21 @@ def _check_host(host: str, allow_private: bool, param: str) -> None:
         raise InvalidRequest(f"{param} has a host name that is not public: {host}", param=param, hint=PRIVATE_HINT)
 
 
-class PublicResolver(AbstractResolver):
-    def __init__(self, inner: AbstractResolver | None = None) -> None:
-        self._inner = inner or ThreadedResolver()
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        addresses = await self._inner.resolve(host, port, family)
-        if not all(is_public_address(each["host"]) for each in addresses):
-            raise OSError(None, f"host {host} resolves to an address that is not public")
-        return addresses
-
-    async def close(self) -> None:
-        await self._inner.close()
+async def resolve_host(host: str, port: int) -> list[AddressInfo]:
+    loop = asyncio.get_running_loop()
+    return list(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG))
 
 
-def open_public_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return an unconnected socket for an address in the form of getaddrinfo.
+async def resolve_public(host: str, port: int, resolve: ResolveHost = resolve_host) -> list[AddressInfo]:
+    """Return the addresses of a host. Raises OSError if one of them is not public."""
+    addresses = await resolve(host, port)
+    if not all(is_public_address(sockaddr[0]) for *_, sockaddr in addresses):
+        raise OSError(None, f"host {host} resolves to an address that is not public")
+    return addresses
+
+
+def open_public_socket(address: AddressInfo) -> socket.socket:
+    """Return an unconnected socket for the address.
 
     Raise OSError if the address is not public.
     """
