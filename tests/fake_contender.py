@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
-from emberline.bench.peers.child_protocol import serve
+from emberline.bench.peers.child_protocol import serve_jobs
 
 
 class Fake:
@@ -39,4 +39,4 @@ class Fake:
 
 
 if __name__ == "__main__":
-    serve(Fake)
+    serve_jobs(Fake)

@@ -31,7 +31,7 @@ def fill(region: HostRegion, wanted: Sequence[int], seed: int) -> bytes:
     rng, blocks = np.random.default_rng(seed), np.asarray(wanted, np.int64)
     for i, block in enumerate(blocks):
         region.bump_generation(block)
-        for view in region.views(TransferPiece(0, region.layout.layers, i, i + 1), blocks):
+        for view in region.piece_views(TransferPiece(0, region.layout.layers, i, i + 1), blocks):
             view[:] = rng.bytes(len(view))
     return content(region, wanted)
 
@@ -40,7 +40,7 @@ def content(region: HostRegion, wanted: Sequence[int]) -> bytes:
     """Return the content by token, independent of block size: [tokens, layers, parts, heads, width]."""
     lay, found, blocks = region.layout, [], np.asarray(wanted, np.int64)
     for i in range(len(blocks)):
-        views = region.views(TransferPiece(0, lay.layers, i, i + 1), blocks)
+        views = region.piece_views(TransferPiece(0, lay.layers, i, i + 1), blocks)
         array = np.frombuffer(b"".join(views), np.uint8)
         found.append(array.reshape(lay.layers, lay.parts, lay.heads, lay.tokens, lay.width).transpose(3, 0, 1, 2, 4))
     return b"".join(part.tobytes() for part in found)

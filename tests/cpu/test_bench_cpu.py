@@ -12,7 +12,7 @@ import tiny
 
 from emberline.bench import cpu, machine_limits, workload
 from emberline.bench.contender import ContenderProcess
-from emberline.bench.contenders import BenchEnvironment, ours, peer
+from emberline.bench.contenders import BenchEnvironment, emberline_spec, peer_spec
 from emberline.core.errors import InvalidRequest
 
 
@@ -26,13 +26,13 @@ def test_ourselves_and_a_peer_in_one_run(
 ) -> None:
     monkeypatch.setattr(
         machine_limits,
-        "measure",
+        "measure_limits",
         lambda threads: machine_limits.MachineLimits({"read_sum": 5.0, "matmul_float32": 50.0}),
     )
     names = ["prefill_16", "decode_2", "mix_3"]
-    rules = cpu.CPUBenchRules(threads=1, rounds=2, deadline=60.0, patience=0.0)
+    rules = cpu.CPUBenchSettings(threads=1, rounds=2, deadline=60.0, idle_wait_s=0.0)
     report = cpu.bench(str(model), ["transformers-float32", "vllm"], names, rules, tmp_path)
-    report.emit()
+    report.print_and_save()
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     results = whole["results"]
     for name in names:
@@ -48,20 +48,20 @@ def test_ourselves_and_a_peer_in_one_run(
 
 
 def test_our_engine_makes_every_token_of_a_job(model: Path, tmp_path: Path) -> None:
-    contender = ContenderProcess(ours(BenchEnvironment(model, None, 1, tmp_path)), tmp_path / "log")
-    job = workload.job([(40, 3), (5, 20), (1, 1)], 131)
-    run = contender.run(job, 60.0)
+    contender = ContenderProcess(emberline_spec(BenchEnvironment(model, None, 1, tmp_path)), tmp_path / "log")
+    job = workload.make_job([(40, 3), (5, 20), (1, 1)], 131)
+    run = contender.run_job(job, 60.0)
     contender.stop()
     assert [len(times) for times in run.timeline.times] == [3, 20, 1]
     assert all(times == sorted(times) for times in run.timeline.times)
-    assert 0 < run.counters["host"] < run.timeline.wall
+    assert 0 < run.counters["host"] < run.timeline.wall_seconds
 
 
 def test_the_ceiling_of_this_machine_is_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_limits, "MIN_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(machine_limits, "llc_bytes", lambda: 0)
+    monkeypatch.setattr(machine_limits, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(machine_limits, "SQUARE", 64)
-    top = machine_limits.measure(1)
+    top = machine_limits.measure_limits(1)
     assert top.bandwidth > 0 and top.flops > 0
     assert {"read_sum", "read_max", "read_matvec", "matmul_float32"} <= set(top.how)
 
@@ -72,9 +72,9 @@ def test_unknown_peers_and_models_without_a_gguf_are_refused(
     ground = BenchEnvironment(model, None, 1, tmp_path)
     monkeypatch.setattr(cpu, "ContenderProcess", None)  # nobody is started before that
     with pytest.raises(InvalidRequest, match="no peer 'llama'"), ExitStack() as stack:
-        cpu._start(ground, ["llama"], 131, stack)
+        cpu._start_contenders(ground, ["llama"], 131, stack)
     with pytest.raises(InvalidRequest, match="no peer 'llama'"):
-        peer("llama", ground)
+        peer_spec("llama", ground)
     with pytest.raises(InvalidRequest, match="GGUF"):
-        peer("llamacpp", ground)
-    assert peer("transformers", ground).python == Path(sys.executable)
+        peer_spec("llamacpp", ground)
+    assert peer_spec("transformers", ground).python == Path(sys.executable)

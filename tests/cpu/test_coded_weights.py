@@ -457,10 +457,10 @@ def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:
 
 
 def test_bench_packs_its_random_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold, "_child", lambda action, where, *_: done.append(action) or acts[action](where))
+    monkeypatch.setattr(cold, "_run_child", lambda action, where, *_: done.append(action) or acts[action](where))
     acts: dict[str, Callable[[Path], Any]] = {
         "write": lambda where: write_checkpoint(where, LARGER, device="cpu", shards=2) or {},
-        "pack": cold.write_packed,
+        "pack": cold.write_packed_checkpoint,
     }
     done: list[str] = []
     report, plain = BenchReport("cold"), tmp_path / "model"

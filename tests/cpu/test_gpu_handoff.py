@@ -114,7 +114,7 @@ class GpuEngineFixture:
 def run_until_settled(*houses: GpuEngineFixture) -> None:
     """Run until no block is held."""
     ends = time.monotonic() + 60
-    while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.num_blocks for h in houses):
+    while any(h.engine.kv.num_free_blocks + h.engine.kv.num_cached_blocks < h.engine.kv.num_blocks for h in houses):
         assert time.monotonic() < ends, "blocks are still held"
         for gpu_engine in houses:
             gpu_engine.step()
@@ -297,7 +297,7 @@ def test_pieces_equal_those_of_host_region(dtype: torch.dtype, tokens: int, monk
         wide = max(1, min(device.slot_bytes // wire.layer_bytes, most - first))
         last, top = first + rng.randint(1, wide), rng.randrange(5)
         piece = TransferPiece(top, rng.randint(top + 1, 5), first, last)
-        data = memoryview(bytearray(rng.randbytes(piece.size(wire))))
+        data = memoryview(bytearray(rng.randbytes(piece.num_bytes(wire))))
         for region in (device, host):
             region.scatter(piece, into, wire, data)
         for part, other in zip(parts, host.parts, strict=True):
@@ -314,7 +314,7 @@ def test_cpu_and_gpu_caches_are_incompatible() -> None:
     gpu, cpu = shape.layout("m", transposed_keys=False), shape.layout("m")
     with pytest.raises(IncompatibleCaches, match="not transposed here, transposed at the peer") as refused:
         gpu.check_compatible(cpu)
-    assert "between two CPU workers" in str(refused.value.hint) and gpu.digest != cpu.digest
+    assert "between two CPU workers" in str(refused.value.hint) and gpu.layout_hash != cpu.layout_hash
     narrow = KVShape(2, 2, 16, BLOCK, torch.float8_e4m3fn).layout("m", transposed_keys=False)
     with pytest.raises(IncompatibleCaches):
         gpu.check_compatible(narrow)

@@ -158,7 +158,7 @@ def test_copy_after_lease_end_does_not_count(
         if error is BlockReused:
             there.sender.region.bump_generation(2)
         elif there.sender.lease_ages():
-            there.sender.close(ticket)
+            there.sender.close_ticket(ticket)
 
     monkeypatch.setattr(ipc, "copy_rows", late)
     with pytest.raises(error):

@@ -119,13 +119,13 @@ class TieredEngine:
             outputs += self.steps(1)
             self.engine.kv.check_invariants()
             if self.tiers is not None:
-                self.tiers.read_next()
+                self.tiers.load_next_block()
             if self.engine.idle:
                 break
         assert self.engine.idle
         assert self.device.races == []
         if self.tiers is not None:
-            while self.tiers.write_next():
+            while self.tiers.write_next_block():
                 pass
             self.host.check_invariants()
             assert self.host.num_pinned == 0
@@ -139,20 +139,20 @@ class CheckedTierStack(TierStack):
         super().__init__(host, below, threads=False)
         self.device = device
 
-    def finish_save(self, digest: bytes) -> None:
-        super().finish_save(digest)
-        buffer = self.host.pin(digest)
+    def finish_save(self, block_hash: bytes) -> None:
+        super().finish_save(block_hash)
+        buffer = self.host.pin_block(block_hash)
         assert buffer is not None
         self.device.note("a reader", buffer, writes=False)
-        self.host.unpin(digest)
+        self.host.unpin_block(block_hash)
 
-    def release_fetched(self, digest: bytes) -> None:
-        buffer = self.host.pin(digest)
+    def release_fetched(self, block_hash: bytes) -> None:
+        buffer = self.host.pin_block(block_hash)
         assert buffer is not None
         # The buffer of the next block, as soon as this one is evicted.
         self.device.note("a writer", buffer, writes=True)
-        self.host.unpin(digest)
-        super().release_fetched(digest)
+        self.host.unpin_block(block_hash)
+        super().release_fetched(block_hash)
 
 
 def fold(outputs: list[Output]) -> Folded:

@@ -107,7 +107,7 @@ def limit_to_transport(transport: str, ticket: dict[str, Any]) -> dict[str, Any]
 
 def wait_until_freed(*engines: Engine) -> None:
     ends = time.monotonic() + 30
-    while any(e.kv.num_free + e.kv.num_cached < e.kv.num_blocks for e in engines):
+    while any(e.kv.num_free_blocks + e.kv.num_cached_blocks < e.kv.num_blocks for e in engines):
         assert time.monotonic() < ends, "blocks are still in use"
         for e in engines:
             e.step()

@@ -238,7 +238,7 @@ def test_engine_gives_the_same_tokens_after_sleep(tmp_path: Path) -> None:
             manager.ensure_awake(name)
             assert manager.awake_models == (name,)
             assert (
-                model.engine.kv.num_cached == 0 and model.engine.kv.hit_tokens == hits[name]
+                model.engine.kv.num_cached_blocks == 0 and model.engine.kv.hit_tokens == hits[name]
             )  # the blocks are lost, the counters are kept
             assert tokens(model.engine, f"{turn}-") == expected[name]
             assert tokens(model.engine, f"{turn}+") == expected[name]

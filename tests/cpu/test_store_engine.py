@@ -56,7 +56,7 @@ def complete(engine: Engine, seed: int, salt: str = "") -> Answer:
             cached += output.cached_tokens
         engine.kv.check_invariants()
     if engine.kv.tiers is not None:
-        assert engine.kv.tiers.flush(20.0)
+        assert engine.kv.tiers.wait_until_written(20.0)
     return tokens, logprobs, cached
 
 
@@ -75,7 +75,7 @@ def test_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster,
 def test_requests_continue_without_the_store(model: Path, master: MooncakeMaster) -> None:
     one, alone = engine(model, master), engine(model, None)
     complete(one, 1)
-    master.hang()
+    master.freeze()
     assert complete(one, 2) == complete(alone, 2)  # only one request waits for the store
     assert not one.stats().tiers["store"].on and complete(one, 3) == complete(alone, 3)
     master.kill()

@@ -71,7 +71,7 @@ class TieredEngine:
             outputs += self.engine.step()
             self.engine.kv.check_invariants()
             if not self.threads:
-                self.tiers.read_next()
+                self.tiers.load_next_block()
             if self.engine.idle:
                 break
         assert self.engine.idle
@@ -82,8 +82,8 @@ class TieredEngine:
 
     def flush(self) -> None:
         if self.threads:
-            assert self.tiers.flush(10.0)
-        while not self.threads and self.tiers.write_next():
+            assert self.tiers.wait_until_written(10.0)
+        while not self.threads and self.tiers.write_next_block():
             pass
 
     def stats(self) -> dict[str, TierStats]:
@@ -225,11 +225,11 @@ def test_abort_while_loading(model: DecoderModel, compute_without_tiers: Folded,
     tiered.engine.add(make_submission(1))
     tiered.engine.step()
     assert tiered.engine.scheduler.num_loading == 1
-    tiered.tiers.read_next()
-    tiered.tiers.read_next()
+    tiered.tiers.load_next_block()
+    tiered.tiers.load_next_block()
     tiered.engine.abort("r")
-    assert tiered.engine.scheduler.num_loading == 0 and tiered.engine.kv.num_free == tiered.engine.kv.num_blocks
-    assert not tiered.tiers.read_next()
+    assert tiered.engine.scheduler.num_loading == 0 and tiered.engine.kv.num_free_blocks == tiered.engine.kv.num_blocks
+    assert not tiered.tiers.load_next_block()
     tiered.run()
     assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40)
 
@@ -244,7 +244,7 @@ def test_slow_load_times_out_and_others_run(model: DecoderModel, compute_without
     for _ in range(20):  # the disk returns only the first block
         outputs += tiered.engine.step()
         if tiered.tiers.stats()["disk"].loaded_blocks == 0:
-            tiered.tiers.read_next()
+            tiered.tiers.load_next_block()
     assert {o.id for o in outputs} == {"quick"} and outputs[-1].finish is not None
     assert tiered.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING
     clock.advance(5.0)

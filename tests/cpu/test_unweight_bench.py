@@ -12,9 +12,9 @@ from emberline.unweight.format import BLOCK_ELEMENTS
 
 
 def test_figures_are_where_they_must_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    matrix = unweight.gaussian(256 * 512).view(256, 512).bfloat16()
-    odd = unweight.student(100 * 70).view(100, 70).bfloat16()  # no multiple of 64: plain in memory
-    monkeypatch.setattr(unweight, "sources", lambda: [("one", [(matrix, 2.0)]), ("odd", [(odd, 1.0)])])
+    matrix = unweight.draw_gaussian(256 * 512).view(256, 512).bfloat16()
+    odd = unweight.draw_student_t(100 * 70).view(100, 70).bfloat16()  # no multiple of 64: plain in memory
+    monkeypatch.setattr(unweight, "matrices_by_model", lambda: [("one", [(matrix, 2.0)]), ("odd", [(odd, 1.0)])])
     monkeypatch.setattr(unweight, "TIMED", 3 * BLOCK_ELEMENTS)
     monkeypatch.setattr(unweight, "PEERS", ("zstd-none", "absent"))
     results = unweight.bench(2, tmp_path).results
@@ -25,5 +25,5 @@ def test_figures_are_where_they_must_be(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert results["decode_1"].value > 0 and results["decode_1"].peer is None
     assert not any("/" in name for name in results)
     assert torch.equal(
-        matrix.view(torch.int16), unweight.gaussian(256 * 512).bfloat16().view(torch.int16).view(256, 512)
+        matrix.view(torch.int16), unweight.draw_gaussian(256 * 512).bfloat16().view(torch.int16).view(256, 512)
     )

@@ -182,4 +182,4 @@ def test_random_arrivals_and_aborts_end_exactly_once(checkpoint: Path) -> None:
         outputs += e.step()
         e.kv.check_invariants()
     assert Counter(o.id for o in outputs if o.finish) == Counter(expected)
-    assert e.kv.num_free + e.kv.num_cached == e.kv.num_blocks
+    assert e.kv.num_free_blocks + e.kv.num_cached_blocks == e.kv.num_blocks

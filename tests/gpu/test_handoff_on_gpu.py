@@ -69,7 +69,7 @@ def prefill(pipe: Connection, checkpoint: Path, dtypes: tuple[str, str]) -> None
             if isinstance(message, Submission):
                 engine.add(replace(message, publish=True))
             else:
-                whole = engine.kv.num_free + engine.kv.num_cached == engine.kv.num_blocks
+                whole = engine.kv.num_free_blocks + engine.kv.num_cached_blocks == engine.kv.num_blocks
                 pipe.send(("stats", (engine.stats().transfer, whole)))
         for output in engine.step():
             if output.ticket is not None:
@@ -154,7 +154,7 @@ def wait_until_freed(pair: Pair) -> TransferStats:
         pair.decode.step()
         pair.pipe.send("stats")
         (theirs, whole), kv = pair.receive("stats"), pair.decode.kv
-        if whole and kv.num_free + kv.num_cached == kv.num_blocks:
+        if whole and kv.num_free_blocks + kv.num_cached_blocks == kv.num_blocks:
             assert isinstance(theirs, TransferStats)
             return theirs
         time.sleep(0.01)

@@ -265,7 +265,12 @@ def test_cuda_graph_capture() -> None:
     work, out, scores = torch.empty_like(logits), torch.empty(rows, dtype=torch.int64, device="cuda"), poisoned(rows, 5)
     mask = torch.randint(-(1 << 31), 1 << 31, (rows, VOCAB // 32)).int().cuda()
     places = torch.arange(rows, device="cuda")
-    edits = places.int(), places.int(), torch.full((rows,), 1.5, device="cuda"), torch.ones(rows, device="cuda")
+    edits = (
+        places.int(),
+        places.int(),
+        torch.full((rows,), 1.5, device="cuda"),
+        torch.ones(rows, device="cuda"),
+    )
 
     def step() -> None:
         work.copy_(logits)

@@ -118,7 +118,7 @@ def test_save_and_load_do_not_wait_for_the_device(dtype: torch.dtype) -> None:
         half.copy_(torch.randint(0, 255, half.shape, dtype=torch.uint8))
     host, copier = HostTier(shape.block_bytes, 64 * buffer_bytes_for(shape.block_bytes)), DeviceCopier(cache, device)
     copier.attach_area(host.memory)
-    buffers = [buffer for i in range(32) if (buffer := host.reserve(bytes([i]))) is not None]
+    buffers = [buffer for i in range(32) if (buffer := host.reserve_buffer(bytes([i]))) is not None]
     copies = [BlockCopy(i, b"", buffer) for i, buffer in enumerate(buffers)]
     before = [half.clone() for half in halves]
     torch.cuda.synchronize()

@@ -23,18 +23,18 @@ def test_a_job_gives_a_timeline_and_differences_of_counters(tmp_path: Path) -> N
     contender = start(tmp_path)
     assert contender.facts == {"fake": "1"}
     for _ in range(2):
-        run = contender.run(JOB, 10.0)
+        run = contender.run_job(JOB, 10.0)
         assert run.timeline.times == [[0.001, 0.002], [0.001, 0.002, 0.003, 0.004, 0.005]]
         assert run.counters == {"host": 0.5}
     contender.stop()
-    assert not contender.alive
+    assert not contender.is_alive
 
 
 def test_what_a_contender_raises_is_told_and_it_lives_on(tmp_path: Path) -> None:
     contender = start(tmp_path, "raise")
     with pytest.raises(ContenderFailed, match="ValueError: not today"):
-        contender.run(JOB, 10.0)
-    assert contender.alive
+        contender.run_job(JOB, 10.0)
+    assert contender.is_alive
     contender.stop()
 
 
@@ -45,16 +45,16 @@ def test_what_a_contender_raises_is_told_and_it_lives_on(tmp_path: Path) -> None
 def test_death_and_silence_are_findings(tmp_path: Path, way: str, deadline: float, said: str) -> None:
     contender = start(tmp_path, way)
     with pytest.raises(ContenderFailed, match=said):
-        contender.run(JOB, deadline)
-    assert not contender.alive
+        contender.run_job(JOB, deadline)
+    assert not contender.is_alive
     with pytest.raises(ContenderFailed):
-        contender.run(JOB, deadline)
+        contender.run_job(JOB, deadline)
 
 
 def test_fewer_tokens_than_asked_for_are_no_result(tmp_path: Path) -> None:
     contender = start(tmp_path, "short")
     with pytest.raises(ValueError, match="asked for 7 tokens, got 2"):
-        contender.run(JOB, 10.0)
+        contender.run_job(JOB, 10.0)
     contender.stop()
 
 

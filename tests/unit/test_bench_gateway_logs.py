@@ -10,7 +10,7 @@ import msgspec
 from gateway_records import DAY, NOON, made
 
 from emberline.bench.gateway_logs import LogBenchPlan, bench
-from emberline.bench.log_days import copy_day, shift_id
+from emberline.bench.log_days import copy_day, shift_record_id
 from emberline.gateway.core.log_record import LogPayload, utc_day
 from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import LogFilters
@@ -32,7 +32,7 @@ def test_copied_day_equals_the_first(tmp_path: Path) -> None:
         await store.close()
         copy_day(tmp_path, utc_day(NOON), utc_day(NOON) + timedelta(days=1))
         store = await open_store(f"sqlite:{tmp_path}")
-        later = [msgspec.structs.replace(each, id=shift_id(each.id, DAY)) for each in records]
+        later = [msgspec.structs.replace(each, id=shift_record_id(each.id, DAY)) for each in records]
         page = await store.read_page(
             LogFilters("acme", since=NOON + DAY // 2, metadata={"n": "1"}), limit=100, timeout_s=60
         )

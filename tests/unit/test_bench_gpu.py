@@ -17,7 +17,14 @@ import torch
 from emberline.bench import workload
 from emberline.bench.gpu import __main__ as command
 from emberline.bench.gpu import cold, engine, openloop, peers
-from emberline.bench.gpu.engine import EngineBench, SteadyPhase, is_selected, run_job, run_measurement, warm_up_lengths
+from emberline.bench.gpu.engine import (
+    EngineBench,
+    SteadyPhase,
+    is_measurement_selected,
+    run_job,
+    run_measurement,
+    warm_up_lengths,
+)
 from emberline.bench.gpu.model import (
     LLAMA_8B,
     WEIGHT_STD,
@@ -26,7 +33,7 @@ from emberline.bench.gpu.model import (
     tensor_shapes,
     write_checkpoint,
 )
-from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, percentiles, run_open_loop
+from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, latency_percentiles, run_open_loop
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.report import BenchReport, BenchResult
 from emberline.core.clock import ManualClock
@@ -101,7 +108,7 @@ def late_sleep(clock: ManualClock) -> Callable[[float], None]:
 
 
 def small_job(batch: int) -> BenchJob:
-    return workload.job([(24, 20)] * batch, engine.VOCAB)
+    return workload.make_job([(24, 20)] * batch, engine.VOCAB)
 
 
 # -- decode -----------------------------------------------------------------------------------------------------
@@ -114,7 +121,7 @@ def test_decode_step_time_excludes_prefill_of_other_requests() -> None:
     part = SteadyPhase.from_timeline(job, course.timeline)
     assert part.step_seconds == pytest.approx(STEP)
     assert 10 < part.steps < 19
-    whole = course.timeline.wall / (len(course.step_times) - 1)
+    whole = course.timeline.wall_seconds / (len(course.step_times) - 1)
     assert whole > 1.2 * STEP  # so that the test would notice
 
 
@@ -153,10 +160,10 @@ def test_job_timeout_aborts_all_requests() -> None:
     clock = ManualClock()
     served = fake_engine(clock)
     with pytest.raises(EmberlineError, match="timed out"):
-        run_job(served, small_job(4), timeout=5 * STEP, clock=clock.now)
+        run_job(served, small_job(4), timeout_s=5 * STEP, clock=clock.now)
     assert served.idle
     job = small_job(2)
-    run_job(served, job, clock=clock.now).timeline.check(job)
+    run_job(served, job, clock=clock.now).timeline.check_token_counts(job)
 
 
 def test_cpu_percent_counts_only_steps_within_the_bounds() -> None:
@@ -168,7 +175,7 @@ def test_cpu_percent_counts_only_steps_within_the_bounds() -> None:
 def test_warm_up_reaches_the_batch_sizes_of_a_shrinking_batch() -> None:
     clock = ManualClock()
     served = fake_engine(clock, batch_tokens=4096, running=100)
-    run_job(served, workload.job(warm_up_lengths(100), engine.VOCAB), clock=clock.now)
+    run_job(served, workload.make_job(warm_up_lengths(100), engine.VOCAB), clock=clock.now)
     assert isinstance(served.runner, SlowRunner)
     seen = set(served.runner.batches)
     assert set(range(1, 17)) <= seen
@@ -186,27 +193,27 @@ def test_model_has_the_shape_of_llama_8b() -> None:
 
 
 def test_limits_follow_from_bandwidth_and_flops() -> None:
-    whole = engine.model_cost({})
+    whole = engine.token_cost({})
     weights = 2 * (32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 128256 * 4096)
     kv = 32 * 2 * 8 * 128 * 2
-    assert engine.decode_limit_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
-    assert engine.decode_limit_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
+    assert engine.min_decode_step_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
+    assert engine.min_decode_step_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
     for kept in ("packed", "both"):  # a step reads only the packed weights
-        assert engine.model_cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
-    half = engine.model_cost({"kv_dtype": "float8_e4m3fn"})
-    assert engine.decode_limit_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
+        assert engine.token_cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
+    half = engine.token_cost({"kv_dtype": "float8_e4m3fn"})
+    assert engine.min_decode_step_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
     n = 8192
     linears = 2 * n * (weights // 2 - 128256 * 4096) + 2 * 128256 * 4096
     attention = 4 * 32 * 4096 * n * (n + 1) // 2
-    assert engine.prefill_limit_ms(n, whole) == pytest.approx((linears + attention) / 758e12 * 1e3)
+    assert engine.min_prefill_ms(n, whole) == pytest.approx((linears + attention) / 758e12 * 1e3)
 
 
 # -- the open loop ----------------------------------------------------------------------------------------------
 
 
 def test_percentiles() -> None:
-    assert percentiles([float(i) for i in range(101)]) == [50.0, 90.0, 99.0]
-    assert percentiles([7.0]) == [7.0, 7.0, 7.0]
+    assert latency_percentiles([float(i) for i in range(101)]) == [50.0, 90.0, 99.0]
+    assert latency_percentiles([7.0]) == [7.0, 7.0, 7.0]
 
 
 def test_arrivals_are_seeded_and_poisson() -> None:
@@ -222,7 +229,7 @@ def test_arrivals_are_seeded_and_poisson() -> None:
 def run_load(due: list[float], limit: float = 60.0) -> tuple[openloop.OpenLoopRun, Engine, ManualClock]:
     clock = ManualClock(100.0)
     served = fake_engine(clock, batch_tokens=4096)
-    job = workload.job([(24, 5)] * len(due), engine.VOCAB)
+    job = workload.make_job([(24, 5)] * len(due), engine.VOCAB)
     return run_open_loop(served, job, due, limit, clock=clock.now, sleep=late_sleep(clock)), served, clock
 
 
@@ -255,7 +262,7 @@ def test_open_loop_stops_at_the_deadline_and_counts_unfinished_requests() -> Non
 def test_open_loop_reports_figures_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=late_sleep(clock)))
-    monkeypatch.setattr(openloop, "make_load", partial(openloop.make_load, prompt=32, output=8))
+    monkeypatch.setattr(openloop, "make_open_loop_job", partial(openloop.make_open_loop_job, prompt=32, output=8))
     report = BenchReport("open")
     OpenLoopBench(report, fake_engine(clock, batch_tokens=4096), seconds=5.0).measure(8.0)
     assert report.results["open8_itl_p90_ms"].peer == 108.8
@@ -272,7 +279,7 @@ def test_unfinished_warm_up_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     clock = ManualClock()
     monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=late_sleep(clock)))
     monkeypatch.setattr(openloop, "run_job", partial(run_job, clock=clock.now))
-    monkeypatch.setattr(openloop, "make_load", partial(openloop.make_load, prompt=32, output=8))
+    monkeypatch.setattr(openloop, "make_open_loop_job", partial(openloop.make_open_loop_job, prompt=32, output=8))
     monkeypatch.setattr(openloop, "PROMPT_TOKENS", 32)
     report = BenchReport("open")
     served = fake_engine(clock, batch_tokens=4096, running=128)
@@ -301,13 +308,13 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
         return cpu.now()
 
     report = BenchReport("engine")
-    bench = EngineBench(report, partial(run_job, served, clock=clock.now, cpu=cpu_now), engine.model_cost({}), rounds=2)
+    bench = EngineBench(report, partial(run_job, served, clock=clock.now, cpu=cpu_now), engine.token_cost({}), rounds=2)
     for name in ("decode_b8", "prefill_2048", "chat40"):
-        bench.measure(name)
+        bench.measure_by_name(name)
     got = report.results
     assert got["decode_b8_ms"].value == pytest.approx(1e3 * STEP)
     assert got["decode_b8_ms"].peer == 5.13
-    assert got["decode_b8_ms"].limit == pytest.approx(engine.decode_limit_ms(8, 30, engine.model_cost({})))
+    assert got["decode_b8_ms"].limit == pytest.approx(engine.min_decode_step_ms(8, 30, engine.token_cost({})))
     assert got["decode_b8_tok_s"].value == pytest.approx(8 / STEP)
     assert got["decode_b8_cpu"].value == pytest.approx(25.0)
     assert got["prefill_2048_ms"].value == pytest.approx(1e3 * (STEP + 2048 * TOKEN))
@@ -316,15 +323,15 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_names_select_measurements() -> None:
-    assert all(is_selected(name, []) for name in engine.NAMES)
-    assert [name for name in engine.NAMES if is_selected(name, ["decode_b1"])] == ["decode_b1"]
-    assert [name for name in engine.NAMES if is_selected(name, ["decode_b1_ms"])] == ["decode_b1"]
-    assert [name for name in engine.NAMES if is_selected(name, ["prefill_*"])] == [
+    assert all(is_measurement_selected(name, []) for name in engine.NAMES)
+    assert [name for name in engine.NAMES if is_measurement_selected(name, ["decode_b1"])] == ["decode_b1"]
+    assert [name for name in engine.NAMES if is_measurement_selected(name, ["decode_b1_ms"])] == ["decode_b1"]
+    assert [name for name in engine.NAMES if is_measurement_selected(name, ["prefill_*"])] == [
         "prefill_2048",
         "prefill_8192",
         "prefill_30000",
     ]
-    assert is_selected("chat1000", ["chat1000_out_tok_s"])
+    assert is_measurement_selected("chat1000", ["chat1000_out_tok_s"])
 
 
 def test_missing_peers_are_skipped_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,7 +395,7 @@ def test_start_from_the_page_cache_is_not_reported_as_cold(tmp_path: Path, monke
         now = cold.time.monotonic()
         return {"entered": now, "ready": now + 2.0, "seconds": {"boot": 1.5}, "read_bytes": read}
 
-    monkeypatch.setattr(cold, "_child", child)
+    monkeypatch.setattr(cold, "_run_child", child)
     monkeypatch.setattr(cold, "drop_page_cache", lambda directory, all_files: all_files)
     report = BenchReport("cold")
     cold.measure(report, tmp_path)
@@ -414,7 +421,7 @@ def test_failing_part_keeps_its_figures(tmp_path: Path) -> None:
     with lines.open("a") as file:
         file.write('{"name": "cut short')
     report = BenchReport("gpu")
-    config = command.merge_child_lines(lines, report)
+    config = command.merge_child_results(lines, report)
     assert report.results["first"].as_dict() == BenchResult(2.0, "us", limit=0.5, spread=(1.0, 3.0)).as_dict()
     assert "illegal access" in config["failed"]["kernels.linear"]
 
@@ -463,11 +470,11 @@ def test_soak_counts_completions_and_detects_a_missing_one() -> None:
 
     config = SchedulerConfig(block_size=64, max_batch_tokens=512, max_running=8)
     engine = Engine(config, FakePipelinedRunner(200, 64, vocab_size=200_000))
-    found = run_soak(engine, 0.5, rate=40.0)
+    found = run_soak(engine, 0.5, requests_per_second=40.0)
     assert found["requests"] > 3 and found["leaked"] == 0 and found["completions"] >= found["requests"]
 
     lost = Engine(config, FakePipelinedRunner(200, 64, vocab_size=200_000))
     collect = lost._collect_outputs
     lost._collect_outputs = lambda: [o for o in collect() if o.finish is None]  # type: ignore[method-assign]
     with pytest.raises(EmberlineError, match="do not match"):
-        run_soak(lost, 0.2, rate=40.0)
+        run_soak(lost, 0.2, requests_per_second=40.0)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from emberline.bench import machine, start
-from emberline.bench.plot import panels, plot
-from emberline.bench.report import BenchReport, BenchResult, command, digits, table
+from emberline.bench.plot import draw_plot, make_panels
+from emberline.bench.report import BenchReport, BenchResult, current_command, format_table, round_significant
 from emberline.cli import bench
 from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
@@ -32,9 +32,9 @@ def report() -> BenchReport:
 
 def test_better_is_higher_for_rates_and_lower_for_the_rest() -> None:
     rate, time = BenchResult(42.0, "tok/s", peer=21.0, limit=84.0), BenchResult(2.0, "s", peer=100.0, limit=1.0)
-    assert (rate.ratio, rate.limit_share) == (2.0, 0.5)
-    assert (time.ratio, time.limit_share) == (50.0, 0.5)
-    assert BenchResult(1.0, "s").ratio is None
+    assert (rate.peer_ratio, rate.limit_share) == (2.0, 0.5)
+    assert (time.peer_ratio, time.limit_share) == (50.0, 0.5)
+    assert BenchResult(1.0, "s").peer_ratio is None
 
 
 def test_rounds_become_a_median_with_its_spread() -> None:
@@ -43,7 +43,7 @@ def test_rounds_become_a_median_with_its_spread() -> None:
 
 def test_the_last_line_and_the_file_are_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "deep" / "result.json"
-    report().emit(file)
+    report().print_and_save(file)
     lines = capsys.readouterr().out.splitlines()
     whole = json.loads(lines[-1])
     assert whole == json.loads(file.read_text())
@@ -70,20 +70,20 @@ def test_the_last_line_and_the_file_are_the_result(tmp_path: Path, capsys: pytes
 )
 def test_the_command_is_as_it_was_typed(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [started, "cpu", "--json", "a b"])
-    assert command() == typed
+    assert current_command() == typed
 
 
 def test_columns_are_aligned() -> None:
-    lines = table(report().results).splitlines()
+    lines = format_table(report().results).splitlines()
     assert len({line.index("tok/s") for line in lines if "tok/s" in line}) == 1
 
 
 def test_the_machine_is_told() -> None:
-    hardware = machine.hardware()
+    hardware = machine.describe_hardware()
     assert hardware["cores"] >= 1 and hardware["memory_gib"] > 0
-    assert machine.commit()
-    assert digits(0.123456789) == 0.12346
-    assert digits(1234567.0) == 1234600
+    assert machine.describe_commit()
+    assert round_significant(0.123456789) == 0.12346
+    assert round_significant(1234567.0) == 1234600
 
 
 def git(directory: Path, *words: str) -> str:
@@ -104,28 +104,28 @@ def tracked(tmp_path: Path) -> Path:
 
 def test_the_commit_is_marked_when_there_is_more_than_it(tracked: Path) -> None:
     head = git(tracked.parent, "rev-parse", "--short=12", "HEAD").strip()
-    assert machine.commit(here=tracked) == head
+    assert machine.describe_commit(source_file=tracked) == head
     (tracked.parent / "new.py").touch()
-    assert machine.commit(here=tracked) == f"{head}-dirty"
+    assert machine.describe_commit(source_file=tracked) == f"{head}-dirty"
     (tracked.parent / "new.py").unlink()
     tracked.write_text("two")
-    assert machine.commit(here=tracked) == f"{head}-dirty"
+    assert machine.describe_commit(source_file=tracked) == f"{head}-dirty"
 
 
 def test_a_copy_that_cannot_be_compared_is_not_called_clean(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = machine._output
-    monkeypatch.setattr(machine, "_output", lambda *words: None if "status" in words else output(*words))
-    assert machine.commit(here=tracked).endswith("-dirty")
+    output = machine._command_output
+    monkeypatch.setattr(machine, "_command_output", lambda *words: None if "status" in words else output(*words))
+    assert machine.describe_commit(source_file=tracked).endswith("-dirty")
 
 
 def test_no_repository_and_anothers_have_no_commit_of_ours(
     tracked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    assert machine.commit(here=tmp_path_factory.mktemp("plain") / "machine.py") == "none"
+    assert machine.describe_commit(source_file=tmp_path_factory.mktemp("plain") / "machine.py") == "none"
     ours = tracked.parent / "site-packages" / "machine.py"
     ours.parent.mkdir()
     ours.touch()
-    assert machine.commit(here=ours) == "none"
+    assert machine.describe_commit(source_file=ours) == "none"
 
 
 def test_what_the_user_states_is_recorded_as_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_every_bench_takes_a_commit(what: str) -> None:
 
 
 def test_a_panel_holds_ours_first_and_the_best_peer_next() -> None:
-    found = {panel.title: panel for panel in panels(report().as_dict()["results"])}
+    found = {panel.title: panel for panel in make_panels(report().as_dict()["results"])}
     assert set(found) == {"decode 1"}  # `ready` has no one beside it here
     assert [name for name, _, _ in found["decode 1"].bars] == ["emberline", "one", "two"]
 
@@ -152,7 +152,7 @@ def test_a_panel_holds_ours_first_and_the_best_peer_next() -> None:
 def test_the_plot_is_an_svg_with_a_bar_for_each_figure(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text(json.dumps(report().as_dict()))
-    plot([file, file], tmp_path / "out.svg")
+    draw_plot([file, file], tmp_path / "out.svg")
     root = ET.parse(tmp_path / "out.svg").getroot()
     widths = [float(r.get("width", "0")) for r in root.iter(f"{SVG}rect") if "%" not in r.get("width", "")]
     assert len(widths) == 6
@@ -166,4 +166,4 @@ def test_what_is_not_a_result_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(InvalidRequest, match=r"bad\.json is not a result"):
-        plot([file], tmp_path / "out.svg")
+        draw_plot([file], tmp_path / "out.svg")

@@ -17,7 +17,7 @@ import pytest
 from emberline.bench import processes
 from emberline.bench.client import CompletionClient
 from emberline.bench.report import BenchReport
-from emberline.bench.serve import latencies, local, requests, run_closed_loop, run_open_loop
+from emberline.bench.serve import add_latencies, find_local_processes, make_uniform_job, run_closed_loop, run_open_loop
 from emberline.cli import bench as command
 from emberline.core.errors import EngineUnavailable, ModelNotFound
 
@@ -101,17 +101,17 @@ def serving(server: FakeServer) -> Iterator[str]:
 def test_every_token_is_seen_and_connections_are_kept() -> None:
     server = FakeServer()
     with serving(server) as url:
-        traces = asyncio.run(run_closed_loop(CompletionClient(url, "m"), requests(12, 5, 7, 100), 3))
+        traces = asyncio.run(run_closed_loop(CompletionClient(url, "m"), make_uniform_job(12, 5, 7, 100), 3))
     assert [trace.error for trace in traces] == [None] * 12
-    assert all(trace.tokens == 7 and len(trace.marks) == 7 and trace.prompt_tokens == 5 for trace in traces)
-    assert all(len(trace.gaps) == 6 for trace in traces)
+    assert all(trace.tokens == 7 and len(trace.event_times) == 7 and trace.prompt_tokens == 5 for trace in traces)
+    assert all(len(trace.inter_token_seconds) == 6 for trace in traces)
     assert (server.connections, server.most_open) == (3, 3)
     assert server.bodies[0]["ignore_eos"] is True and len(server.bodies[0]["prompt"]) == 5
 
 
 def test_first_token_lies_between_sent_and_ended() -> None:
     with serving(FakeServer()) as url:
-        (trace,) = asyncio.run(run_closed_loop(CompletionClient(url, "m"), requests(1, 5, 7, 100), 1))
+        (trace,) = asyncio.run(run_closed_loop(CompletionClient(url, "m"), make_uniform_job(1, 5, 7, 100), 1))
     timing = trace.timing
     assert timing.ttft is not None and timing.e2e is not None and timing.decode is not None
     assert 0 < timing.ttft < timing.e2e
@@ -121,22 +121,24 @@ def test_first_token_lies_between_sent_and_ended() -> None:
 def test_arrivals_at_a_rate_do_not_wait_for_each_other() -> None:
     server = FakeServer()
     with serving(server) as url:
-        traces = asyncio.run(run_open_loop(CompletionClient(url, "m"), requests(20, 5, 30, 100), rate=2000.0))
+        traces = asyncio.run(run_open_loop(CompletionClient(url, "m"), make_uniform_job(20, 5, 30, 100), rate=2000.0))
     assert len(traces) == 20 and server.most_open > 3
 
 
 def test_errors_are_counted_and_do_not_stop_the_rest() -> None:
     with serving(FakeServer(fail=4)) as url:
-        traces = asyncio.run(run_closed_loop(CompletionClient(url, "m"), requests(12, 5, 3, 100), 2))
+        traces = asyncio.run(run_closed_loop(CompletionClient(url, "m"), make_uniform_job(12, 5, 3, 100), 2))
     errors = [trace.error for trace in traces if trace.error]
     assert len(errors) == 3 and "429" in errors[0] and "full" in errors[0]
     made = BenchReport("serve")
-    latencies(made, traces)
+    add_latencies(made, traces)
     assert {"ttft_p50", "itl_p90", "e2e_p99"} <= set(made.results)
 
 
 def test_nobody_there_is_an_error_of_the_request() -> None:
-    traces = asyncio.run(run_closed_loop(CompletionClient("http://127.0.0.1:9/v1", "m"), requests(2, 5, 3, 100), 1))
+    traces = asyncio.run(
+        run_closed_loop(CompletionClient("http://127.0.0.1:9/v1", "m"), make_uniform_job(2, 5, 3, 100), 1)
+    )
     assert all(trace.error for trace in traces)
 
 
@@ -144,8 +146,8 @@ def test_leaving_early_closes_the_connection() -> None:
     server = FakeServer()
     with serving(server) as url:
         client = CompletionClient(url, "m")
-        trace = asyncio.run(client.complete([1, 2], 500, leave_after=2))
-        assert trace.abandoned and len(trace.marks) == 2
+        trace = asyncio.run(client.complete([1, 2], 500, disconnect_after_events=2))
+        assert trace.abandoned and len(trace.event_times) == 2
         asyncio.run(CompletionClient(url, "m").complete([1, 2], 3))
     assert server.connections == 2
 
@@ -153,8 +155,8 @@ def test_leaving_early_closes_the_connection() -> None:
 def test_plain_sends_what_every_server_knows() -> None:
     server = FakeServer()
     with serving(server) as url:
-        asyncio.run(CompletionClient(url, "m", plain=True).complete([1] * 30, 2))
-        asyncio.run(CompletionClient(url, "m", chat=True, plain=True).complete([1] * 30, 2))
+        asyncio.run(CompletionClient(url, "m", only_standard_fields=True).complete([1] * 30, 2))
+        asyncio.run(CompletionClient(url, "m", chat=True, only_standard_fields=True).complete([1] * 30, 2))
     text, chat = server.bodies
     assert isinstance(text["prompt"], str) and "ignore_eos" not in text
     assert chat["messages"][0]["role"] == "user" and "prompt" not in chat
@@ -162,10 +164,10 @@ def test_plain_sends_what_every_server_knows() -> None:
 
 def test_a_listening_process_is_found_by_its_port() -> None:
     with serving(FakeServer()) as url:
-        pids = local(url)
-        used = processes.usage(pids["server"])
+        pids = find_local_processes(url)
+        used = processes.read_usage(pids["server"])
     assert used is not None and used.rss > 1e6 and used.cpu > 0
-    assert local("http://example.invalid:80/v1") == {}
+    assert find_local_processes("http://example.invalid:80/v1") == {}
 
 
 def parse(*words: str) -> argparse.Namespace:

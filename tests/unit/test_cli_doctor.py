@@ -39,7 +39,7 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """On a machine with the given GPU, or with none."""
 
-    monkeypatch.setattr(mooncake, "probe", lambda: None)  # starts a process
+    monkeypatch.setattr(mooncake, "check_mooncake_usable", lambda: None)  # starts a process
 
     def go(*arguments: object, gpu: doctor.DetectedGPU | None = None) -> tuple[int, str]:
         monkeypatch.setattr(doctor, "_detect_gpu", lambda: gpu)
@@ -169,7 +169,7 @@ def test_transports_are_listed_and_broken_one_is_no_error(
     )
     _, output = run("--model", model, gpu=replace(H200, unreachable_gpus=(1, 3)))
     assert re.search(r"^--  transport cuda +GPU 0 cannot read the memory of GPU 1, 3$", output, re.M)
-    monkeypatch.setattr(mooncake, "probe", lambda: "it died of signal 11")
+    monkeypatch.setattr(mooncake, "check_mooncake_usable", lambda: "it died of signal 11")
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^--  transport mooncake .*does not work: it died of signal 11", output, re.M)
     monkeypatch.setattr(mooncake, "installed_distribution", lambda: None)

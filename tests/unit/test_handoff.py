@@ -106,7 +106,7 @@ def run_until_settled(*engines: Engine) -> None:
         for one in engines:
             one.step()
             one.kv.check_invariants()
-        if all(one.kv.num_free + one.kv.num_cached == one.kv.num_blocks for one in engines):
+        if all(one.kv.num_free_blocks + one.kv.num_cached_blocks == one.kv.num_blocks for one in engines):
             return
         time.sleep(0.005)
     raise AssertionError("blocks are still held")
@@ -307,7 +307,7 @@ def test_receiver_releases_unneeded_blocks() -> None:
     p.add(replace(make_submission(), publish=True))
     (first,) = p.step()
     assert first.ticket is not None and p.transfer_endpoint is not None
-    p.transfer_endpoint.sender.end(first.ticket["id"], LeaseEndReason.RELEASED)
+    p.transfer_endpoint.sender.end_lease(first.ticket["id"], LeaseEndReason.RELEASED)
     *_, last = run(p)
     assert last.finish is FinishReason.HANDOFF and last.tokens == EXPECTED[:1] and last.ticket is None
     run_until_settled(p)

@@ -27,8 +27,8 @@ def request(name: str, tokens: list[int], salt: str = "") -> Request:
 
 def finish(kv: KVManager, r: Request) -> None:
     r.num_computed = r.num_known
-    kv.commit(r)
-    kv.free(r)
+    kv.index_full_blocks(r)
+    kv.free_request(r)
 
 
 def test_equal_prefixes_share_blocks_and_unequal_ones_do_not() -> None:
@@ -36,7 +36,7 @@ def test_equal_prefixes_share_blocks_and_unequal_ones_do_not() -> None:
     a, b, c = request("a", list(range(20))), request("b", list(range(20))), request("c", [99, *range(1, 20)])
     assert kv.admit(a)
     a.num_computed = a.num_known
-    kv.commit(a)
+    kv.index_full_blocks(a)
     assert kv.admit(b) and b.num_cached == 16 and kv.block_table(b)[:2] == kv.block_table(a)[:2]
     assert kv.admit(c) and c.num_cached == 0
     kv.check_invariants()
@@ -64,18 +64,18 @@ def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
     a, b = request("a", list(range(17))), request("b", [7] * 9)
     kv.admit(a)
     finish(kv, a)  # leaves two indexed blocks idle, one free
-    assert (kv.num_free, kv.num_cached) == (2, 2)
+    assert (kv.num_free_blocks, kv.num_cached_blocks) == (2, 2)
     assert kv.admit(b)  # uses the two free blocks
     finish(kv, b)
     c = request(
         "c", [5] * 9
     )  # needs two: one free, then the oldest idle one; a's second block is evicted before its first
     assert kv.admit(c)
-    kv.free(c)
+    kv.free_request(c)
     for name, tokens in (("a", list(range(17))), ("b", [7] * 9)):
         again = request(name, tokens)
         assert kv.admit(again) and again.num_cached == 8
-        kv.free(again)
+        kv.free_request(again)
     kv.check_invariants()
 
 
@@ -85,7 +85,7 @@ def test_num_reclaimable_blocks() -> None:
     kv.admit(a)
     assert kv.num_reclaimable_blocks(a) == 3
     a.num_computed = a.num_known
-    kv.commit(a)
+    kv.index_full_blocks(a)
     kv.admit(b)
     assert kv.num_reclaimable_blocks(a) == kv.num_reclaimable_blocks(b) == 1
 
@@ -93,7 +93,7 @@ def test_num_reclaimable_blocks() -> None:
 def test_request_without_pulls_computes_everything() -> None:
     a = request("a", list(range(20)))
     a.source = {"some": "ticket"}
-    KVManager(16, 8, "t").prepare_source(a)
+    KVManager(16, 8, "t").keep_source_lease_alive(a)
     assert a.source is None
 
 
@@ -101,9 +101,9 @@ def test_failed_admission_changes_nothing() -> None:
     kv = KVManager(4, 8, "t")
     a, b = request("a", list(range(20))), request("b", list(range(30)))
     assert kv.admit(a)
-    before = (kv.num_free, kv.num_cached, kv.queried_tokens)
+    before = (kv.num_free_blocks, kv.num_cached_blocks, kv.queried_tokens)
     assert not kv.admit(b)
-    assert (kv.num_free, kv.num_cached, kv.queried_tokens) == before
+    assert (kv.num_free_blocks, kv.num_cached_blocks, kv.queried_tokens) == before
     kv.check_invariants()
 
 
@@ -114,12 +114,12 @@ def test_without_prefix_cache_only_choices_share() -> None:
     a.params = sibling.params = SamplingParams(n=2)
     kv.admit(a)
     a.num_computed = a.num_known
-    kv.commit(a)
+    kv.index_full_blocks(a)
     assert kv.admit(b) and b.num_cached == 0
     assert kv.admit(sibling) and sibling.num_cached == 16
     finish(kv, b)
     assert (
-        not b.block_hashes and kv.num_cached == 0
+        not b.block_hashes and kv.num_cached_blocks == 0
     )  # no other request can share its blocks, so they are not even hashed
 
 
@@ -130,13 +130,13 @@ def test_residency_samples() -> None:
     assert kv.admit(first)
     clock.advance(2.0)
     first.num_computed = 9
-    kv.commit(first)
-    kv.free(first)
+    kv.index_full_blocks(first)
+    kv.free_request(first)
     assert sorted(kv.residency.take_samples()) == [("lifetime", 2.0)]  # the partial one; the full one is idle
     clock.advance(3.0)
     again = request("again", list(range(9)))
     assert kv.admit(again) and again.num_cached == 8
-    kv.free(again)
+    kv.free_request(again)
     assert sorted(kv.residency.take_samples()) == [("lifetime", 0.0), ("reuse_gap", 3.0)]
     clock.advance(4.0)
     other = request("other", list(range(500, 516)))

@@ -36,8 +36,8 @@ class Cache:
         if self.open and self.rng.random() < 0.5:
             request = self.open.pop(self.rng.randrange(len(self.open)))
             request.num_computed = request.num_known
-            self.kv.commit(request)
-            self.kv.free(request)
+            self.kv.index_full_blocks(request)
+            self.kv.free_request(request)
             return
         self.count += 1
         tokens = [self.rng.randrange(2)] * self.rng.randrange(SIZE, 5 * SIZE)
@@ -45,7 +45,7 @@ class Cache:
         if self.kv.admit(request):
             self.open.append(request)
             request.num_computed = self.rng.randrange(request.num_computed, request.num_known)
-            self.kv.commit(request)
+            self.kv.index_full_blocks(request)
 
 
 def prompt_prefixes(name: str, tokens: list[int]) -> Request:
@@ -110,12 +110,12 @@ def test_exact_index_equals_cache(seed: int, faults: float, monkeypatch: pytest.
             cache.step()
             if (news := cache.kv.take_prefix_changes()) is not None:
                 ledger.record("m", *news)
-                truth[ledger.incarnation, ledger.seq] = cache.kv.parents_by_hash()
+                truth[ledger.incarnation, ledger.seq] = cache.kv.parent_hashes()
         line.deliver()
         if index.state("w") is KVIndexState.EXACT:
             exact += 1
             assert index.held_blocks("w") == truth[index.last_batch("w")]
-            assert faults or index.held_blocks("w") == cache.kv.parents_by_hash()
+            assert faults or index.held_blocks("w") == cache.kv.parent_hashes()
         elif rng.random() < 0.5:
             line.mend()
     assert exact > (115 if not faults else 5)
@@ -123,7 +123,7 @@ def test_exact_index_equals_cache(seed: int, faults: float, monkeypatch: pytest.
     for _ in range(3):
         line.mend()
         line.deliver()
-    assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == cache.kv.parents_by_hash()
+    assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == cache.kv.parent_hashes()
 
 
 def test_no_events_kept_without_subscriber() -> None:
@@ -134,7 +134,7 @@ def test_no_events_kept_without_subscriber() -> None:
     assert cache.kv.take_prefix_changes() is None
     cache.kv.track_prefix_changes()
     whole, stored, removed = cache.kv.take_prefix_changes() or (False, [], [])
-    assert whole and dict(stored) == cache.kv.parents_by_hash() and not removed
+    assert whole and dict(stored) == cache.kv.parent_hashes() and not removed
     assert cache.kv.take_prefix_changes() is None
 
 

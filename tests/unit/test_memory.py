@@ -129,7 +129,7 @@ QWEN3_30B_A3B = {
 def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token: float) -> None:
     config = ModelConfig.from_hf(model)
     assert weight_bytes(config, 2) == pytest.approx(published * 2, rel=2e-3)
-    cost = TokenCost.of(config)
+    cost = TokenCost.from_config(config)
     assert cost.layers + 2 * cost.head == pytest.approx(of_a_token, rel=2e-2)
     with pytest.raises(UnsupportedModel, match="only supported on the CPU"):
         memory.plan_for(config, gpu_config(), H200, "bfloat16")

@@ -94,7 +94,7 @@ def test_compiler_without_march_native_builds_kernels(tmp_path: Path, monkeypatc
 
 def test_shared_memory_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    fd, read_only = shm._memory_file(8192)
+    fd, read_only = shm._create_memory_file(8192)
     assert read_only is not None
     segment = object.__new__(shm.SharedSegment)
     segment.fd, segment._read_only = fd, read_only
@@ -152,7 +152,7 @@ def test_tests_run_under_nohup() -> None:
 def test_bench_counts_busy_cores_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
-    assert processes.busy_cores(0.0) == 1.5
+    assert processes.measure_busy_cores(0.0) == 1.5
 
 
 def test_chaos_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,9 +64,9 @@ class ManualSource:
         self.started = threading.Semaphore(0)
 
     def pull(
-        self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
+        self, ticket: Ticket, target_blocks: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
     ) -> PullProgress:
-        open_pull = OpenPull(ticket, into, progress, first_block, *self.prompts[ticket.id])
+        open_pull = OpenPull(ticket, target_blocks, progress, first_block, *self.prompts[ticket.id])
         self.open.append(open_pull)
         self.started.release()
         open_pull.over.wait(60)
@@ -87,7 +87,7 @@ class ManualSource:
         for i in range(first, len(tokens) // BLOCK):
             block = TransferPiece(0, 1, i, i + 1)
             data = array("q", tokens[i * BLOCK : (i + 1) * BLOCK]).tobytes()
-            for view in self.region.views(block, np.asarray(open_pull.into, np.int64)):
+            for view in self.region.piece_views(block, np.asarray(open_pull.into, np.int64)):
                 view[:] = data
             open_pull.progress.arrived_bytes += len(data)
 
@@ -142,7 +142,7 @@ class PullingEngine:
         found = {}
         for name, ticket in ids.items():
             with suppress(TicketEnded):
-                found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # without renewing the lease
+                found[name] = self.sender._make_ticket(self.sender._leases.find(ticket))  # without renewing the lease
         return found
 
     def check(self, prompts: dict[str, list[int]]) -> None:
@@ -151,7 +151,7 @@ class PullingEngine:
         for name, ticket in self.publish().items():
             blocks = np.asarray(ticket.blocks, np.int64)
             assert region.is_unchanged(blocks, np.asarray(ticket.generations, np.uint64))
-            views = region.views(TransferPiece(0, 1, 0, len(blocks)), blocks)
+            views = region.piece_views(TransferPiece(0, 1, 0, len(blocks)), blocks)
             assert b"".join(views) == array("q", prompts[name][: BLOCK * len(blocks)]).tobytes()
 
     def finish(self, open_pull: OpenPull, failure: Exception | None) -> None:
@@ -250,7 +250,7 @@ def test_invariants_hold_for_any_order_of_events(
                 del expected[name][1:]
             pulling.engine.add(replace(submission, publish=kind == "published"))
         elif deed == "let go" and (known := list(pulling.publish().values())):
-            pulling.sender.end(known[how[0] % len(known)].id, LeaseEndReason.RELEASED)
+            pulling.sender.end_lease(known[how[0] % len(known)].id, LeaseEndReason.RELEASED)
         elif deed == "step":
             for _ in range(how[0]):
                 pulling.step()
@@ -287,7 +287,7 @@ def test_invariants_hold_for_any_order_of_events(
         outputs_by_name[output.id] += output.tokens
     for name, tokens in expected.items():
         assert outputs_by_name[name] == (tokens[: len(outputs_by_name[name])] if name in aborted else tokens)
-    assert pulling.engine.kv.num_free + pulling.engine.kv.num_cached == pulling.engine.kv.num_blocks
+    assert pulling.engine.kv.num_free_blocks + pulling.engine.kv.num_cached_blocks == pulling.engine.kv.num_blocks
 
 
 def loading(pulling: PullingEngine) -> OpenPull:
@@ -315,7 +315,7 @@ def test_blocks_of_aborted_request_wait_for_its_pull(end: str) -> None:
         pulling.step()
     kv = pulling.engine.kv
     kv.check_invariants()
-    assert open_pull.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
+    assert open_pull.progress._cancelled and kv.num_quarantined_blocks == 6 and kv.num_free_blocks == 6
     pulling.engine.add(make_submission("next", 60, 5, 4))  # needs more blocks than are free
     for _ in range(3):
         pulling.step()
@@ -328,7 +328,7 @@ def test_blocks_of_aborted_request_wait_for_its_pull(end: str) -> None:
     assert [t for o in pulling.outputs if o.id == "next" for t in o.tokens] == run_alone(
         make_submission("next", 60, 5, 4)
     )
-    assert kv.num_quarantined == 0 and kv.num_free + kv.num_cached == kv.num_blocks
+    assert kv.num_quarantined_blocks == 0 and kv.num_free_blocks + kv.num_cached_blocks == kv.num_blocks
     assert pulling._stats().pull_failures == {} and pulling._stats().recomputed == 0
     pulling.run_until(lambda: pulling.source.lease_ends == {"released": 1})
 

@@ -68,7 +68,7 @@ def texts(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
 
 
 def assert_all_free(e: Engine) -> None:
-    assert e.kv.num_free + e.kv.num_cached == e.kv.num_blocks
+    assert e.kv.num_free_blocks + e.kv.num_cached_blocks == e.kv.num_blocks
 
 
 RUNNERS = st.sampled_from([FakeRunner, FakePipelinedRunner])
@@ -224,7 +224,7 @@ def test_abort_frees_blocks_at_once() -> None:
     e = engine()
     e.add(submission("a", 40, max_tokens=50))
     e.step()
-    assert e.kv.num_free < e.kv.num_blocks
+    assert e.kv.num_free_blocks < e.kv.num_blocks
     e.abort("a")
     assert_all_free(e)
     assert [o.finish for o in e.step() if o.finish] == [FinishReason.ABORT]

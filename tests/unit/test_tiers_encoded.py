@@ -13,7 +13,7 @@ from emberline.core.config import kernel_dir
 from emberline.kernels.cpu.build import build_library
 from emberline.kernels.cpu.library import load_library
 from emberline.kv.codec import UnweightKVCodec
-from emberline.kv.tiers.coding_gain import BlockReadTiming, CodingGain
+from emberline.kv.tiers.coding_gain import BlockReadTiming, EncodingBenefit
 from emberline.kv.tiers.disk import DiskTier
 
 SIZE = 131072
@@ -112,12 +112,12 @@ def test_damaged_block_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_encoding_is_worthwhile_on_slow_disk() -> None:
-    slow, fast = CodingGain(SIZE), CodingGain(SIZE)
-    assert slow.is_worthwhile()
+    slow, fast = EncodingBenefit(SIZE), EncodingBenefit(SIZE)
+    assert slow.is_encoding_faster()
     for _ in range(30):
-        slow.record(BlockReadTiming(90_000, 1e-3, 5e-5))
-        fast.record(BlockReadTiming(90_000, 2e-5, 5e-5))
-    assert slow.is_worthwhile() and not fast.is_worthwhile()
+        slow.record_read(BlockReadTiming(90_000, 1e-3, 5e-5))
+        fast.record_read(BlockReadTiming(90_000, 2e-5, 5e-5))
+    assert slow.is_encoding_faster() and not fast.is_encoding_faster()
     for _ in range(60):
-        fast.record(BlockReadTiming(SIZE, 1e-3, 0.0))
-    assert fast.is_worthwhile(), "the disk became slow"
+        fast.record_read(BlockReadTiming(SIZE, 1e-3, 0.0))
+    assert fast.is_encoding_faster(), "the disk became slow"

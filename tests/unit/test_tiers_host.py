@@ -26,12 +26,12 @@ def test_only_leading_blocks_count() -> None:
 
 def test_block_being_filled_is_not_found() -> None:
     host, name = tier(), digest(1)
-    room = host.reserve(name)
-    assert room is not None and name in host and host.lookup([name]) == 0 and host.pin(name) is None
-    assert host.reserve(name) is None, "the block is being filled"
-    host.abandon(name)
-    assert name not in host and host.reserve(name) is not None
-    host.publish(name)
+    room = host.reserve_buffer(name)
+    assert room is not None and name in host and host.lookup([name]) == 0 and host.pin_block(name) is None
+    assert host.reserve_buffer(name) is None, "the block is being filled"
+    host.release_reserved(name)
+    assert name not in host and host.reserve_buffer(name) is not None
+    host.publish_buffer(name)
     assert host.lookup([name]) == 1
     host.check_invariants()
 
@@ -39,15 +39,15 @@ def test_block_being_filled_is_not_found() -> None:
 def test_pinned_blocks_are_not_evicted() -> None:
     host, names = tier(2), [digest(i) for i in range(4)]
     host.store(names[:2], [block(n) for n in names[:2]])
-    read = host.pin(names[0])
+    read = host.pin_block(names[0])
     assert read is not None
     host.discard(names[:1])
     assert host.store(names[2:3], [block(names[2])]) == 1 and host.lookup([names[1]]) == 0
-    assert host.pin(names[2]) is not None
-    assert host.reserve(names[3]) is None, "all blocks are pinned"
+    assert host.pin_block(names[2]) is not None
+    assert host.reserve_buffer(names[3]) is None, "all blocks are pinned"
     assert bytes(read) == content(names[0])
-    host.unpin(names[0])
-    assert host.reserve(names[3]) is not None and host.lookup([names[0]]) == 0
+    host.unpin_block(names[0])
+    assert host.reserve_buffer(names[3]) is not None and host.lookup([names[0]]) == 0
     host.check_invariants()
 
 
@@ -70,20 +70,20 @@ def test_content_is_right_for_any_operations(actions: list[tuple[str, int]], pol
     pinned: dict[bytes, list[memoryview]] = {}
     for action, number in actions:
         name = digest(number)
-        if action == "reserve" and (room := host.reserve(name)) is not None:
+        if action == "reserve" and (room := host.reserve_buffer(name)) is not None:
             assert name not in filling
             filling[name] = room
         elif action == "publish" and name in filling:
             filling.pop(name)[:] = content(name)
-            host.publish(name)
+            host.publish_buffer(name)
         elif action == "abandon" and name in filling:
             filling.pop(name)
-            host.abandon(name)
-        elif action == "pin" and (read := host.pin(name)) is not None:
+            host.release_reserved(name)
+        elif action == "pin" and (read := host.pin_block(name)) is not None:
             pinned.setdefault(name, []).append(read)
         elif action == "unpin" and pinned.get(name):
             pinned[name].pop()
-            host.unpin(name)
+            host.unpin_block(name)
         elif action == "forget":
             host.discard([name])
         host.check_invariants()

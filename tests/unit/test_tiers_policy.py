@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest
-from emberline.kv.tiers.policy import ARC, LRU, EvictionPolicy, make_policy
+from emberline.kv.tiers.policy import ARCPolicy, EvictionPolicy, LRUPolicy, make_eviction_policy
 
 
 def use(policy: EvictionPolicy, capacity: int, key: bytes) -> bool:
     """Use a key as a cache does; return whether it was stored."""
     if key in policy:
-        policy.touch(key)
+        policy.record_use(key)
         return True
     if len(policy) >= capacity:
         assert policy.evict(key, lambda _: True) is not None
@@ -80,7 +80,7 @@ TRACE = st.lists(st.integers(0, 14).map(lambda i: bytes([i])), max_size=300)
 @settings(max_examples=300, deadline=None)
 @given(capacity=st.integers(1, 8), trace=TRACE)
 def test_hits_equal_a_simulation(capacity: int, trace: list[bytes]) -> None:
-    lru, arc = LRU(), ARC(capacity)
+    lru, arc = LRUPolicy(), ARCPolicy(capacity)
     assert [use(lru, capacity, key) for key in trace] == simulate_lru(capacity, trace)
     assert [use(arc, capacity, key) for key in trace] == simulate_arc(capacity, trace)
 
@@ -88,7 +88,7 @@ def test_hits_equal_a_simulation(capacity: int, trace: list[bytes]) -> None:
 def test_scan_evicts_lru_but_not_arc() -> None:
     often = [bytes([i]) for i in range(4)]
     scan = [bytes([1, i]) for i in range(100)]
-    lru, arc = LRU(), ARC(8)
+    lru, arc = LRUPolicy(), ARCPolicy(8)
     for policy in (lru, arc):
         for key in [*often, *often, *scan]:
             use(policy, 8, key)
@@ -103,7 +103,7 @@ def test_scan_evicts_lru_but_not_arc() -> None:
     capacity=st.integers(1, 5),
 )
 def test_unevictable_blocks_stay(name: str, actions: list[tuple[str, int]], capacity: int) -> None:
-    policy, pinned, kept = make_policy(name, capacity), set[bytes](), set[bytes]()
+    policy, pinned, kept = make_eviction_policy(name, capacity), set[bytes](), set[bytes]()
 
     def may(key: bytes) -> bool:
         return key not in pinned
@@ -116,7 +116,7 @@ def test_unevictable_blocks_stay(name: str, actions: list[tuple[str, int]], capa
             policy.remove(key)
             kept.remove(key)
         elif action == "use" and key in kept:
-            policy.touch(key)
+            policy.record_use(key)
         elif action == "use":
             left = policy.evict(key, may) if len(kept) == capacity else None
             assert left is None or left in kept - pinned
@@ -130,4 +130,4 @@ def test_unevictable_blocks_stay(name: str, actions: list[tuple[str, int]], capa
 
 def test_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="lru or arc"):
-        make_policy("mru", 3)
+        make_eviction_policy("mru", 3)

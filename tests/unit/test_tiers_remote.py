@@ -16,7 +16,7 @@ import pytest
 from blocks_made import BLOCK_BYTES, block, buffer, content, digest
 from listening import listening_ports
 
-from emberline.bench.mooncake_master import MooncakeMaster, freeze
+from emberline.bench.mooncake_master import MooncakeMaster, freeze_process
 from emberline.core.clock import ManualClock
 from emberline.core.config import kernel_dir
 from emberline.core.errors import InvalidRequest
@@ -185,7 +185,7 @@ def test_unstartable_process_means_store_unavailable(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(subprocess, "Popen", refuse)
         before = descriptors()
         with pytest.raises(StoreUnavailable, match="Cannot allocate memory") as raised:
-            client.check()
+            client.ensure_running()
         del raised
         assert descriptors() == before and client.pid is None
 
@@ -204,15 +204,15 @@ def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
 def test_workers_share_stored_blocks(master: MooncakeMaster) -> None:
     codec = UnweightKVCodec(load_library(build_library(kernel_dir())), 2)
     one = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
-    two = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, codec=codec, coding="uw")
+    two = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, codec=codec, codec_choice="uw")
     assert fill(one, NAMES[:3]) == 3 and fill(two, NAMES[3:5]) == 2
     assert load(two, NAMES[:3]) == 3 and load(one, NAMES[3:6]) == 2
     other = RemoteTier(master.address, "another layout", BLOCK_BYTES, MEMORY)
     assert load(other, NAMES[:1]) == 0
     stack = TierStack(HostTier(BLOCK_BYTES, 1 << 20), [other], threads=False)
     assert stack.lookup(NAMES[1:]) == 7, "hope"
-    fetch = stack.fetch(NAMES[1:])
-    while stack.read_next():
+    fetch = stack.start_fetch(NAMES[1:])
+    while stack.load_next_block():
         pass
     assert stack.take_fetched(fetch) == ([], True)
     for tier in (one, two, other):
@@ -222,7 +222,7 @@ def test_workers_share_stored_blocks(master: MooncakeMaster) -> None:
 def test_store_listens_at_configured_address(master: MooncakeMaster) -> None:
     base = free_port()
     client = StoreClient(master.address, MEMORY, 1 << 16, StoreListenAddress(port=base))
-    client.check()
+    client.ensure_running()
     assert client.pid is not None
     ports = listening_ports(client.pid)
     assert ports == {base, base + 1}
@@ -255,7 +255,7 @@ def test_hanging_master(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch)
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     assert fill(tier, NAMES[:2]) == 2
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
-    master.hang()
+    master.freeze()
     assert load(tier, NAMES[:2]) == 0 and not tier.stats().on
     monkeypatch.setattr(storeclient, "SETUP_TIMEOUT_S", 0.5)
     newcomer = RemoteTier(
@@ -263,7 +263,7 @@ def test_hanging_master(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch)
     )  # the kernel accepts the connection, the master does not answer
     assert not newcomer.stats().on
     newcomer.close()
-    master.wake()
+    master.resume()
     wait_until_on(tier)
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert load(tier, NAMES[:2]) == 2
@@ -277,7 +277,7 @@ def test_client_process_hangs_or_dies(master: MooncakeMaster, monkeypatch: pytes
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
     first = client.pid
     assert first is not None
-    freeze(first)
+    freeze_process(first)
     into = buffer()
     before = bytes(into)
     assert tier.load(NAMES[:1], [into]) == 0 and not tier.stats().on
@@ -286,7 +286,7 @@ def test_client_process_hangs_or_dies(master: MooncakeMaster, monkeypatch: pytes
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert bytes(into) == before and load(tier, NAMES[:2]) == 2 and client.pid == first
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
-    freeze(first)
+    freeze_process(first)
     assert load(tier, NAMES[:1]) == 0
     monkeypatch.setattr(storeclient, "STUCK_TIMEOUT_S", 0.0)
     wait_until_on(tier)

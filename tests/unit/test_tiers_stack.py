@@ -75,7 +75,7 @@ def stack(buffers: int = 4, below: MemoryTier | None = None, clock: ManualClock 
 
 def save(tiers: TierStack, names: list[bytes]) -> None:
     for name in names:
-        room = tiers.reserve(name)
+        room = tiers.reserve_host_buffer(name)
         if room is not None:
             room[:] = content(name)
             tiers.finish_save(name)
@@ -87,19 +87,19 @@ def test_prefix_spread_over_several_tiers() -> None:
     below.blocks = {n: content(n) for n in (NAMES[1], NAMES[3])}
     tiers.host.store([NAMES[0], NAMES[2]], [block(NAMES[0]), block(NAMES[2])])
     assert tiers.lookup(NAMES) == 4
-    fetch = tiers.fetch(NAMES[:4])
+    fetch = tiers.start_fetch(NAMES[:4])
     arrivals, ended = tiers.take_fetched(fetch)
-    assert [a.digest for a in arrivals] == NAMES[:1] and not ended
-    while tiers.read_next():
+    assert [a.block_hash for a in arrivals] == NAMES[:1] and not ended
+    while tiers.load_next_block():
         pass
     more, ended = tiers.take_fetched(fetch)
-    assert ended and [(a.digest, a.tier) for a in more] == list(
+    assert ended and [(a.block_hash, a.tier) for a in more] == list(
         zip(NAMES[1:4], ["below", "host", "below"], strict=True)
     )
-    assert all(bytes(a.buffer) == content(a.digest) for a in [*arrivals, *more])
+    assert all(bytes(a.buffer) == content(a.block_hash) for a in [*arrivals, *more])
     assert tiers.host.num_pinned == 4
     for arrival in [*arrivals, *more]:
-        tiers.release_fetched(arrival.digest)
+        tiers.release_fetched(arrival.block_hash)
     assert tiers.host.num_pinned == 0 and tiers.host.lookup(NAMES) == 4, "promoted"
     tiers.host.check_invariants()
 
@@ -108,12 +108,12 @@ def test_failed_load_ends_fetch_early() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
     below.blocks = {n: content(n) for n in NAMES[:3]}
-    fetch = tiers.fetch(NAMES[:3])
-    tiers.read_next()
+    fetch = tiers.start_fetch(NAMES[:3])
+    tiers.load_next_block()
     below.discard(NAMES[1:2])  # after the lookup
-    assert tiers.read_next() and not tiers.read_next()
+    assert tiers.load_next_block() and not tiers.load_next_block()
     arrivals, ended = tiers.take_fetched(fetch)
-    assert [a.digest for a in arrivals] == NAMES[:1] and ended
+    assert [a.block_hash for a in arrivals] == NAMES[:1] and ended
     tiers.release_fetched(NAMES[0])
     assert tiers.host.num_pinned == 0 and tiers.host.lookup(NAMES[1:2]) == 0
     tiers.host.check_invariants()
@@ -125,10 +125,10 @@ def test_full_writer_queue_drops_blocks() -> None:
     save(tiers, NAMES[:4])  # two fit the queue
     assert tiers.stats()["below"].dropped_blocks == 2
     assert tiers.host.num_pinned == 2
-    assert tiers.write_next() and tiers.write_next() and not tiers.write_next()
+    assert tiers.write_next_block() and tiers.write_next_block() and not tiers.write_next_block()
     assert list(below.blocks) == NAMES[:2] and below.blocks[NAMES[0]] == content(NAMES[0])
     save(tiers, NAMES[:4])  # host memory has them; those missing in lower tiers are queued again
-    while tiers.write_next():
+    while tiers.write_next_block():
         pass
     assert set(below.blocks) == set(NAMES[:4]) and tiers.host.num_pinned == 0
 
@@ -136,8 +136,8 @@ def test_full_writer_queue_drops_blocks() -> None:
 def test_store_is_dropped_without_free_buffers() -> None:
     tiers = stack(2)
     save(tiers, NAMES[:2])
-    tiers.fetch(NAMES[:2])
-    assert tiers.reserve(NAMES[2]) is None and tiers.stats()["host"].dropped_blocks == 1
+    tiers.start_fetch(NAMES[:2])
+    assert tiers.reserve_host_buffer(NAMES[2]) is None and tiers.stats()["host"].dropped_blocks == 1
 
 
 def test_stuck_reader_gets_no_more_work() -> None:
@@ -152,13 +152,13 @@ def test_stuck_reader_gets_no_more_work() -> None:
     below = Slow()
     tiers = stack(4, below, clock)
     below.blocks = {n: content(n) for n in NAMES}
-    fetch = tiers.fetch(NAMES[:1])
-    reader = threading.Thread(target=tiers.read_next)
+    fetch = tiers.start_fetch(NAMES[:1])
+    reader = threading.Thread(target=tiers.load_next_block)
     reader.start()
     assert began.wait(10) and tiers.lookup(NAMES[4:]) == 4
     clock.advance(2 * STUCK_READ_S)
     assert tiers.lookup(NAMES[4:]) == 0, "a second request does not wait for it too"
-    tiers.cancel(fetch)
+    tiers.cancel_fetch(fetch)
     go.set()
     reader.join(10)
     assert tiers.lookup(NAMES[4:]) == 4 and tiers.host.num_pinned == 0
@@ -233,14 +233,14 @@ class Schedule:
     def finish(self) -> None:
         for _ in range(10_000):
             self.step()
-            self.tiers.read_next()
+            self.tiers.load_next_block()
             if self.engine.idle:
                 break
         assert self.engine.idle
-        while self.tiers.write_next():
+        while self.tiers.write_next_block():
             pass
         assert self.tiers.host.num_pinned == 0
-        assert self.engine.kv.num_free + self.engine.kv.num_cached == self.engine.kv.num_blocks
+        assert self.engine.kv.num_free_blocks + self.engine.kv.num_cached_blocks == self.engine.kv.num_blocks
 
     def act(self, action: str, *numbers: int | str) -> None:
         clock, number = self.engine.clock, int(numbers[0])
@@ -252,9 +252,9 @@ class Schedule:
             case "step":
                 self.step()
             case "read":
-                self.tiers.read_next()
+                self.tiers.load_next_block()
             case "write":
-                self.tiers.write_next()
+                self.tiers.write_next_block()
             case "abort" if number < len(self.submissions):
                 self.aborted.add(self.submissions[number].id)
                 self.engine.abort(self.submissions[number].id)
@@ -328,22 +328,22 @@ def test_damaged_prefix_is_rewritten(tmp_path: Path) -> None:
         return TierStack(HostTier(BLOCK_BYTES, 8 * BUFFER_BYTES), [disk], threads=False), disk
 
     def arrivals(tiers: TierStack) -> int:
-        fetch = tiers.fetch(prefix)
-        while tiers.read_next():
+        fetch = tiers.start_fetch(prefix)
+        while tiers.load_next_block():
             pass
         arrived, ended = tiers.take_fetched(fetch)
         assert ended
         for arrival in arrived:
-            tiers.release_fetched(arrival.digest)
+            tiers.release_fetched(arrival.block_hash)
         return len(arrived)
 
     def compute(tiers: TierStack) -> None:
         """Save blocks that did not load, as the engine does after computing them."""
         for name in prefix:
-            if (room := tiers.reserve(name)) is not None:
+            if (room := tiers.reserve_host_buffer(name)) is not None:
                 room[:] = block(name)
                 tiers.finish_save(name)
-            tiers.write_next()
+            tiers.write_next_block()
 
     compute(make_stack()[0])
     for name in (prefix[1], prefix[3], prefix[4]):

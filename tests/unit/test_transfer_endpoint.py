@@ -56,7 +56,7 @@ def test_blocks_arrive_by_every_transport(kind: str) -> None:
 
 def test_broken_mooncake_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(endpoint, "_mooncake_engines", {})
-    monkeypatch.setattr(endpoint, "probe", lambda *_: "it died of signal 11")
+    monkeypatch.setattr(endpoint, "check_mooncake_usable", lambda *_: "it died of signal 11")
     with caplog.at_level(logging.WARNING):
         made = open_endpoint("here", mooncake=True)
     assert set(made.sender.endpoints) == {"shm", "tcp"} and "signal 11" in caplog.text

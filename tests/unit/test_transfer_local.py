@@ -32,7 +32,7 @@ from emberline.kv.transfer.errors import (
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.lease import LeaseEndReason
 from emberline.kv.transfer.local import LocalTransport, advertise_local
-from emberline.kv.transfer.piece import TransferPiece, cut_pieces
+from emberline.kv.transfer.piece import TransferPiece, cut_into_pieces
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import HostRegion, StagingBuffer, contiguous_ranges, copy_piece
@@ -66,20 +66,20 @@ def test_blocks_arrive_and_are_collected_once() -> None:
     progress = pair.receiver.pull(ticket, [9, 1, 2], FAR)
     assert progress.complete and progress.arrived_bytes == 3 * small().block_bytes
     assert pair.received_content([9, 1, 2]) == sent
-    assert pair.sender.collect() == []
+    assert pair.sender.collect_ended_leases() == []
     pair.receiver.acknowledge(ticket, FAR)
     pair.receiver.acknowledge(ticket, FAR)  # a reply may get lost, so a second call is accepted
-    assert [(e.id, e.blocks, e.reason) for e in pair.sender.collect()] == [
+    assert [(e.id, e.blocks, e.reason) for e in pair.sender.collect_ended_leases()] == [
         (ticket.id, (5, 6, 2), LeaseEndReason.ACKNOWLEDGED)
     ]
-    assert pair.sender.collect() == [] and pair.sender.lease_ages() == []
+    assert pair.sender.collect_ended_leases() == [] and pair.sender.lease_ages() == []
 
 
 def test_ticket_json_round_trip() -> None:
     pair = Pair(publish_checksums=True)
     ticket = pair.sender.publish([3, 1], LEASE, complete=False)
     assert Ticket.parse(json.loads(json.dumps(ticket.as_dict()))) == ticket
-    assert ticket.peer.layout.digest == small(tokens=8).digest != small(width=4).digest
+    assert ticket.peer.layout.layout_hash == small(tokens=8).layout_hash != small(width=4).layout_hash
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ def test_lease_expires_unless_renewed() -> None:
     for _ in range(5):
         pair.clock.advance(LEASE - 1)
         pair.receiver.renew(ticket, FAR)
-    assert pair.sender.collect() == []
+    assert pair.sender.collect_ended_leases() == []
     pair.clock.advance(LEASE)
     for attempt in (pair.receiver.renew, pair.receiver.acknowledge, lambda t, d: pair.receiver.pull(t, [0], d)):
         with pytest.raises(TicketEnded, match="expired"):
             attempt(ticket, FAR)
     pair.receiver.release(ticket, FAR)  # harmless
-    assert [e.reason for e in pair.sender.collect()] == [LeaseEndReason.EXPIRED]
+    assert [e.reason for e in pair.sender.collect_ended_leases()] == [LeaseEndReason.EXPIRED]
 
 
 def test_renewal_ends_at_the_deadline() -> None:
@@ -209,14 +209,14 @@ def test_ticket_cannot_be_replayed(how: str) -> None:
     pair = Pair()
     ticket = pair.sender.publish([1], LEASE)
     if how == "close":
-        pair.sender.close(ticket)
+        pair.sender.close_ticket(ticket)
     else:
         getattr(pair.receiver, how)(ticket, FAR)
     with pytest.raises(TicketEnded, match=how[:5]):
         pair.receiver.pull(ticket, [0], FAR)
     with pytest.raises(TicketEnded):
         pair.sender.extend(ticket, [2])
-    assert len(pair.sender.collect()) == 1
+    assert len(pair.sender.collect_ended_leases()) == 1
     with pytest.raises(TicketEnded, match="no such"):
         pair.receiver.pull(replace(ticket, id="0" * 32), [0], FAR)
 
@@ -272,7 +272,7 @@ def test_stopped_pull_continues(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slowly(piece: TransferPiece, *others: Any) -> None:
         copy_piece(piece, *others)
-        copied.append(piece.size(small()))
+        copied.append(piece.num_bytes(small()))
         pair.clock.advance(1)
 
     monkeypatch.setattr(local, "copy_piece", slowly)
@@ -337,12 +337,12 @@ def test_other_incarnation_is_refused() -> None:
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4000))
 def test_pieces_cover_everything_once(layers: int, blocks: int, most: int) -> None:
     layout = small(layers=layers)
-    pieces = list(cut_pieces(range(layers), range(blocks), layout, most))
+    pieces = list(cut_into_pieces(range(layers), range(blocks), layout, most))
     cells = [
         (y, x) for p in pieces for y in range(p.first_layer, p.end_layer) for x in range(p.first_block, p.end_block)
     ]
     assert sorted(cells) == [(y, x) for y in range(layers) for x in range(blocks)]
-    assert all(p.size(layout) <= max(most, layout.layer_bytes) for p in pieces)
+    assert all(p.num_bytes(layout) <= max(most, layout.layer_bytes) for p in pieces)
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
@@ -354,7 +354,7 @@ def test_native_crc_equals_zlib(data: bytes, at: int) -> None:
 def test_adjacent_blocks_are_merged() -> None:
     assert contiguous_ranges(np.array([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
     region: HostRegion = blank(small(), 6)
-    assert len(region.views(TransferPiece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2
+    assert len(region.piece_views(TransferPiece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8), (8, 4), (2, 8), (16, 2)])

@@ -14,7 +14,7 @@ import pytest
 from transfer_helpers import blank, content, fill, small, soon
 
 from emberline.kv import mooncake as adapter
-from emberline.kv.mooncake import MooncakeMissing, probe
+from emberline.kv.mooncake import MooncakeMissing, check_mooncake_usable
 from emberline.kv.transfer import mooncake
 from emberline.kv.transfer.errors import PeerLost, PeerUnreachable, TransferCancelled, TransferTimeout
 from emberline.kv.transfer.link import LinkOptions
@@ -162,12 +162,12 @@ def test_failed_read_quarantines_its_buffer(pair: Pair, monkeypatch: pytest.Monk
 
 def test_number_of_buffers_is_bounded() -> None:
     rooms = RegisteredBuffers(lambda view: None, max_buffers=2)
-    first = rooms.acquire(10)
-    rooms.acquire(10)
+    first = rooms.acquire_buffer(10)
+    rooms.acquire_buffer(10)
     with pytest.raises(PeerUnreachable, match="held by failed reads"):
-        rooms.acquire(10)
-    rooms.release(first, reusable=True)
-    assert rooms.acquire(10) is first
+        rooms.acquire_buffer(10)
+    rooms.release_buffer(first, reusable=True)
+    assert rooms.acquire_buffer(10) is first
 
 
 def test_unallocated_buffer_is_not_counted() -> None:
@@ -177,7 +177,7 @@ def test_unallocated_buffer_is_not_counted() -> None:
     rooms = RegisteredBuffers(refuse, max_buffers=1)
     for _ in range(2):
         with pytest.raises(PeerUnreachable, match="locked"):
-            rooms.acquire(10)
+            rooms.acquire_buffer(10)
 
 
 BROKEN = {
@@ -194,11 +194,11 @@ def test_broken_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "mooncake" / "__init__.py").write_text("")
     (tmp_path / "mooncake" / "engine.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert BROKEN[code] in (probe(timeout_s=1.5 if "sleep" in code else 20.0) or "")
+    assert BROKEN[code] in (check_mooncake_usable(timeout_s=1.5 if "sleep" in code else 20.0) or "")
 
 
 def test_installed_wheel_works() -> None:
-    assert probe() is None
+    assert check_mooncake_usable() is None
 
 
 def test_missing_wheel_makes_peer_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:

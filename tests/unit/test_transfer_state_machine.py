@@ -111,7 +111,7 @@ class TransferStateMachine(RuleBasedStateMachine):
             self.between.act = self.end_and_reuse
         landed = progress.arrived_bytes
         try:
-            self.receiver.pull(published.ticket, published.into, FAR, progress=progress, follow=False)
+            self.receiver.pull(published.ticket, published.into, FAR, progress=progress, include_later_blocks=False)
         except TicketEnded:
             assert self.has_ended(published)
         except BlockReused:
@@ -166,7 +166,7 @@ class TransferStateMachine(RuleBasedStateMachine):
 
     def close(self, published: PublishedTicket) -> None:
         try:
-            self.sender.close(published.ticket)
+            self.sender.close_ticket(published.ticket)
         except TicketEnded:
             assert self.has_ended(published)
         else:
@@ -187,7 +187,7 @@ class TransferStateMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        for ended in self.sender.collect():
+        for ended in self.sender.collect_ended_leases():
             self.returned[ended.id] += 1
             published = next(p for p in self.all if p.ticket.id == ended.id)
             assert list(ended.blocks) == published.blocks and (published.over or LeaseEndReason.EXPIRED) is ended.reason

@@ -136,7 +136,7 @@ def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
     assert content(receiver.region, [0, 3, 2, 9]) == sent
     receiver.renew(ticket, soon())
     receiver.acknowledge(ticket, soon())
-    assert [e.reason for e in host.sender.collect()] == [LeaseEndReason.ACKNOWLEDGED]
+    assert [e.reason for e in host.sender.collect_ended_leases()] == [LeaseEndReason.ACKNOWLEDGED]
     with pytest.raises(TicketEnded, match="acknowledged"):
         receiver.pull(ticket, [0, 3, 2, 9], soon())
     receiver.close()
@@ -307,7 +307,7 @@ def test_connection_broken_at_any_byte(host: Host, kind: str, down: bool) -> Non
             assert content(receiver.region, [5, 3]) == sent, f"wrong bytes after a {kind} at {at}"
             receiver.acknowledge(ticket, soon())
             receiver.close()
-        assert [e.id for e in host.sender.collect()] == [ticket.id]
+        assert [e.id for e in host.sender.collect_ended_leases()] == [ticket.id]
     assert failed > 20
     host.check_settled()
 
@@ -371,7 +371,7 @@ def test_waiting_pull_is_cancelled(host: Host) -> None:
             receiver.pull(ticket, [5, 3], soon(), progress=progress)
         receiver.release(ticket, soon())
         receiver.close()
-    assert [e.reason for e in host.sender.collect()] == [LeaseEndReason.RELEASED]
+    assert [e.reason for e in host.sender.collect_ended_leases()] == [LeaseEndReason.RELEASED]
 
 
 def test_receiver_that_stops_reading_does_not_block_sender(host: Host) -> None:
@@ -391,7 +391,9 @@ def test_receiver_that_stops_reading_does_not_block_sender(host: Host) -> None:
     channel.send_json(MessageKind.PULL, 2, asked, soon())
     Host(sender, [server]).check_settled()
     clock.advance(LEASE)
-    assert [e.reason for e in sender.collect()] == [LeaseEndReason.EXPIRED] and sender.collect() == []
+    assert [e.reason for e in sender.collect_ended_leases()] == [
+        LeaseEndReason.EXPIRED
+    ] and sender.collect_ended_leases() == []
     channel.close()
     server.stop()
 

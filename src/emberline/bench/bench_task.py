@@ -25,23 +25,25 @@ class BenchTask:
     job: BenchJob
 
     @staticmethod
-    def make(name: str, vocab: int) -> BenchTask:
+    def from_name(task_name: str, vocab_size: int) -> BenchTask:
         """Return the task of a name such as `prefill_512`, `decode_8` or `mix_64`."""
-        kind, _, size = name.partition("_")
+        kind, _, size = task_name.partition("_")
         draws: dict[TaskKind, Callable[[int, int], BenchJob]] = {
-            TaskKind.PREFILL: workload.prefill,
-            TaskKind.DECODE: workload.decode,
-            TaskKind.MIX: workload.mix,
+            TaskKind.PREFILL: workload.prefill_job,
+            TaskKind.DECODE: workload.decode_job,
+            TaskKind.MIX: workload.mixed_job,
         }
         if kind not in {known.value for known in TaskKind} or not size.isdecimal() or int(size) < 1:
-            raise InvalidRequest(f"no task {name!r}", param="--tasks", hint="such as prefill_512, decode_8 or mix_64")
-        return BenchTask(TaskKind(kind), int(size), draws[TaskKind(kind)](int(size), vocab))
+            raise InvalidRequest(
+                f"no task {task_name!r}", param="--tasks", hint="such as prefill_512, decode_8 or mix_64"
+            )
+        return BenchTask(TaskKind(kind), int(size), draws[TaskKind(kind)](int(size), vocab_size))
 
     @property
     def name(self) -> str:
         return f"{self.kind.value}_{self.size}"
 
-    def rate(self, timeline: TokenTimeline) -> float:
+    def token_rate(self, timeline: TokenTimeline) -> float:
         match self.kind:
             case TaskKind.PREFILL:
                 return timeline.prefill_rate(self.job)
@@ -50,11 +52,11 @@ class BenchTask:
             case TaskKind.MIX:
                 return timeline.output_rate()
 
-    def limit(self, cost: TokenCost, top: MachineLimits) -> float:
+    def max_token_rate(self, cost: TokenCost, limits: MachineLimits) -> float:
         match self.kind:
             case TaskKind.PREFILL:
-                return cost.prefill_limit(top, self.size)
+                return cost.max_prefill_rate(limits, self.size)
             case TaskKind.DECODE:
-                return cost.decode_limit(top, self.size, workload.CONTEXT + workload.STEPS // 2)
+                return cost.max_decode_rate(limits, self.size, workload.CONTEXT + workload.STEPS // 2)
             case TaskKind.MIX:
-                return cost.output_limit(top, self.job)
+                return cost.max_output_rate(limits, self.job)

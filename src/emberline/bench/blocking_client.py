@@ -10,35 +10,35 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from emberline.bench.connection import READ_BYTES, LeanHTTPReply, UnexpectedHTTPStatus
+from emberline.bench.connection import READ_BYTES, HTTPReplyParser, HTTPRequestFailed
 
 REPLY_TIMEOUT_S = 60.0  # seconds to wait for the next part of a reply
 
 
 class BlockingClient:
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         at = urlsplit(url)
         assert at.scheme == "http" and at.hostname is not None and at.port is not None, f"{url} is not http://HOST:PORT"
         self._head = f"host: {at.netloc}\r\naccept: */*\r\ncontent-type: application/json\r\n"
-        self._head += f"authorization: Bearer {key}\r\n" if key else ""
+        self._head += f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._socket = socket.create_connection((at.hostname, at.port), REPLY_TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def post(self, path: str, body: bytes) -> bytes:
         head = f"POST {path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
-        reply = LeanHTTPReply()
+        reply = HTTPReplyParser()
         try:
             self._socket.sendall(head.encode() + body)
             while not reply.complete:
                 data = self._socket.recv(READ_BYTES)
                 if not data:
-                    raise UnexpectedHTTPStatus("the server closed the connection")
+                    raise HTTPRequestFailed("the server closed the connection")
                 reply.parser.feed_data(data)
         except (OSError, httptools.HttpParserError) as e:
-            raise UnexpectedHTTPStatus(f"{type(e).__name__}: {e}") from e
+            raise HTTPRequestFailed(f"{type(e).__name__}: {e}") from e
         if (status := reply.parser.get_status_code()) >= 400:
-            raise UnexpectedHTTPStatus(f"{status}: {reply.take()[:300].decode(errors='replace')}")
-        return reply.take()
+            raise HTTPRequestFailed(f"{status}: {reply.take_body()[:300].decode(errors='replace')}")
+        return reply.take_body()
 
     def close(self) -> None:
         self._socket.close()

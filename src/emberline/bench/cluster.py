@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 from emberline.cluster.cluster_health import find_held_resources, find_unavailable, wait_until_empty
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor, build_processes
 from emberline.core.config import Role
@@ -27,19 +27,24 @@ STATUS_TIMEOUT_S = 5.0  # seconds for a status request
 class LocalCluster:
     def __init__(
         self,
-        workers: Mapping[Role, int],
-        worker: Sequence[str],
-        logs: Path,
+        worker_counts: Mapping[Role, int],
+        worker_arguments: Sequence[str],
+        log_dir: Path,
         *,
-        router: Sequence[str] = (),
-        pinned: bool = False,
+        router_arguments: Sequence[str] = (),
+        pin_workers_to_cores: bool = False,
     ) -> None:
         """`worker`: model and options of every worker. `pinned`: each worker gets its own core, if there are enough."""
-        logs.mkdir(parents=True, exist_ok=True)
-        self.logs, self._pinned = logs, pinned
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.logs, self._pinned = log_dir, pin_workers_to_cores
         self.url, self.key = f"http://127.0.0.1:{(port := free_port())}", secrets.token_hex(16)
         made = build_processes(
-            ["--port", str(port), *router], workers, worker, router_url=self.url, cluster_key=self.key, log_dir=logs
+            ["--port", str(port), *router_arguments],
+            worker_counts,
+            worker_arguments,
+            router_url=self.url,
+            cluster_key=self.key,
+            log_dir=log_dir,
         )
         self.router, self.workers = made[0], made[1:]
         self._urls = {child.name: f"http://127.0.0.1:{free_port()}" for child in self.workers}
@@ -69,36 +74,38 @@ class LocalCluster:
 
     # -- status --------------------------------------------------------------------------------------------------------
 
-    async def status(self) -> dict[str, Any] | None:
+    async def fetch_router_status(self) -> dict[str, Any] | None:
         """Return the router's status document, or None if it does not answer."""
         return await _fetch_json(self.url, "/cluster/status")
 
-    async def stats(self, child: SupervisedProcess) -> dict[str, Any] | None:
-        return await _fetch_json(self._urls[child.name], "/stats")
+    async def fetch_worker_stats(self, worker: SupervisedProcess) -> dict[str, Any] | None:
+        return await _fetch_json(self._urls[worker.name], "/stats")
 
-    async def missing_workers(self) -> str:
+    async def describe_missing_workers(self) -> str:
         """Return what is missing for all workers to be ready and paired; "" if nothing is."""
-        return next(iter(find_unavailable(await self.status(), await self._read_status()).values()), "")
+        return next(
+            iter(find_unavailable(await self.fetch_router_status(), await self._fetch_all_worker_stats()).values()), ""
+        )
 
     async def wait_until_ready(self) -> str:
         """Wait until all workers are ready and paired. Return what is missing at the deadline."""
-        return await wait_until_empty(self.missing_workers, START_TIMEOUT_S)
+        return await wait_until_empty(self.describe_missing_workers, START_TIMEOUT_S)
 
-    async def held_blocks(self) -> str:
+    async def describe_held_resources(self) -> str:
         """Return the blocks, leases and requests that workers hold while no request is open; "" if there are none."""
-        return find_held_resources(await self.status(), await self._read_status())
+        return find_held_resources(await self.fetch_router_status(), await self._fetch_all_worker_stats())
 
     async def wait_until_idle(self) -> str:
         """Wait until no worker holds anything. Return what is held at the deadline."""
-        return await wait_until_empty(self.held_blocks, START_TIMEOUT_S)
+        return await wait_until_empty(self.describe_held_resources, START_TIMEOUT_S)
 
-    async def _read_status(self) -> dict[str, dict[str, Any] | None]:
-        return {child.name: await self.stats(child) for child in self.workers}
+    async def _fetch_all_worker_stats(self) -> dict[str, dict[str, Any] | None]:
+        return {child.name: await self.fetch_worker_stats(child) for child in self.workers}
 
 
 async def _fetch_json(url: str, path: str) -> dict[str, Any] | None:
-    with suppress(UnexpectedHTTPStatus, TimeoutError, ValueError):
-        connection = LeanHTTPConnection(url)
+    with suppress(HTTPRequestFailed, TimeoutError, ValueError):
+        connection = MinimalHTTPConnection(url)
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 document: dict[str, Any] = msgspec.json.decode(await connection.fetch(path))

@@ -15,15 +15,15 @@ from emberline.core.errors import EmberlineError
 READ_BYTES = 1 << 16
 
 
-class UnexpectedHTTPStatus(EmberlineError):
+class HTTPRequestFailed(EmberlineError):
     """The server replied with an error status, or closed the connection."""
 
 
-class ServerUnreachable(UnexpectedHTTPStatus):
+class ServerUnreachable(HTTPRequestFailed):
     """The server accepts no connection."""
 
 
-class LeanHTTPReply:
+class HTTPReplyParser:
     """The callbacks of httptools for one reply."""
 
     def __init__(self) -> None:
@@ -38,55 +38,57 @@ class LeanHTTPReply:
         self.complete = True
         self.keep = self.parser.should_keep_alive()  # not known before the end of the message
 
-    def take(self) -> bytes:
+    def take_body(self) -> bytes:
         data = b"".join(self.parts)
         self.parts.clear()
         return data
 
 
-class LeanHTTPConnection:
-    def __init__(self, url: str, key: str | None = None) -> None:
+class MinimalHTTPConnection:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         at = urlsplit(url)
         if at.scheme not in ("http", "https") or not at.hostname:
-            raise UnexpectedHTTPStatus(f"{url!r} is not an http or https URL")
+            raise HTTPRequestFailed(f"{url!r} is not an http or https URL")
         self._host, self._tls = at.hostname, at.scheme == "https"
         self._port = at.port or (443 if self._tls else 80)
-        self._head = f"host: {at.netloc}\r\naccept: */*\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
+        self._head = f"host: {at.netloc}\r\naccept: */*\r\n" + (
+            f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        )
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def stream(self, path: str, body: bytes | None = None) -> AsyncIterator[bytes]:
+    async def stream_reply(self, path: str, body: bytes | None = None) -> AsyncIterator[bytes]:
         """Yield the parts of the reply's body; with `body` the request is a POST. Leaving early closes it."""
         done = False
         try:
-            await self._send(path, body)
+            await self._send_request(path, body)
             assert self._reader is not None
-            reply = LeanHTTPReply()
+            reply = HTTPReplyParser()
             while not reply.complete:
                 data = await self._reader.read(READ_BYTES)
                 if not data:
-                    raise UnexpectedHTTPStatus("the server closed the connection")
+                    raise HTTPRequestFailed("the server closed the connection")
                 reply.parser.feed_data(data)
-                if reply.parser.get_status_code() < 400 and (part := reply.take()):
+                if reply.parser.get_status_code() < 400 and (part := reply.take_body()):
                     yield part
             if (status := reply.parser.get_status_code()) >= 400:
-                raise UnexpectedHTTPStatus(f"{status}: {reply.take()[:300].decode(errors='replace')}")
+                raise HTTPRequestFailed(f"{status}: {reply.take_body()[:300].decode(errors='replace')}")
             done = reply.keep
         except (OSError, httptools.HttpParserError) as e:
-            raise UnexpectedHTTPStatus(f"{type(e).__name__}: {e}") from e
+            raise HTTPRequestFailed(f"{type(e).__name__}: {e}") from e
         finally:
             if not done:
                 self.close()
 
     async def fetch(self, path: str, body: bytes | None = None) -> bytes:
-        return b"".join([part async for part in self.stream(path, body)])
+        return b"".join([part async for part in self.stream_reply(path, body)])
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
         self._reader = self._writer = None
 
-    async def _send(self, path: str, body: bytes | None) -> None:
+    async def _send_request(self, path: str, body: bytes | None) -> None:
         if self._reader is None or self._reader.at_eof():  # the server may close idle connections
             self.close()
             context = ssl.create_default_context() if self._tls else None
@@ -102,10 +104,10 @@ class LeanHTTPConnection:
         await self._writer.drain()
 
 
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, object]]:
+async def parse_sse_events(body_parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, object]]:
     """Yield the JSON data of server-sent events, without the final [DONE]."""
     rest = b""
-    async for part in parts:
+    async for part in body_parts:
         *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in whole:
             for line in event.split(b"\n"):

@@ -63,18 +63,18 @@ class ContenderProcess:
         self.facts: dict[str, Any] = self._read_message(START_TIMEOUT_S)["ready"]
         self.ready_seconds = time.perf_counter() - began
 
-    def run(self, job: BenchJob, deadline: float) -> ContenderRun:
+    def run_job(self, job: BenchJob, timeout_s: float) -> ContenderRun:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as e:
             raise ContenderFailed(f"{self.spec.name} is gone") from e
-        answer = self._read_message(deadline)
+        answer = self._read_message(timeout_s)
         if "error" in answer:
             raise ContenderFailed(answer["error"])
         timeline = TokenTimeline(answer["times"])
-        timeline.check(job)
+        timeline.check_token_counts(job)
         return ContenderRun(timeline, answer["counters"])
 
     def stop(self) -> None:
@@ -84,10 +84,10 @@ class ContenderProcess:
         self._process.wait()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def _read_message(self, seconds: float) -> dict[str, Any]:
+    def _read_message(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         late = threading.Event()
 
@@ -95,7 +95,7 @@ class ContenderProcess:
             late.set()
             self.stop()
 
-        timer = threading.Timer(seconds, end)
+        timer = threading.Timer(timeout_s, end)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -111,7 +111,7 @@ class ContenderProcess:
             self._process.wait(5.0)  # for its exit status
         self.stop()
         if late.is_set():
-            raise ContenderFailed(f"no answer after {seconds:.0f} s")
+            raise ContenderFailed(f"no answer after {timeout_s:.0f} s")
         raise ContenderFailed(f"ended with status {self._process.returncode}: {self._log_tail()}")
 
     def _log_tail(self) -> str:

@@ -22,29 +22,29 @@ class BenchEnvironment:
     model: Path  # the checkpoint directory
     gguf: Path | None  # the quantised file of the checkpoint
     threads: int
-    root: Path  # directory of the peers' environments
+    peers_dir: Path  # directory of the peers' environments
 
-    def python(self, peer: str) -> Path:
-        return self.root / peer / "bin" / "python"
+    def peer_python(self, environment_name: str) -> Path:
+        return self.peers_dir / environment_name / "bin" / "python"
 
 
-def ours(ground: BenchEnvironment) -> ContenderSpec:
-    settings = {"model": str(ground.model), "threads": ground.threads}
+def emberline_spec(environment: BenchEnvironment) -> ContenderSpec:
+    settings = {"model": str(environment.model), "threads": environment.threads}
     return ContenderSpec("emberline", Path(sys.executable), "emberline.bench.offline_engine", settings)
 
 
-def peer(name: str, ground: BenchEnvironment) -> ContenderSpec:
-    if name not in PEERS:
-        raise InvalidRequest(f"no peer {name!r}", param="--peers", hint=f"known: {', '.join(PEERS)}")
-    return PEERS[name](name, ground)
+def peer_spec(peer_name: str, environment: BenchEnvironment) -> ContenderSpec:
+    if peer_name not in PEERS:
+        raise InvalidRequest(f"no peer {peer_name!r}", param="--peers", hint=f"known: {', '.join(PEERS)}")
+    return PEERS[peer_name](peer_name, environment)
 
 
-def _vllm(dtype: str, eager: bool) -> Callable[[str, BenchEnvironment], ContenderSpec]:
+def _vllm_spec_factory(dtype: str, enforce_eager: bool) -> Callable[[str, BenchEnvironment], ContenderSpec]:
     def make(name: str, ground: BenchEnvironment) -> ContenderSpec:
         settings = {
             "model": str(ground.model.absolute()),
             "dtype": dtype,
-            "enforce_eager": eager,
+            "enforce_eager": enforce_eager,
             "max_model_len": MAX_CONTEXT,
             "max_num_seqs": 64,
         }
@@ -57,12 +57,12 @@ def _vllm(dtype: str, eager: bool) -> Callable[[str, BenchEnvironment], Contende
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return ContenderSpec(name, ground.python("vllm"), "emberline.bench.peers.vllm", settings, env)
+        return ContenderSpec(name, ground.peer_python("vllm"), "emberline.bench.peers.vllm", settings, env)
 
     return make
 
 
-def _transformers(dtype: str) -> Callable[[str, BenchEnvironment], ContenderSpec]:
+def _transformers_spec_factory(dtype: str) -> Callable[[str, BenchEnvironment], ContenderSpec]:
     def make(name: str, ground: BenchEnvironment) -> ContenderSpec:
         settings = {"model": str(ground.model), "threads": ground.threads, "dtype": dtype}
         env = {"HF_HUB_OFFLINE": "1"}
@@ -71,35 +71,37 @@ def _transformers(dtype: str) -> Callable[[str, BenchEnvironment], ContenderSpec
     return make
 
 
-def _llamacpp(build: str, kind: str) -> Callable[[str, BenchEnvironment], ContenderSpec]:
+def _llamacpp_spec_factory(build_name: str, tensor_type: str) -> Callable[[str, BenchEnvironment], ContenderSpec]:
     def make(name: str, ground: BenchEnvironment) -> ContenderSpec:
         if ground.gguf is None:
             raise InvalidRequest(f"{name} needs a model that comes from a GGUF file", param="--peers")
         file = ground.gguf
-        if kind != "shipped":
-            from emberline.bench.peers.gguf16 import widen
+        if tensor_type != "shipped":
+            from emberline.bench.peers.gguf16 import widen_gguf
 
-            file = widen(file, ground.root / "models" / f"{file.stem}.{kind}.gguf", kind)
+            file = widen_gguf(file, ground.peers_dir / "models" / f"{file.stem}.{tensor_type}.gguf", tensor_type)
         settings = {"model": str(file), "threads": ground.threads}
-        module = f"emberline.bench.peers.{build.replace('-', '_')}"
-        return ContenderSpec(name, ground.python(build), module, settings, same_weights=kind != "shipped")
+        module = f"emberline.bench.peers.{build_name.replace('-', '_')}"
+        return ContenderSpec(
+            name, ground.peer_python(build_name), module, settings, same_weights=tensor_type != "shipped"
+        )
 
     return make
 
 
 PEERS: dict[str, Callable[[str, BenchEnvironment], ContenderSpec]] = {
-    "vllm": _vllm("bfloat16", eager=False),
-    "vllm-eager": _vllm("bfloat16", eager=True),
-    "vllm-float16": _vllm("float16", eager=False),
-    "vllm-float16-eager": _vllm("float16", eager=True),
-    "vllm-float32": _vllm("float32", eager=False),
-    "vllm-float32-eager": _vllm("float32", eager=True),
-    "llamacpp": _llamacpp("llamacpp", "bf16"),
-    "llamacpp-f16": _llamacpp("llamacpp", "f16"),
-    "llamacpp-q4_1": _llamacpp("llamacpp", "shipped"),
-    "llamacpp-native": _llamacpp("llamacpp-native", "bf16"),
-    "llamacpp-native-f16": _llamacpp("llamacpp-native", "f16"),
-    "llamacpp-native-q4_1": _llamacpp("llamacpp-native", "shipped"),
-    "transformers": _transformers("bfloat16"),
-    "transformers-float32": _transformers("float32"),
+    "vllm": _vllm_spec_factory("bfloat16", enforce_eager=False),
+    "vllm-eager": _vllm_spec_factory("bfloat16", enforce_eager=True),
+    "vllm-float16": _vllm_spec_factory("float16", enforce_eager=False),
+    "vllm-float16-eager": _vllm_spec_factory("float16", enforce_eager=True),
+    "vllm-float32": _vllm_spec_factory("float32", enforce_eager=False),
+    "vllm-float32-eager": _vllm_spec_factory("float32", enforce_eager=True),
+    "llamacpp": _llamacpp_spec_factory("llamacpp", "bf16"),
+    "llamacpp-f16": _llamacpp_spec_factory("llamacpp", "f16"),
+    "llamacpp-q4_1": _llamacpp_spec_factory("llamacpp", "shipped"),
+    "llamacpp-native": _llamacpp_spec_factory("llamacpp-native", "bf16"),
+    "llamacpp-native-f16": _llamacpp_spec_factory("llamacpp-native", "f16"),
+    "llamacpp-native-q4_1": _llamacpp_spec_factory("llamacpp-native", "shipped"),
+    "transformers": _transformers_spec_factory("bfloat16"),
+    "transformers-float32": _transformers_spec_factory("float32"),
 }

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def split_cores() -> Iterator[int | None]:
+def reserve_core() -> Iterator[int | None]:
     """Move this process off one core and return that core; None if there is only one, or pinning is not allowed."""
     every = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if len(every) < 2:
@@ -25,7 +25,7 @@ def split_cores() -> Iterator[int | None]:
         os.sched_setaffinity(0, every)
 
 
-def pin_process(process: int, core: int | None) -> None:
+def pin_process(pid: int, core: int | None) -> None:
     """Pin a newly started process to the core."""
     if core is not None:
-        os.sched_setaffinity(process, {core})
+        os.sched_setaffinity(pid, {core})

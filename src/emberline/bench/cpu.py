@@ -13,9 +13,9 @@ from typing import Any
 from emberline.bench import machine_limits, workload
 from emberline.bench.bench_task import BenchTask, TaskKind
 from emberline.bench.contender import ContenderFailed, ContenderProcess, ContenderRun
-from emberline.bench.contenders import BenchEnvironment, ours, peer
+from emberline.bench.contenders import BenchEnvironment, emberline_spec, peer_spec
 from emberline.bench.machine_limits import MachineLimits, TokenCost
-from emberline.bench.processes import busy_cores
+from emberline.bench.processes import measure_busy_cores
 from emberline.bench.report import BenchReport
 from emberline.core.config import cache_dir, core_count
 from emberline.core.errors import EmberlineError
@@ -34,22 +34,22 @@ WARM_UP = (32, 4)  # prompt and output tokens of the warm-up job
 
 
 @dataclass(frozen=True, slots=True)
-class CPUBenchRules:
+class CPUBenchSettings:
     threads: int
     rounds: int
     deadline: float  # seconds for a job
-    patience: float  # seconds that a measurement waits for an idle machine
+    idle_wait_s: float  # seconds that a measurement waits for an idle machine
 
-    def quiet(self) -> float:
+    def wait_for_idle_machine(self) -> float:
         """Wait up to `patience` seconds for an idle machine. Return the number of cores that were busy last."""
-        until = time.monotonic() + self.patience
-        while (noise := busy_cores(PAUSE_BETWEEN_RUNS_S)) > MAX_IDLE_CORES and time.monotonic() < until:
+        until = time.monotonic() + self.idle_wait_s
+        while (noise := measure_busy_cores(PAUSE_BETWEEN_RUNS_S)) > MAX_IDLE_CORES and time.monotonic() < until:
             pass
         return noise
 
 
 @dataclass(frozen=True, slots=True)
-class CPUBenchEntry:
+class MeasuredContender:
     """A contender and its runs so far."""
 
     contender: ContenderProcess
@@ -61,55 +61,62 @@ class CPUBenchEntry:
     def name(self) -> str:
         return self.contender.spec.name
 
-    def rates(self, task: BenchTask) -> list[float]:
-        return [task.rate(run.timeline) for run in self.runs.get(task.name, [])]
+    def token_rates(self, task: BenchTask) -> list[float]:
+        return [task.token_rate(run.timeline) for run in self.runs.get(task.name, [])]
 
 
-def bench(model: str, peers: list[str], names: list[str], rules: CPUBenchRules, root: Path) -> BenchReport:
-    ground = _prepare_environment(model, rules.threads or core_count(), root)
+def bench(
+    model: str, peer_names: list[str], task_names: list[str], settings: CPUBenchSettings, peers_dir: Path
+) -> BenchReport:
+    ground = _prepare_environment(model, settings.threads or core_count(), peers_dir)
     config = ModelConfig.from_hf(read_object(ground.model / "config.json"))
-    tasks = [BenchTask.make(name, config.vocab) for name in names]
-    rules.quiet()
-    top = machine_limits.measure(ground.threads)
+    tasks = [BenchTask.from_name(name, config.vocab) for name in task_names]
+    settings.wait_for_idle_machine()
+    top = machine_limits.measure_limits(ground.threads)
     with ExitStack() as stack:
-        entries, absent = _start(ground, peers, config.vocab, stack)
+        entries, absent = _start_contenders(ground, peer_names, config.vocab, stack)
         for task in tasks:
-            for turn in range(rules.rounds):
+            for turn in range(settings.rounds):
                 for entry in entries:
-                    _run_round(entry, task, turn, rules)
-    rules.quiet()
-    top = top.or_better(machine_limits.measure(ground.threads))  # the median drops a disturbance of single runs
-    report = BenchReport("cpu", {"model": model, "threads": ground.threads, "rounds": rules.rounds, "ceiling": top.how})
+                    _run_round(entry, task, turn, settings)
+    settings.wait_for_idle_machine()
+    top = top.max_with(machine_limits.measure_limits(ground.threads))  # the median drops a disturbance of single runs
+    report = BenchReport(
+        "cpu", {"model": model, "threads": ground.threads, "rounds": settings.rounds, "ceiling": top.how}
+    )
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
     report.add("noise", [noise for entry in entries for noise in entry.noise], "cores")
-    _starts(report, *entries)
+    _add_start_times(report, *entries)
     for task in tasks:
-        _figures(report, task, TokenCost.of(config), top, *entries)
+        _add_task_results(report, task, TokenCost.from_config(config), top, *entries)
     report.config["contenders"] = {entry.name: entry.contender.facts for entry in entries}
     report.config["failed"] = absent | {entry.name: entry.failed for entry in entries if entry.failed}
     return report
 
 
-def _prepare_environment(model: str, threads: int, root: Path) -> BenchEnvironment:
+def _prepare_environment(model: str, threads: int, peers_dir: Path) -> BenchEnvironment:
     gguf = Path(model) if model.endswith(".gguf") else None
     if model in KNOWN_MODELS and KNOWN_MODELS[model].member.endswith(".gguf"):
         gguf = pull_gguf(model, cache_dir())
-    return BenchEnvironment(resolve_model(model), gguf, threads, root)
+    return BenchEnvironment(resolve_model(model), gguf, threads, peers_dir)
 
 
-def _start(
-    ground: BenchEnvironment, peers: list[str], vocab: int, stack: ExitStack
-) -> tuple[list[CPUBenchEntry], dict[str, Any]]:
-    entries: list[CPUBenchEntry] = []
+def _start_contenders(
+    environment: BenchEnvironment, peer_names: list[str], vocab_size: int, exit_stack: ExitStack
+) -> tuple[list[MeasuredContender], dict[str, Any]]:
+    entries: list[MeasuredContender] = []
     absent: dict[str, Any] = {}
-    us, them = ours(ground), [peer(name, ground) for name in peers]  # raises for unknown names
+    us, them = (
+        emberline_spec(environment),
+        [peer_spec(name, environment) for name in peer_names],
+    )  # raises for unknown names
     for spec in (us, *them):
         try:
-            contender = ContenderProcess(spec, ground.root / "logs" / f"{spec.name}.log")
-            stack.callback(contender.stop)
-            contender.run(workload.job([WARM_UP], vocab), deadline=600.0)
-            entries.append(CPUBenchEntry(contender))
+            contender = ContenderProcess(spec, environment.peers_dir / "logs" / f"{spec.name}.log")
+            exit_stack.callback(contender.stop)
+            contender.run_job(workload.make_job([WARM_UP], vocab_size), timeout_s=600.0)
+            entries.append(MeasuredContender(contender))
             _print_progress(f"{spec.name}: ready in {contender.ready_seconds:.1f} s")
         except (ContenderFailed, ValueError) as e:
             if spec is us:
@@ -119,47 +126,56 @@ def _start(
     return entries, absent
 
 
-def _run_round(entry: CPUBenchEntry, task: BenchTask, turn: int, rules: CPUBenchRules) -> None:
+def _run_round(entry: MeasuredContender, task: BenchTask, round_index: int, settings: CPUBenchSettings) -> None:
     done = entry.runs.setdefault(task.name, [])
-    slow = bool(done) and done[0].timeline.wall > SINGLE_ROUND_AFTER_S
-    if slow or task.name in entry.failed or not entry.contender.alive:
+    slow = bool(done) and done[0].timeline.wall_seconds > SINGLE_ROUND_AFTER_S
+    if slow or task.name in entry.failed or not entry.contender.is_alive:
         return
-    noise = rules.quiet()
+    noise = settings.wait_for_idle_machine()
     entry.noise.append(noise)
     try:
-        done.append(entry.contender.run(task.job, rules.deadline))
+        done.append(entry.contender.run_job(task.job, settings.deadline))
         disturbed = f" (disturbed: {noise:.1f} cores busy)" if noise > MAX_IDLE_CORES else ""
-        _print_progress(f"{task.name} {turn + 1} {entry.name}: {task.rate(done[-1].timeline):,.1f} tok/s{disturbed}")
+        _print_progress(
+            f"{task.name} {round_index + 1} {entry.name}: {task.token_rate(done[-1].timeline):,.1f} tok/s{disturbed}"
+        )
     except (ContenderFailed, ValueError) as e:
         entry.failed[task.name] = str(e)
-        _print_progress(f"{task.name} {turn + 1} {entry.name}: {e}")
+        _print_progress(f"{task.name} {round_index + 1} {entry.name}: {e}")
 
 
-def _starts(report: BenchReport, us: CPUBenchEntry, *others: CPUBenchEntry) -> None:
+def _add_start_times(report: BenchReport, own_entry: MeasuredContender, *others: MeasuredContender) -> None:
     """Add the time from the start of the process to its first job; all files are in the page cache."""
     best = min((e.contender.ready_seconds for e in others if e.contender.spec.same_weights), default=None)
-    report.add("ready", us.contender.ready_seconds, "s", peer=best)
-    for phase, seconds in us.contender.facts["seconds"].items():
+    report.add("ready", own_entry.contender.ready_seconds, "s", peer=best)
+    for phase, seconds in own_entry.contender.facts["seconds"].items():
         report.add(f"ready_{phase}", seconds, "s")
     for entry in others:
         report.add(f"ready/{entry.name}", entry.contender.ready_seconds, "s")
 
 
-def _figures(
-    report: BenchReport, task: BenchTask, cost: TokenCost, top: MachineLimits, us: CPUBenchEntry, *others: CPUBenchEntry
+def _add_task_results(
+    report: BenchReport,
+    task: BenchTask,
+    cost: TokenCost,
+    limits: MachineLimits,
+    own_entry: MeasuredContender,
+    *others: MeasuredContender,
 ) -> None:
-    mine = us.runs[task.name]
+    mine = own_entry.runs[task.name]
     if not mine:
         return  # listed among the failures
-    theirs = [(entry, rates) for entry in others if (rates := entry.rates(task))]
+    theirs = [(entry, rates) for entry in others if (rates := entry.token_rates(task))]
     best = max((median(rates) for entry, rates in theirs if entry.contender.spec.same_weights), default=None)
-    report.add(task.name, us.rates(task), "tok/s", peer=best, limit=task.limit(cost, top))
+    report.add(task.name, own_entry.token_rates(task), "tok/s", peer=best, limit=task.max_token_rate(cost, limits))
     for entry, rates in theirs:
         report.add(f"{task.name}/{entry.name}", rates, "tok/s")
     if task.kind is TaskKind.DECODE:
-        report.add(f"{task.name}_step", [run.timeline.step() * 1e3 for run in mine], "ms")
+        report.add(f"{task.name}_step", [run.timeline.median_step_seconds() * 1e3 for run in mine], "ms")
     if task.kind is not TaskKind.PREFILL:
-        report.add(f"{task.name}_host", [run.counters["host"] / run.timeline.tokens * 1e6 for run in mine], "us/token")
+        report.add(
+            f"{task.name}_host", [run.counters["host"] / run.timeline.num_tokens * 1e6 for run in mine], "us/token"
+        )
 
 
 def _print_progress(text: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from emberline.bench import workload
 from emberline.bench.client import CompletionClient, RequestTrace
 from emberline.bench.cluster import LocalCluster
-from emberline.bench.connection import LeanHTTPConnection
+from emberline.bench.connection import MinimalHTTPConnection
 from emberline.bench.report import BenchReport
 from emberline.bench.split import OPTIONS, SERVED
 from emberline.core.errors import EmberlineError
@@ -50,9 +50,9 @@ class StreamPauses:
     errors: int = 0
 
 
-def bench(model: str, vocab: int, plan: DrainBenchPlan, logs: Path) -> BenchReport:
+def bench(model: str, vocab_size: int, plan: DrainBenchPlan, log_dir: Path) -> BenchReport:
     report = BenchReport("drain", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
-    pauses = asyncio.run(_rounds(model, vocab, plan, logs))
+    pauses = asyncio.run(_run_rounds(model, vocab_size, plan, log_dir))
     report.add("pause_worst", pauses.worst, "s")
     report.add("pause_worst_of_all_rounds", max(pauses.worst), "s")
     report.add("pause_median", pauses.median, "s")
@@ -63,56 +63,58 @@ def bench(model: str, vocab: int, plan: DrainBenchPlan, logs: Path) -> BenchRepo
     return report
 
 
-async def _rounds(model: str, vocab: int, plan: DrainBenchPlan, logs: Path) -> StreamPauses:
+async def _run_rounds(model: str, vocab_size: int, plan: DrainBenchPlan, log_dir: Path) -> StreamPauses:
     rng, pauses = np.random.default_rng(0), StreamPauses()
-    async with LocalCluster({"both": 2}, [model, *OPTIONS], logs, pinned=True) as cluster:
+    async with LocalCluster({"both": 2}, [model, *OPTIONS], log_dir, pin_workers_to_cores=True) as cluster:
         client = CompletionClient(f"{cluster.url}/v1", SERVED)
-        await asyncio.gather(*(client.complete(workload.tokens(plan.prompt, rng, vocab), 8) for _ in range(4)))
+        await asyncio.gather(
+            *(client.complete(workload.random_tokens(plan.prompt, rng, vocab_size), 8) for _ in range(4))
+        )
         for number in range(plan.rounds):
-            prompts = [workload.tokens(plan.prompt, rng, vocab) for _ in range(plan.streams)]
+            prompts = [workload.random_tokens(plan.prompt, rng, vocab_size) for _ in range(plan.streams)]
             async with asyncio.timeout(ROUND_TIMEOUT_S):
-                await _round(cluster, client, plan, prompts, cluster.workers[number % 2].name, pauses)
+                await _run_round(cluster, client, plan, prompts, cluster.workers[number % 2].name, pauses)
             print(f"round {number + 1}: worst pause {pauses.worst[-1]:.2f} s", flush=True)
         client.close()
     return pauses
 
 
-async def _round(
+async def _run_round(
     cluster: LocalCluster,
     client: CompletionClient,
     plan: DrainBenchPlan,
     prompts: list[list[int]],
-    name: str,
+    worker_name: str,
     pauses: StreamPauses,
 ) -> None:
     traces = [RequestTrace(time.perf_counter()) for _ in prompts]
     async with asyncio.TaskGroup() as group:
         for prompt, trace in zip(prompts, traces, strict=True):
-            group.create_task(client.complete(prompt, plan.output, into=trace))
-        while any(len(trace.marks) < plan.after and trace.error is None for trace in traces):
+            group.create_task(client.complete(prompt, plan.output, trace_to_fill=trace))
+        while any(len(trace.event_times) < plan.after and trace.error is None for trace in traces):
             await asyncio.sleep(POLL_INTERVAL_S)
-        moved, began = await _migrations(cluster), time.perf_counter()
-        await _drain(cluster, name, on=True, move=True)
+        moved, began = await _count_migrations(cluster), time.perf_counter()
+        await _request_drain(cluster, worker_name, on=True, move=True)
         pauses.drain.append(time.perf_counter() - began)
-    await _drain(cluster, name, on=False)
-    pauses.moved.append(await _migrations(cluster) - moved)
+    await _request_drain(cluster, worker_name, on=False)
+    pauses.moved.append(await _count_migrations(cluster) - moved)
     pauses.errors += sum(trace.error is not None for trace in traces)
-    longest = [max((b - a for a, b in pairwise(trace.marks) if b > began), default=0.0) for trace in traces]
+    longest = [max((b - a for a, b in pairwise(trace.event_times) if b > began), default=0.0) for trace in traces]
     pauses.worst.append(max(longest))
     pauses.median.append(float(np.median(longest)))
-    pauses.before.append(max(b - a for trace in traces for a, b in pairwise(trace.marks) if b <= began))
+    pauses.before.append(max(b - a for trace in traces for a, b in pairwise(trace.event_times) if b <= began))
     if not any(trace.ended and trace.ended > began for trace in traces):
         raise EmberlineError("all streams ended before the drain", hint="raise --output")
 
 
-async def _migrations(cluster: LocalCluster) -> int:
-    status = await cluster.status() or {}
+async def _count_migrations(cluster: LocalCluster) -> int:
+    status = await cluster.fetch_router_status() or {}
     return sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
 
 
-async def _drain(cluster: LocalCluster, name: str, **more: Any) -> None:
-    connection = LeanHTTPConnection(cluster.url, cluster.key)
+async def _request_drain(cluster: LocalCluster, worker_name: str, **more: Any) -> None:
+    connection = MinimalHTTPConnection(cluster.url, cluster.key)
     try:
-        await connection.fetch("/cluster/drain", msgspec.json.encode({"name": name, **more}))
+        await connection.fetch("/cluster/drain", msgspec.json.encode({"name": worker_name, **more}))
     finally:
         connection.close()

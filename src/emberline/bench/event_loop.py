@@ -19,10 +19,10 @@ from pathlib import Path
 
 from websockets.sync.client import connect
 
-from emberline.bench.event_loop_inputs import HeavyRequest, engine_inputs, gateway_inputs, router_inputs
+from emberline.bench.event_loop_inputs import HeavyRequest, engine_requests, gateway_requests, router_requests
 from emberline.bench.event_loop_probe import PROBE_SECONDS, HealthProbe
 from emberline.bench.report import BenchReport
-from emberline.bench.server_launch import ServerLaunch, running_server
+from emberline.bench.server_launch import EmberlineServer, running_process
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
@@ -86,37 +86,39 @@ action = "redact"
 """
 
 
-def bench(model: str | None, size: int, rounds: int) -> BenchReport:
+def bench(model: str | None, body_bytes: int, rounds: int) -> BenchReport:
     """Measure gateway, router and, unless `model` is None, an engine server."""
     report = BenchReport(
-        "event-loop", {"model": model, "bytes": size, "rounds": rounds, "probe_seconds": PROBE_SECONDS}
+        "event-loop", {"model": model, "bytes": body_bytes, "rounds": rounds, "probe_seconds": PROBE_SECONDS}
     )
-    with gateway(size) as port:
-        _measure(report, "gateway", port, gateway_inputs(size), rounds)
-    with router() as port:
-        _measure(report, "router", port, router_inputs(size), rounds)
+    with running_gateway(body_bytes) as port:
+        _measure_server(report, "gateway", port, gateway_requests(body_bytes), rounds)
+    with running_router() as port:
+        _measure_server(report, "router", port, router_requests(body_bytes), rounds)
     if model is not None:
-        with engine(model) as port:
-            _measure(report, "engine", port, engine_inputs(model, size), rounds)
+        with running_engine_server(model) as port:
+            _measure_server(report, "engine", port, engine_requests(model, body_bytes), rounds)
     return report
 
 
-def _measure(report: BenchReport, server: str, port: int, inputs: dict[str, HeavyRequest], rounds: int) -> None:
-    _add(report, f"{server}_idle", [1e3 * longest_gap(port, None)[0] for _ in range(rounds)])
-    for name, request in inputs.items():
-        found = [longest_gap(port, request) for _ in range(rounds)]
+def _measure_server(
+    report: BenchReport, server_name: str, port: int, requests_by_name: dict[str, HeavyRequest], rounds: int
+) -> None:
+    _add_worst_delay(report, f"{server_name}_idle", [1e3 * measure_longest_delay(port, None)[0] for _ in range(rounds)])
+    for name, request in requests_by_name.items():
+        found = [measure_longest_delay(port, request) for _ in range(rounds)]
         gaps = [1e3 * gap for gap, _, _ in found]
-        _add(report, f"{server}_{name}", gaps, limit=100)
+        _add_worst_delay(report, f"{server_name}_{name}", gaps, limit=100)
         seconds, status = found[-1][1:]
-        print(f"{server}_{name}: {max(gaps):.0f} ms, {status} after {seconds:.1f} s", file=sys.stderr, flush=True)
+        print(f"{server_name}_{name}: {max(gaps):.0f} ms, {status} after {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _add(report: BenchReport, name: str, gaps: list[float], limit: float | None = None) -> None:
+def _add_worst_delay(report: BenchReport, name: str, delays_ms: list[float], limit: float | None = None) -> None:
     """Add the worst of the rounds, not their median: the bound holds for every request."""
-    report.add(name, max(gaps), "ms", limit=limit, spread=(min(gaps), max(gaps)))
+    report.add(name, max(delays_ms), "ms", limit=limit, spread=(min(delays_ms), max(delays_ms)))
 
 
-def longest_gap(port: int, request: HeavyRequest | None) -> tuple[float, float, int]:
+def measure_longest_delay(port: int, request: HeavyRequest | None) -> tuple[float, float, int]:
     """Return the seconds of the slowest probe, the seconds of the request, and its status."""
     began, status = time.perf_counter(), 0
     with HealthProbe(port) as probe:
@@ -124,16 +126,16 @@ def longest_gap(port: int, request: HeavyRequest | None) -> tuple[float, float, 
         if request is None:
             time.sleep(1.0)
         else:
-            status = _send(port, request)
+            status = _send_request(port, request)
         seconds = time.perf_counter() - began
         time.sleep(0.1)
-    return probe.longest, seconds, status
+    return probe.longest_delay_s, seconds, status
 
 
-def _send(port: int, request: HeavyRequest) -> int:
+def _send_request(port: int, request: HeavyRequest) -> int:
     """Return the reply's status; 0 if the server closed the connection before it read the request."""
     if request.socket:
-        return _send_message(port, request)
+        return _send_websocket_message(port, request)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REPLY_SECONDS)
     headers = {"content-type": "application/json", **request.headers}
     try:
@@ -147,7 +149,7 @@ def _send(port: int, request: HeavyRequest) -> int:
         connection.close()
 
 
-def _send_message(port: int, request: HeavyRequest) -> int:
+def _send_websocket_message(port: int, request: HeavyRequest) -> int:
     with connect(f"ws://127.0.0.1:{port}{request.path}", max_size=None, compression=None) as socket:
         socket.send(request.body, text=True)
         while True:
@@ -157,59 +159,59 @@ def _send_message(port: int, request: HeavyRequest) -> int:
 
 
 @contextmanager
-def _heavy_upstream(size: int) -> Iterator[str]:
+def _running_heavy_upstream(reply_bytes: int) -> Iterator[str]:
     port = free_port()
-    with running_server(sys.executable, "-m", "emberline.bench.event_loop_upstream", str(port), str(size)):
-        wait_ready(port, "/health")
+    with running_process(sys.executable, "-m", "emberline.bench.event_loop_upstream", str(port), str(reply_bytes)):
+        wait_until_healthy(port, "/health")
         yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def gateway(size: int) -> Iterator[int]:
+def running_gateway(reply_bytes: int) -> Iterator[int]:
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        heavy = stack.enter_context(_heavy_upstream(size))
+        heavy = stack.enter_context(_running_heavy_upstream(reply_bytes))
         provider, port = free_port(), free_port()
         config = home / "gateway.toml"
         config.write_text(GATEWAY.format(home=home, provider=f"http://127.0.0.1:{provider}", heavy=heavy))
         python = (sys.executable, "-m")
-        stack.enter_context(running_server(*python, "emberline.gateway.fakes.provider", "--port", str(provider)))
+        stack.enter_context(running_process(*python, "emberline.gateway.fakes.provider", "--port", str(provider)))
         stack.enter_context(
-            running_server(*python, "emberline.cli", "gateway", "--config", str(config), "--port", str(port))
+            running_process(*python, "emberline.cli", "gateway", "--config", str(config), "--port", str(port))
         )
-        wait_ready(port, "/health")
+        wait_until_healthy(port, "/health")
         yield port
 
 
 @contextmanager
-def router() -> Iterator[int]:
+def running_router() -> Iterator[int]:
     with ExitStack() as stack:
         port, worker = free_port(), free_port()
         python = (sys.executable, "-m")
-        foreign = f"vllm={stack.enter_context(_heavy_upstream(0))}"
+        foreign = f"vllm={stack.enter_context(_running_heavy_upstream(0))}"
         stack.enter_context(
-            running_server(*python, "emberline.cli", "router", "--port", str(port), "--foreign", foreign)
+            running_process(*python, "emberline.cli", "router", "--port", str(port), "--foreign", foreign)
         )
-        wait_ready(port, "/health/live")
+        wait_until_healthy(port, "/health/live")
         url = f"http://127.0.0.1:{port}"
-        stack.enter_context(running_server(*python, "emberline.cluster.fake", "--router", url, "--port", str(worker)))
-        wait_ready(port, "/health/ready")
+        stack.enter_context(running_process(*python, "emberline.cluster.fake", "--router", url, "--port", str(worker)))
+        wait_until_healthy(port, "/health/ready")
         yield port
 
 
 @contextmanager
-def engine(model: str) -> Iterator[int]:
+def running_engine_server(model: str) -> Iterator[int]:
     """Start a worker, which has the paths of a cluster besides those of a server."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = free_port()
-        stack.enter_context(running_server(sys.executable, "-m", "emberline.cli", "router", "--port", str(port)))
-        wait_ready(port, "/health/live")
+        stack.enter_context(running_process(sys.executable, "-m", "emberline.cli", "router", "--port", str(port)))
+        wait_until_healthy(port, "/health/live")
         arguments = [model, "--router", f"http://127.0.0.1:{port}"]
-        yield stack.enter_context(ServerLaunch(arguments, home / "log")).port
+        yield stack.enter_context(EmberlineServer(arguments, home / "log")).port
 
 
-def wait_ready(port: int, path: str) -> None:
+def wait_until_healthy(port: int, path: str) -> None:
     until = time.monotonic() + READY_SECONDS
     while time.monotonic() < until:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

@@ -20,119 +20,129 @@ class HeavyRequest:
     socket: bool = False  # the body is one WebSocket message; `universal.done` or an error ends it
 
 
-def chat(content: bytes, model: str, **more: object) -> bytes:
+def chat_body(message_json: bytes, model: str, **more: object) -> bytes:
     """Return a chat request with one message; `content` is JSON text."""
     head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
-    return head + b',"messages":[{"role":"user","content":"' + content + b'"}]}'
+    return head + b',"messages":[{"role":"user","content":"' + message_json + b'"}]}'
 
 
-def list_request(item: bytes, size: int, name: str, model: str, **more: object) -> bytes:
+def list_field_body(item: bytes, body_bytes: int, field_name: str, model: str, **more: object) -> bytes:
     """Return a request with one field, a list of `item` repeated to about `size` bytes."""
     head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
-    return head + b',"' + name.encode() + b'":[' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
+    return head + b',"' + field_name.encode() + b'":[' + (item + b",") * (body_bytes // (len(item) + 1)) + item + b"]}"
 
 
-def shared_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
+def common_requests(model: str, body_bytes: int) -> dict[str, HeavyRequest]:
     """Return the inputs for every server: text, escapes, and JSON that becomes many small objects."""
     return {
-        "prose": HeavyRequest(CHAT, chat(PROSE * (size // len(PROSE)), model)),
-        "escapes": HeavyRequest(CHAT, chat(b"\\u00e9" * (size // 6), model)),
-        "messages": HeavyRequest(CHAT, list_request(MESSAGE, size, "messages", model)),
-        "lists": HeavyRequest(CHAT, list_request(b"[]", size, "messages", model)),
-        "token_ids": HeavyRequest("/v1/completions", list_request(b"1", size, "prompt", model)),
+        "prose": HeavyRequest(CHAT, chat_body(PROSE * (body_bytes // len(PROSE)), model)),
+        "escapes": HeavyRequest(CHAT, chat_body(b"\\u00e9" * (body_bytes // 6), model)),
+        "messages": HeavyRequest(CHAT, list_field_body(MESSAGE, body_bytes, "messages", model)),
+        "lists": HeavyRequest(CHAT, list_field_body(b"[]", body_bytes, "messages", model)),
+        "token_ids": HeavyRequest("/v1/completions", list_field_body(b"1", body_bytes, "prompt", model)),
     }
 
 
-def gateway_inputs(size: int) -> dict[str, HeavyRequest]:
+def gateway_requests(body_bytes: int) -> dict[str, HeavyRequest]:
     def at(gateway: str, body: bytes, **headers: str) -> HeavyRequest:
         return HeavyRequest(f"/v1/default/{gateway}/compat/chat/completions", body, headers)
 
-    text = PROSE * (size // len(PROSE))
-    plain = shared_inputs("fake/bench", size)
+    text = PROSE * (body_bytes // len(PROSE))
+    plain = common_requests("fake/bench", body_bytes)
     prose, messages = plain["prose"].body, plain["messages"].body
     return {
-        "guarded_digits": at("guarded", chat(b"4 " * (size // 2), "fake/bench")),
-        "guarded_prose": at("guarded", chat(PROSE * (size // 2 // len(PROSE)), "fake/bench")),
+        "guarded_digits": at("guarded", chat_body(b"4 " * (body_bytes // 2), "fake/bench")),
+        "guarded_prose": at("guarded", chat_body(PROSE * (body_bytes // 2 // len(PROSE)), "fake/bench")),
         **{name: at("default", request.body) for name, request in plain.items()},
         "cached_prose": at("cached", prose),
         "cached_messages": at("cached", messages),
-        "translated_prose": at("default", chat(text, "anthropic/claude-x")),
+        "translated_prose": at("default", chat_body(text, "anthropic/claude-x")),
         "continued_messages": at(
             "default",
-            list_request(MESSAGE, size, "messages", "fake/bench", stream=True),
+            list_field_body(MESSAGE, body_bytes, "messages", "fake/bench", stream=True),
             **{"x-emberline-continue": "true"},
         ),
-        "pool_prose": at("routed", chat(text, "pool/both")),
-        "route_prose": at("routed", chat(text, "dynamic/by-text")),
-        "universal_prose": HeavyRequest("/v1/default/default", steps(prose)),
-        "universal_messages": HeavyRequest("/v1/default/default", steps(messages)),
+        "pool_prose": at("routed", chat_body(text, "pool/both")),
+        "route_prose": at("routed", chat_body(text, "dynamic/by-text")),
+        "universal_prose": HeavyRequest("/v1/default/default", universal_body(prose)),
+        "universal_messages": HeavyRequest("/v1/default/default", universal_body(messages)),
         "run_messages": HeavyRequest("/accounts/default/ai/run/fake/bench", messages),
         "run_batch": HeavyRequest(
-            "/accounts/default/ai/run/fake/bench?queueRequest=true", batch_request(min(size, MAX_BATCH_REQUESTS))
+            "/accounts/default/ai/run/fake/bench?queueRequest=true", batch_body(min(body_bytes, MAX_BATCH_REQUESTS))
         ),
-        "socket_prose": HeavyRequest("/v1/default/default", b"%b" % create_route_request(prose), socket=True),
-        "socket_messages": HeavyRequest("/v1/default/default", create_route_request(messages), socket=True),
+        "socket_prose": HeavyRequest("/v1/default/default", b"%b" % universal_websocket_message(prose), socket=True),
+        "socket_messages": HeavyRequest("/v1/default/default", universal_websocket_message(messages), socket=True),
         "gzip_reply": HeavyRequest("/v1/default/default/heavy/bomb", b'{"model":"x"}'),
-        "large_reply": at("default", chat(b"a", "heavy/whole")),
-        "large_event": at("default", chat(b"a", "heavy/event", stream=True)),
+        "large_reply": at("default", chat_body(b"a", "heavy/whole")),
+        "large_event": at("default", chat_body(b"a", "heavy/event", stream=True)),
         "large_event_translated": HeavyRequest(
-            "/v1/default/default/compat/messages", chat(b"a", "heavy/event", stream=True)
+            "/v1/default/default/compat/messages", chat_body(b"a", "heavy/event", stream=True)
         ),
-        "large_event_guarded": at("guarded", chat(b"a", "heavy/event", stream=True)),
+        "large_event_guarded": at("guarded", chat_body(b"a", "heavy/event", stream=True)),
     }
 
 
-def steps(query: bytes) -> bytes:
+def universal_body(chat_body_json: bytes) -> bytes:
     """Return a universal request of one step."""
-    return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + query + b"}]"
+    return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + chat_body_json + b"}]"
 
 
-def create_route_request(query: bytes) -> bytes:
+def universal_websocket_message(chat_body_json: bytes) -> bytes:
     """Return the WebSocket message that requests one step."""
-    return b'{"type":"universal.create","request":%b}' % steps(query)[1:-1]
+    return b'{"type":"universal.create","request":%b}' % universal_body(chat_body_json)[1:-1]
 
 
-def batch_request(size: int) -> bytes:
-    item = b'{"prompt":"%b"}' % (b"a" * (size // 5000 - 14))
+def batch_body(body_bytes: int) -> bytes:
+    item = b'{"prompt":"%b"}' % (b"a" * (body_bytes // 5000 - 14))
     return b'{"requests":[' + b",".join([item] * 5000) + b"]}"
 
 
-def router_inputs(size: int) -> dict[str, HeavyRequest]:
+def router_requests(body_bytes: int) -> dict[str, HeavyRequest]:
     """Return the inputs for a router. `vllm` is a model of a foreign worker, which gets only OpenAI's fields."""
-    foreign = shared_inputs("vllm", size)
+    foreign = common_requests("vllm", body_bytes)
     return {
-        **shared_inputs("fake", size),
+        **common_requests("fake", body_bytes),
         "vllm_prose": foreign["prose"],
         "vllm_messages": foreign["messages"],
     }
 
 
-def engine_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
+def engine_requests(model: str, body_bytes: int) -> dict[str, HeavyRequest]:
     tool = b'{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}}'
     return {
-        **shared_inputs(model, size),
+        **common_requests(model, body_bytes),
         "tokenize": HeavyRequest("/tokenize", json.dumps({"model": model, "prompt": "word " * (200_000)}).encode()),
-        "short_messages": HeavyRequest(CHAT, list_request(MESSAGE, 400_000, "messages", model)),
-        "tools": HeavyRequest(CHAT, list_request(tool, size, "tools", model, messages=[json.loads(MESSAGE)])),
-        "detokenize": HeavyRequest("/detokenize", fields(list_request(b"1", size, "tokens", model))),
-        "tokenize_messages": HeavyRequest("/tokenize", fields(list_request(MESSAGE, size, "messages", model))),
+        "short_messages": HeavyRequest(CHAT, list_field_body(MESSAGE, 400_000, "messages", model)),
+        "tools": HeavyRequest(CHAT, list_field_body(tool, body_bytes, "tools", model, messages=[json.loads(MESSAGE)])),
+        "detokenize": HeavyRequest(
+            "/detokenize", without_max_tokens(list_field_body(b"1", body_bytes, "tokens", model))
+        ),
+        "tokenize_messages": HeavyRequest(
+            "/tokenize", without_max_tokens(list_field_body(MESSAGE, body_bytes, "messages", model))
+        ),
         "count_tokens": HeavyRequest(
-            "/v1/messages/count_tokens", fields(list_request(MESSAGE, size, "messages", model))
+            "/v1/messages/count_tokens", without_max_tokens(list_field_body(MESSAGE, body_bytes, "messages", model))
         ),
-        "embeddings": HeavyRequest("/v1/embeddings", fields(list_request(b'"a"', size, "input", model))),
+        "embeddings": HeavyRequest(
+            "/v1/embeddings", without_max_tokens(list_field_body(b'"a"', body_bytes, "input", model))
+        ),
         "responses_prose": HeavyRequest(
-            "/v1/responses", b'{"model":"%b","input":"%b"}' % (model.encode(), PROSE * (size // len(PROSE)))
+            "/v1/responses", b'{"model":"%b","input":"%b"}' % (model.encode(), PROSE * (body_bytes // len(PROSE)))
         ),
-        "responses_items": HeavyRequest("/v1/responses", fields(list_request(MESSAGE, size, "input", model))),
-        "resume_messages": HeavyRequest("/cluster/resume", envelope(list_request(MESSAGE, size, "messages", model))),
+        "responses_items": HeavyRequest(
+            "/v1/responses", without_max_tokens(list_field_body(MESSAGE, body_bytes, "input", model))
+        ),
+        "resume_messages": HeavyRequest(
+            "/cluster/resume", resume_body(list_field_body(MESSAGE, body_bytes, "messages", model))
+        ),
     }
 
 
-def fields(body: bytes) -> bytes:
+def without_max_tokens(body: bytes) -> bytes:
     """Return fields for protocols without `max_tokens`."""
     return body.replace(b' "max_tokens": 1,', b"", 1).replace(b', "max_tokens": 1', b"", 1)
 
 
-def envelope(body: bytes) -> bytes:
+def resume_body(chat_body_json: bytes) -> bytes:
     """Return the request that a router sends to a worker that continues another's stream."""
-    return b'{"path":"/v1/chat/completions","body":%b,"seed":1,"handoff":{}}' % body
+    return b'{"path":"/v1/chat/completions","body":%b,"seed":1,"handoff":{}}' % chat_body_json

@@ -22,7 +22,7 @@ class HealthProbe:
     """A context manager; `longest` is set when it exits."""
 
     def __init__(self, port: int) -> None:
-        self.longest = 0.0  # seconds
+        self.longest_delay_s = 0.0  # seconds
         command = [sys.executable, "-m", "emberline.bench.event_loop_probe", str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -33,10 +33,10 @@ class HealthProbe:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         output, _ = self._process.communicate(timeout=TIMEOUT_S)
-        self.longest = float(output)
+        self.longest_delay_s = float(output)
 
 
-def longest(port: int, stop: threading.Event) -> float:
+def measure_longest_delay(port: int, stop: threading.Event) -> float:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     found = 0.0
     while not stop.is_set():
@@ -58,7 +58,7 @@ def main() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     print("begun", flush=True)
-    print(longest(int(sys.argv[1]), stop), flush=True)
+    print(measure_longest_delay(int(sys.argv[1]), stop), flush=True)
 
 
 if __name__ == "__main__":

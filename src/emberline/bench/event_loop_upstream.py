@@ -16,7 +16,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 
 @cache
-def packed_spaces() -> bytes:
+def gzip_bomb() -> bytes:
     """Return 1 GB of spaces as 1 MB of gzip."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     return b"".join(packer.compress(b" " * (1 << 20)) for _ in range(1024)) + packer.flush()
@@ -28,35 +28,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         models = {"data": [{"id": "vllm", "max_model_len": 1 << 20}]}
-        self._reply(JSON, json.dumps(models).encode())
+        self._send_reply(JSON, json.dumps(models).encode())
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["content-length"]))
         if self.path.endswith("/bomb"):
-            self._reply(JSON, packed_spaces(), coding="gzip")
+            self._send_reply(JSON, gzip_bomb(), content_encoding="gzip")
         elif b'"event"' in asked[:200]:
-            self._reply(EVENTS, self._event())
+            self._send_reply(EVENTS, self._large_event_stream())
         elif b'"whole"' in asked[:200]:
-            self._reply(JSON, self._completion("message", "stop", self.size))
+            self._send_reply(JSON, self._completion_json("message", "stop", self.size))
         else:
-            self._reply(JSON, self._completion("message", "stop", 1))
+            self._send_reply(JSON, self._completion_json("message", "stop", 1))
 
-    def _event(self) -> bytes:
-        first = self._completion("delta", None, self.size)
-        return b"data: %b\n\ndata: %b\n\ndata: [DONE]\n\n" % (first, self._completion("delta", "stop", 0))
+    def _large_event_stream(self) -> bytes:
+        first = self._completion_json("delta", None, self.size)
+        return b"data: %b\n\ndata: %b\n\ndata: [DONE]\n\n" % (first, self._completion_json("delta", "stop", 0))
 
-    def _completion(self, part: str, finish: str | None, size: int) -> bytes:
-        choice = {"index": 0, part: {"role": "assistant", "content": "TEXT"}, "finish_reason": finish}
+    def _completion_json(self, message_key: str, finish_reason: str | None, text_bytes: int) -> bytes:
+        choice = {"index": 0, message_key: {"role": "assistant", "content": "TEXT"}, "finish_reason": finish_reason}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        kind = "chat.completion" if part == "message" else "chat.completion.chunk"
+        kind = "chat.completion" if message_key == "message" else "chat.completion.chunk"
         made = {"id": "x", "object": kind, "created": 1, "model": "m", "choices": [choice], "usage": usage}
-        return json.dumps(made).encode().replace(b"TEXT", b"word " * (size // 5))
+        return json.dumps(made).encode().replace(b"TEXT", b"word " * (text_bytes // 5))
 
-    def _reply(self, kind: str, body: bytes, coding: str = "") -> None:
+    def _send_reply(self, content_type: str, body: bytes, content_encoding: str = "") -> None:
         self.send_response(200)
-        self.send_header("content-type", kind)
-        if coding:
-            self.send_header("content-encoding", coding)
+        self.send_header("content-type", content_type)
+        if content_encoding:
+            self.send_header("content-encoding", content_encoding)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         with suppress(OSError):  # the client may close the connection early
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    packed_spaces()  # built before the measurement
+    gzip_bomb()  # built before the measurement
     _Handler.size = int(sys.argv[2])
     http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), _Handler).serve_forever()
 

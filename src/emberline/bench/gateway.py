@@ -23,9 +23,9 @@ import msgspec
 
 from emberline.bench import cores, processes
 from emberline.bench.blocking_client import BlockingClient
-from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 from emberline.bench.report import BenchReport
-from emberline.bench.server_launch import running_server
+from emberline.bench.server_launch import running_process
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
@@ -105,41 +105,41 @@ general_settings:
 """
 
 
-def bench(plan: GatewayBenchPlan, peers: Path | None) -> BenchReport:
+def bench(plan: GatewayBenchPlan, peers_dir: Path | None) -> BenchReport:
     """Run the benchmark. `peers` is the directory with LiteLLM's environment, if it is measured too."""
     report = BenchReport("gateway", {name: getattr(plan, name) for name in plan.__slots__})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        core = stack.enter_context(cores.split_cores())
+        core = stack.enter_context(cores.reserve_core())
         port = free_port()
         provider = f"http://127.0.0.1:{port}"
         fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
-        stack.enter_context(running_server(*fake))
+        stack.enter_context(running_process(*fake))
         direct = BenchedProxy("direct", provider, model="bench")
-        _run(_wait_until_ready(direct))
-        launches = {"ours": partial(_start_gateway, home, provider, core)}
-        if peers is not None:
-            launches["litellm"] = partial(_start_litellm, home, provider, core, peers)
+        _run_on_uvloop(_wait_until_ready(direct))
+        launches = {"ours": partial(_running_gateway, home, provider, core)}
+        if peers_dir is not None:
+            launches["litellm"] = partial(_running_litellm, home, provider, core, peers_dir)
         rounds_by_proxy: dict[str, list[GatewayBenchRound]] = {name: [] for name in launches}
         # Alternating, since the machine's speed varies by the minute; each time a new process, since processes differ.
         for _ in range(plan.rounds):
             for name, launch in launches.items():
                 with launch() as proxy:
-                    rounds_by_proxy[name].append(_round(plan, proxy, direct))
+                    rounds_by_proxy[name].append(_measure_proxy(plan, proxy, direct))
         with launches["ours"]() as ours:
-            _round(plan, ours, direct)  # warm up: pools and caches fill
-            grown = _run(_soak(plan, ours, provider))
+            _measure_proxy(plan, ours, direct)  # warm up: pools and caches fill
+            grown = _run_on_uvloop(_measure_memory_growth(plan, ours, provider))
     _add_results(report, rounds_by_proxy)
     report.add("rss_growth", grown / 1e6, "MB")
     return report
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
+def _run_on_uvloop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run on uvloop, the event loop with the least CPU time."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        return runner.run(coroutine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,35 +154,35 @@ class GatewayBenchRound:
     hits: GatewayBenchRun | None  # only of proxies with a cache
 
 
-def _round(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedProxy) -> GatewayBenchRound:
-    _run(_wait_until_ready(proxy))
+def _measure_proxy(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedProxy) -> GatewayBenchRound:
+    _run_on_uvloop(_wait_until_ready(proxy))
     cached = replace(proxy, path=f"/v1/default/cached/compat{PATH[3:]}") if proxy.name == "ours" else None
 
     def measure_round() -> GatewayBenchRound:
         return GatewayBenchRound(
-            loaded=_run(_run_concurrent(proxy, plan)),
+            loaded=_run_on_uvloop(_run_concurrent(proxy, plan)),
             alone=_run_sequential(proxy, plan),
             base=_run_sequential(direct, plan),
-            streams=_run(_stream(proxy, plan, plan.events)),
-            short=_run(_stream(proxy, plan, 1)),
-            hits=None if cached is None else _run_sequential(cached, plan, same=True),
+            streams=_run_on_uvloop(_run_streams(proxy, plan, plan.events)),
+            short=_run_on_uvloop(_run_streams(proxy, plan, 1)),
+            hits=None if cached is None else _run_sequential(cached, plan, same_prompt=True),
         )
 
     measure_round()  # warm up
     return measure_round()
 
 
-async def _soak(plan: GatewayBenchPlan, ours: BenchedProxy, provider: str) -> int:
+async def _measure_memory_growth(plan: GatewayBenchPlan, proxy: BenchedProxy, provider_url: str) -> int:
     """Return the growth of its memory over many events, sent as fast as possible."""
-    await LeanHTTPConnection(provider).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
+    await MinimalHTTPConnection(provider_url).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
     size = max(1, min(SOAK_EVENTS, plan.soak // (2 * plan.streams)))
     rounds = max(2, plan.soak // (size * plan.streams))
-    rss = [(await _stream(ours, plan, size)).rss for _ in range(rounds)]
+    rss = [(await _run_streams(proxy, plan, size)).rss for _ in range(rounds)]
     return rss[-1] - rss[rounds // 5]
 
 
 def _add_results(report: BenchReport, rounds_by_proxy: dict[str, list[GatewayBenchRound]]) -> None:
-    figures = {name: _figures(rounds) for name, rounds in rounds_by_proxy.items()}
+    figures = {name: _compute_figures(rounds) for name, rounds in rounds_by_proxy.items()}
     ours, *others = figures.values()
     limits = {"cpu_per_request": 500.0, "cpu_per_event": 60.0, "added_p50": 1.0, "added_p99": 5.0, "rss": 120.0}
     for name, (values, unit) in ours.items():
@@ -193,10 +193,11 @@ def _add_results(report: BenchReport, rounds_by_proxy: dict[str, list[GatewayBen
     report.add("cache_hit_cpu", [1e6 * turn.cpu / turn.work for turn in hits], "us")
 
 
-def _figures(rounds: Sequence[GatewayBenchRound]) -> dict[str, tuple[list[float], str]]:
+def _compute_figures(rounds: Sequence[GatewayBenchRound]) -> dict[str, tuple[list[float], str]]:
     events = [1e6 * (each.streams.cpu - each.short.cpu) / (each.streams.work - each.short.work) for each in rounds]
     added = [
-        [1e3 * (q - b) for q, b in zip(_quantiles(each.alone), _quantiles(each.base), strict=True)] for each in rounds
+        [1e3 * (q - b) for q, b in zip(_latency_p50_and_p99(each.alone), _latency_p50_and_p99(each.base), strict=True)]
+        for each in rounds
     ]
     return {
         "cpu_per_request": ([1e6 * each.loaded.cpu / each.loaded.work for each in rounds], "us"),
@@ -209,23 +210,23 @@ def _figures(rounds: Sequence[GatewayBenchRound]) -> dict[str, tuple[list[float]
     }
 
 
-def _quantiles(turn: GatewayBenchRun) -> tuple[float, float]:
-    cuts = quantiles(turn.seconds, n=100)
+def _latency_p50_and_p99(run: GatewayBenchRun) -> tuple[float, float]:
+    cuts = quantiles(run.seconds, n=100)
     return cuts[49], cuts[98]
 
 
-def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same: bool = False) -> GatewayBenchRun:
+def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same_prompt: bool = False) -> GatewayBenchRun:
     """Send requests one after the other, as many as under load, so that the p99 has enough samples."""
     caller = BlockingClient(proxy.url, KEY)
     seconds: list[float] = []
-    before, start = _usage(proxy), time.perf_counter()
+    before, start = _process_usage(proxy), time.perf_counter()
     for number in range(plan.requests):
-        body = _body(proxy, plan, 0 if same else number, 8, stream=False)
+        body = _request_body(proxy, plan, 0 if same_prompt else number, 8, stream=False)
         began = time.perf_counter()
         reply = caller.post(proxy.path, body)
         seconds.append(time.perf_counter() - began)
-        _check(reply)
-    wall, after = time.perf_counter() - start, _usage(proxy)
+        _check_reply(reply)
+    wall, after = time.perf_counter() - start, _process_usage(proxy)
     caller.close()
     return GatewayBenchRun(plan.requests, wall, after.cpu - before.cpu, seconds, after.rss)
 
@@ -236,64 +237,68 @@ async def _run_concurrent(proxy: BenchedProxy, plan: GatewayBenchPlan) -> Gatewa
     seconds: list[float] = []
 
     async def client() -> None:
-        connection = LeanHTTPConnection(proxy.url, KEY)
+        connection = MinimalHTTPConnection(proxy.url, KEY)
         for number in left:
-            body = _body(proxy, plan, number, 8, stream=False)
+            body = _request_body(proxy, plan, number, 8, stream=False)
             began = time.perf_counter()
             reply = await connection.fetch(proxy.path, body)
             seconds.append(time.perf_counter() - began)
-            _check(reply)
+            _check_reply(reply)
         connection.close()
 
-    return await _measure_run(proxy, [client() for _ in range(plan.clients)], plan.requests, seconds)
+    return await _measure_clients(proxy, [client() for _ in range(plan.clients)], plan.requests, seconds)
 
 
-def _check(reply: bytes) -> None:
+def _check_reply(reply: bytes) -> None:
     if b"word7" not in reply:
         raise EmberlineError(f"a reply was {reply[:200]!r}")
 
 
-async def _stream(proxy: BenchedProxy, plan: GatewayBenchPlan, events: int) -> GatewayBenchRun:
+async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_stream: int) -> GatewayBenchRun:
     first: list[float] = []
 
     async def client(phase: float) -> None:
         await asyncio.sleep(phase * plan.pace)  # spreads the streams' events over time
-        connection = LeanHTTPConnection(proxy.url, KEY)
+        connection = MinimalHTTPConnection(proxy.url, KEY)
         began, got, last = time.perf_counter(), 0, b""
-        async for part in connection.stream(proxy.path, _body(proxy, plan, int(phase * 1e6), events, stream=True)):
+        async for part in connection.stream_reply(
+            proxy.path, _request_body(proxy, plan, int(phase * 1e6), events_per_stream, stream=True)
+        ):
             if not got:
                 first.append(time.perf_counter() - began)
             got += part.count(b"\n\n")
             last = part
-        if got < events + 1 or not last.endswith(b"[DONE]\n\n"):
-            raise EmberlineError(f"a stream had {got} events, not {events + ENDING}: {last[-200:]!r}")
+        if got < events_per_stream + 1 or not last.endswith(b"[DONE]\n\n"):
+            raise EmberlineError(f"a stream had {got} events, not {events_per_stream + ENDING}: {last[-200:]!r}")
         connection.close()
 
     work = [client(i / plan.streams) for i in range(plan.streams)]
-    return await _measure_run(proxy, work, plan.streams * (events + ENDING), first)
+    return await _measure_clients(proxy, work, plan.streams * (events_per_stream + ENDING), first)
 
 
-async def _measure_run(
-    proxy: BenchedProxy, work: Sequence[object], amount: int, seconds: list[float]
+async def _measure_clients(
+    proxy: BenchedProxy, clients: Sequence[object], work_count: int, latencies_s: list[float]
 ) -> GatewayBenchRun:
-    before = _usage(proxy)
+    before = _process_usage(proxy)
     began = time.perf_counter()
-    await asyncio.gather(*work)  # type: ignore[call-overload]
-    wall, after = time.perf_counter() - began, _usage(proxy)
-    return GatewayBenchRun(amount, wall, after.cpu - before.cpu, seconds, after.rss)
+    await asyncio.gather(*clients)  # type: ignore[call-overload]
+    wall, after = time.perf_counter() - began, _process_usage(proxy)
+    return GatewayBenchRun(work_count, wall, after.cpu - before.cpu, latencies_s, after.rss)
 
 
-def _usage(proxy: BenchedProxy) -> processes.ProcessUsage:
+def _process_usage(proxy: BenchedProxy) -> processes.ProcessUsage:
     if proxy.pid is None:
         return processes.ProcessUsage(0.0, 0)
-    used = [processes.usage(pid) for pid in processes.process_tree(proxy.pid).values()]
+    used = [processes.read_usage(pid) for pid in processes.find_process_tree(proxy.pid).values()]
     there = [each for each in used if each is not None]
     return processes.ProcessUsage(sum(each.cpu for each in there), sum(each.rss for each in there))
 
 
-def _body(proxy: BenchedProxy, plan: GatewayBenchPlan, number: int, words: int, *, stream: bool) -> bytes:
-    content = f"{number} ".ljust(plan.prompt, "x")
-    asked = {"model": proxy.model, "messages": [{"role": "user", "content": content}], "max_tokens": words}
+def _request_body(
+    proxy: BenchedProxy, plan: GatewayBenchPlan, prompt_number: int, max_tokens: int, *, stream: bool
+) -> bytes:
+    content = f"{prompt_number} ".ljust(plan.prompt, "x")
+    asked = {"model": proxy.model, "messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
     return msgspec.json.encode({**asked, **({"stream": True} if stream else {})})
 
 
@@ -302,31 +307,31 @@ async def _wait_until_ready(proxy: BenchedProxy) -> None:
     body = msgspec.json.encode({"model": proxy.model, "messages": [{"role": "user", "content": "x"}]})
     while time.monotonic() < deadline:
         try:
-            await LeanHTTPConnection(proxy.url, KEY).fetch(proxy.path, body)
+            await MinimalHTTPConnection(proxy.url, KEY).fetch(proxy.path, body)
             return
-        except UnexpectedHTTPStatus:
+        except HTTPRequestFailed:
             await asyncio.sleep(0.2)
     raise EmberlineError(f"{proxy.name} did not get ready")
 
 
 @contextmanager
-def _start_gateway(home: Path, provider: str, core: int | None) -> Iterator[BenchedProxy]:
-    port, file = free_port(), home / "gateway.toml"
-    file.write_text(GATEWAY.format(key=json.dumps(KEY), home=home, provider=provider))
+def _running_gateway(work_dir: Path, provider_url: str, core: int | None) -> Iterator[BenchedProxy]:
+    port, file = free_port(), work_dir / "gateway.toml"
+    file.write_text(GATEWAY.format(key=json.dumps(KEY), home=work_dir, provider=provider_url))
     command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
-    with running_server(*command) as process:
+    with running_process(*command) as process:
         cores.pin_process(process.pid, core)
         yield BenchedProxy("ours", f"http://127.0.0.1:{port}", process.pid)
 
 
 @contextmanager
-def _start_litellm(home: Path, provider: str, core: int | None, peers: Path) -> Iterator[BenchedProxy]:
-    program = peers / "litellm" / "bin" / "litellm"
+def _running_litellm(work_dir: Path, provider_url: str, core: int | None, peers_dir: Path) -> Iterator[BenchedProxy]:
+    program = peers_dir / "litellm" / "bin" / "litellm"
     if not program.exists():
         raise EmberlineError("LiteLLM is not installed", hint="scripts/bench-peers litellm")
-    port, file = free_port(), home / "litellm.yaml"
-    file.write_text(LITELLM.format(key=KEY, provider=provider))
+    port, file = free_port(), work_dir / "litellm.yaml"
+    file.write_text(LITELLM.format(key=KEY, provider=provider_url))
     command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")
-    with running_server(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
+    with running_process(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
         cores.pin_process(process.pid, core)
         yield BenchedProxy("litellm", f"http://127.0.0.1:{port}", process.pid)

@@ -20,9 +20,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 from emberline.bench.report import BenchReport
-from emberline.bench.server_launch import running_server
+from emberline.bench.server_launch import running_process
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 from emberline.net.connection_pool import HTTPConnectionPool
@@ -60,9 +60,11 @@ class CrashLoss:
 def bench(plan: CrashBenchPlan) -> BenchReport:
     report = BenchReport("gateway-crash", {name: getattr(plan, name) for name in plan.__slots__})
     port = free_port()
-    with running_server(sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port)):
+    with running_process(sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port)):
         for flush in plan.flushes:
-            crashes = [asyncio.run(_crash(plan, flush, f"http://127.0.0.1:{port}", n)) for n in range(plan.rounds)]
+            crashes = [
+                asyncio.run(_crash_gateway(plan, flush, f"http://127.0.0.1:{port}", n)) for n in range(plan.rounds)
+            ]
             report.add(f"answered_flush_{flush:g}", [float(each.answered) for each in crashes], "requests")
             report.add(f"lost_flush_{flush:g}", [float(each.lost) for each in crashes], "rows")
             oldest = [each.oldest for each in crashes]
@@ -70,29 +72,29 @@ def bench(plan: CrashBenchPlan) -> BenchReport:
     return report
 
 
-def is_bounded(report: BenchReport) -> bool:
+def is_loss_within_flush_interval(report: BenchReport) -> bool:
     """Return whether no lost row was older than the setting allows."""
     figures = [result for name, result in report.results.items() if name.startswith("oldest_lost")]
     return all(r.spread is not None and r.limit is not None and r.spread[1] <= r.limit for r in figures)
 
 
-async def _crash(plan: CrashBenchPlan, flush: float, provider: str, seed: int) -> CrashLoss:
+async def _crash_gateway(plan: CrashBenchPlan, flush_s: float, provider_url: str, seed: int) -> CrashLoss:
     with tempfile.TemporaryDirectory() as folder:
         home, port = Path(folder), free_port()
         file = home / "gateway.toml"
-        file.write_text(CONFIG.format(home=home, flush=flush, provider=provider))
+        file.write_text(CONFIG.format(home=home, flush=flush_s, provider=provider_url))
         command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
-        with running_server(*command) as process:
+        with running_process(*command) as process:
             url = f"http://127.0.0.1:{port}"
             await _wait_until_ready(url)
-            replies = await _load(plan, url, random.Random(seed), process.pid)
+            replies = await _send_until_kill(plan, url, random.Random(seed), process.pid)
         killed, answered = replies.pop(""), replies
-        rows = _rows(home / "store")
+        rows = _read_record_ids(home / "store")
     lost = [at for name, at in answered.items() if name not in rows]
     return CrashLoss(len(answered), len(lost), max((killed - at for at in lost), default=0.0))
 
 
-async def _load(plan: CrashBenchPlan, url: str, rng: random.Random, pid: int) -> dict[str, float]:
+async def _send_until_kill(plan: CrashBenchPlan, url: str, rng: random.Random, gateway_pid: int) -> dict[str, float]:
     """Return the time of each reply by the id of its row; under "", the time of the kill."""
     arrived: dict[str, float] = {}
     begun, until = time.perf_counter(), plan.seconds + rng.random()
@@ -116,7 +118,7 @@ async def _load(plan: CrashBenchPlan, url: str, rng: random.Random, pid: int) ->
                 number += 1
             await asyncio.sleep(0.002)
         arrived[""] = time.perf_counter()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(gateway_pid, signal.SIGKILL)
     pool.close()
     killed = arrived[""]
     return {name: at for name, at in arrived.items() if at <= killed}
@@ -126,16 +128,16 @@ async def _wait_until_ready(url: str) -> None:
     until = time.perf_counter() + READY_TIMEOUT_S
     while time.perf_counter() < until:
         try:
-            await LeanHTTPConnection(url).fetch("/health")
+            await MinimalHTTPConnection(url).fetch("/health")
             return
-        except UnexpectedHTTPStatus:
+        except HTTPRequestFailed:
             await asyncio.sleep(0.1)
     raise EmberlineError("the gateway was not ready in time")
 
 
-def _rows(store: Path) -> set[str]:
+def _read_record_ids(store_dir: Path) -> set[str]:
     found: set[str] = set()
-    for file in store.glob("logs-*.db"):
+    for file in store_dir.glob("logs-*.db"):
         with closing(sqlite3.connect(file)) as db:
             found |= {row[0] for row in db.execute("SELECT hex(id) FROM logs")}
     return found

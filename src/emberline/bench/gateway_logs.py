@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.bench.log_days import copy_day, shift_id
+from emberline.bench.log_days import copy_day, shift_record_id
 from emberline.bench.report import BenchReport
 from emberline.core.clock import ManualClock
 from emberline.gateway.admin.admin import AdminAPI
@@ -42,8 +42,8 @@ ACCOUNT, GATEWAY = "default", "default"
 RARE = "rare-model"  # model of one row in a hundred thousand
 PROVIDERS = ("openai", "anthropic", "google-ai-studio", "groq", "mistral", "emberline")
 
-Entry = tuple[LogRecord, LogPayload | None]
-Ask = Callable[[str], Awaitable[Any]]  # takes the end of a path with its query
+LogEntry = tuple[LogRecord, LogPayload | None]
+AdminQuery = Callable[[str], Awaitable[Any]]  # takes the end of a path with its query
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +59,28 @@ class LogBenchPlan:
         return min(50 * MAX_BATCH_RECORDS, self.rows // self.days // 4)
 
 
-def bench(plan: LogBenchPlan, url: str | None) -> BenchReport:
+def bench(plan: LogBenchPlan, store_url: str | None) -> BenchReport:
     """Run the benchmark. `url` is an empty store; None is SQLite in a temporary directory."""
-    report = BenchReport("gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": url or "sqlite"})
+    report = BenchReport(
+        "gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": store_url or "sqlite"}
+    )
     with tempfile.TemporaryDirectory(prefix="emberline-logs-") as directory:
-        asyncio.run(_bench(plan, url or f"sqlite:{directory}/store", Path(directory), report))
-        if url is None:
+        asyncio.run(_run_bench(plan, store_url or f"sqlite:{directory}/store", Path(directory), report))
+        if store_url is None:
             report.add("disk", sum(p.stat().st_size for p in Path(directory).rglob("*.db")) / 1e6, "MB")
     return report
 
 
-async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchReport) -> None:
+async def _run_bench(plan: LogBenchPlan, store_url: str, work_dir: Path, report: BenchReport) -> None:
     now = int(time.time()) * 1000
     now -= now % UNIT_MS["day"]  # whole days
     began = time.perf_counter()
-    middle = await _fill(url, plan, now, report)
+    middle = await _fill_store(store_url, plan, now, report)
     report.add("filled", plan.rows / (time.perf_counter() - began), "rows/s")
-    store = await open_store(url)
-    ask = _make_query(store, now, directory)
+    store = await open_store(store_url)
+    ask = _make_admin_query(store, now, work_dir)
     slowest = 0.0
-    for name, wanted in _pages(now, middle).items():
+    for name, wanted in _page_queries(now, middle).items():
         times: list[float] = []
         for _ in range(plan.rounds):
             began = time.perf_counter()
@@ -86,7 +88,7 @@ async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchRep
             times.append(1e3 * (time.perf_counter() - began))
         report.add(name, times, "ms")
         slowest = max(slowest, *times)
-        if (asked := await _measure_query(ask, wanted[0], found[0])) > 1:
+        if (asked := await _count_pages_until_found(ask, wanted[0], found[0])) > 1:
             report.add(f"{name}_asked", asked, "pages")
     report.add("slowest_of_all", slowest, "ms")
     began = time.perf_counter()
@@ -96,10 +98,10 @@ async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchRep
     await store.close()
 
 
-def _make_query(store: GatewayStore, now: int, directory: Path) -> Ask:
+def _make_admin_query(store: GatewayStore, now_ms: int, work_dir: Path) -> AdminQuery:
     """Return a function that calls the management API like the dashboard, without HTTP."""
-    wall = ManualClock(now / 1e3)
-    vault = ProviderKeyVault(store, StoreVersionWatch(store, wall), MasterKeyFile(directory / "master.key"))
+    wall = ManualClock(now_ms / 1e3)
+    vault = ProviderKeyVault(store, StoreVersionWatch(store, wall), MasterKeyFile(work_dir / "master.key"))
     admin = AdminAPI(AdminContext(store, vault, wall, LocalLimiter()))
     root = Identity("root", "root", "token", is_admin=True)
 
@@ -113,23 +115,23 @@ def _make_query(store: GatewayStore, now: int, directory: Path) -> Ask:
     return ask
 
 
-async def _measure_query(ask: Ask, wanted: str, found: Any) -> int:
+async def _count_pages_until_found(query_admin: AdminQuery, path: str, first_page: Any) -> int:
     """Return how many pages were requested until a row or the end was found; a page ends after its time limit."""
     count = 1
-    while not found.get("complete", True) and not found["items"]:
-        found = await ask(f"{wanted}&before={found['cursor']}")
+    while not first_page.get("complete", True) and not first_page["items"]:
+        first_page = await query_admin(f"{path}&before={first_page['cursor']}")
         count += 1
     return count
 
 
-async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> LogRecord:
+async def _fill_store(store_url: str, plan: LogBenchPlan, now_ms: int, report: BenchReport) -> LogRecord:
     """Fill the store and return a record with a payload from the middle of the time range."""
-    copies = plan.days - 1 if url.startswith("sqlite:") else 0
+    copies = plan.days - 1 if store_url.startswith("sqlite:") else 0
     rows = -(-plan.rows // (1 + copies))
-    records = _records(plan, now)
-    store = await open_store(url)
-    middle = await _append(store, records, rows // 2)
-    await _append(store, records, rows - rows // 2 - plan.timed_rows)
+    records = _generate_records(plan, now_ms)
+    store = await open_store(store_url)
+    middle = await _append_records(store, records, rows // 2)
+    await _append_records(store, records, rows - rows // 2 - plan.timed_rows)
     last = list(islice(records, plan.timed_rows))
     began, busy = time.perf_counter(), time.process_time()
     for start in range(0, plan.timed_rows, MAX_BATCH_RECORDS):
@@ -137,32 +139,32 @@ async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> 
     report.add("append", plan.timed_rows / (time.perf_counter() - began), "rows/s")
     report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed_rows, "us")
     await store.close()
-    first = utc_day(now) - timedelta(days=plan.days)
+    first = utc_day(now_ms) - timedelta(days=plan.days)
     for number in range(1, 1 + copies):
-        copy_day(Path(url.removeprefix("sqlite:")), first, first + timedelta(days=number))
+        copy_day(Path(store_url.removeprefix("sqlite:")), first, first + timedelta(days=number))
     assert middle is not None, "give --rows more than --payload-every"
-    return msgspec.structs.replace(middle, id=shift_id(middle.id, copies // 2 * UNIT_MS["day"]))
+    return msgspec.structs.replace(middle, id=shift_record_id(middle.id, copies // 2 * UNIT_MS["day"]))
 
 
-async def _append(store: GatewayStore, records: Iterator[Entry], rows: int) -> LogRecord | None:
+async def _append_records(store: GatewayStore, records: Iterator[LogEntry], row_count: int) -> LogRecord | None:
     """Return the last record with a payload."""
     last = None
-    for start in range(0, rows, FILL):
-        batch = list(islice(records, min(FILL, rows - start)))
+    for start in range(0, row_count, FILL):
+        batch = list(islice(records, min(FILL, row_count - start)))
         await store.append(batch)
         last = next((record for record, payload in reversed(batch) if payload is not None), last)
     return last
 
 
-def _records(plan: LogBenchPlan, end: int) -> Iterator[tuple[LogRecord, LogPayload | None]]:
+def _generate_records(plan: LogBenchPlan, end_ms: int) -> Iterator[tuple[LogRecord, LogPayload | None]]:
     dice = random.Random(1)
-    start = end - plan.days * UNIT_MS["day"]
+    start = end_ms - plan.days * UNIT_MS["day"]
     models = [(dice.choice(PROVIDERS), f"model-{i}") for i in range(30)]
     payload = LogPayload(
         b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"some words " * 80), b"an answer " * 100
     )
     for i in range(plan.rows):
-        at = start + i * (end - start) // plan.rows
+        at = start + i * (end_ms - start) // plan.rows
         roll = dice.random()
         provider, model = models[min(int(dice.expovariate(0.2)), 29)]
         failed, priced = roll < 0.03, roll < 0.95
@@ -197,22 +199,23 @@ def _records(plan: LogBenchPlan, end: int) -> Iterator[tuple[LogRecord, LogPaylo
         yield record, payload if i % plan.payload_every == 0 else None
 
 
-def _pages(now: int, middle: LogRecord) -> dict[str, tuple[str, ...]]:
-    return _overviews(now) | {name: (f"{query}&limit=50",) for name, query in _explorer_queries(middle).items()} | {
-        "one_record": (f"logs/{middle.id}",),
-        "what_it_said": (f"logs/{middle.id}/request", f"logs/{middle.id}/response"),
+def _page_queries(now_ms: int, sample_record: LogRecord) -> dict[str, tuple[str, ...]]:
+    explorer = {name: (f"{query}&limit=50",) for name, query in _explorer_queries(sample_record).items()}
+    return _overview_queries(now_ms) | explorer | {
+        "one_record": (f"logs/{sample_record.id}",),
+        "what_it_said": (f"logs/{sample_record.id}/request", f"logs/{sample_record.id}/response"),
         "budgets": ("budgets?limit=500", "spent"),
     }  # fmt: skip
 
 
-def _overviews(now: int) -> dict[str, tuple[str, ...]]:
+def _overview_queries(now_ms: int) -> dict[str, tuple[str, ...]]:
     """Return the requests of the overview page (web/gateway/overview.js). A month has all dimensions."""
     ranges: dict[str, tuple[int, Any]] = {
         "1h": (60, "minute"), "6h": (360, "minute"), "24h": (24, "hour"), "7d": (168, "hour"), "30d": (30, "day")
     }  # fmt: skip
     found: dict[str, tuple[str, ...]] = {}
     for name, (cells, unit) in ranges.items():
-        times = f"rollups?unit={unit}&since={now - cells * UNIT_MS[unit]}&until={now}"
+        times = f"rollups?unit={unit}&since={now_ms - cells * UNIT_MS[unit]}&until={now_ms}"
         dimensions = ("model", "provider", "status", "error", "key", "user") if name == "30d" else ("model",)
         for dimension in dimensions:
             apart = f"{times}&dimension={dimension}&over_time=false&limit=50"
@@ -220,25 +223,25 @@ def _overviews(now: int) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _explorer_queries(middle: LogRecord) -> dict[str, str]:
+def _explorer_queries(sample_record: LogRecord) -> dict[str, str]:
     """Return log pages of one gateway and of all."""
     one = f"logs?gateway={GATEWAY}"
     return {
         "newest": "logs?",
         "newest_of_a_gateway": one,
-        "from_the_middle": f"{one}&until={middle.created_ms}",
+        "from_the_middle": f"{one}&until={sample_record.created_ms}",
         "failed": f"{one}&success=false",
         "failed_with_status": f"{one}&status=503",
         "rescued": f"{one}&rescued=true",
-        "of_a_key": f"{one}&key_id={middle.key_id}",
-        "of_a_user": f"{one}&user={middle.user}",
-        "of_a_model": f"{one}&model={middle.model}",
-        "of_a_provider": f"logs?provider={middle.provider}",
+        "of_a_key": f"{one}&key_id={sample_record.key_id}",
+        "of_a_user": f"{one}&user={sample_record.user}",
+        "of_a_model": f"{one}&model={sample_record.model}",
+        "of_a_provider": f"logs?provider={sample_record.provider}",
         "of_a_rare_model": f"{one}&model={RARE}",
         "of_a_model_that_is_not": f"{one}&model=nothing",
         "of_a_provider_that_is_not": f"{one}&provider=nothing",
-        "of_an_event": f"{one}&event_id=event-{int(middle.id[12:], 16) // 10 * 10}",
-        "of_a_session": f"{one}&session_id={middle.session_id}",
+        "of_an_event": f"{one}&event_id=event-{int(sample_record.id[12:], 16) // 10 * 10}",
+        "of_a_session": f"{one}&session_id={sample_record.session_id}",
         "with_metadata": f"{one}&metadata.team=team-3&metadata.release=5",
         "with_feedback": f"{one}&feedback=1",
         "cached_and_slow": f"{one}&cached=true&min_duration=20000",

@@ -24,21 +24,21 @@ from emberline.bench.grammar_child import DEADLINE_S
 LIBRARIES = ("llguidance", "xgrammar")
 
 
-class GrammarChild:
+class GrammarLibraryProcess:
     """A library's process, restarted after a case that hung or crashed it."""
 
     def __init__(self, library: str, tokenizer: Path) -> None:
         self.command = [sys.executable, "-m", "emberline.bench.grammar_child", library, str(tokenizer)]
-        self.start()
+        self.start_process()
 
-    def start(self) -> None:
+    def start_process(self) -> None:
         self.process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert self.process.stdout is not None
         self.ready: dict[str, Any] = json.loads(self.process.stdout.readline())
 
-    def ask(self, case: GrammarCase) -> dict[str, Any]:
+    def run_case(self, case: GrammarCase) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         question = {"kind": case.grammar.kind, "text": case.grammar.text, "sample": case.sample}
         self.process.stdin.write(json.dumps(question) + "\n")
@@ -47,49 +47,49 @@ class GrammarChild:
             answer: dict[str, Any] = json.loads(line)
             return answer
         how = "hung" if self.process.wait() == -signal.SIGPROF else "crashed"
-        self.start()
+        self.start_process()
         return {how: True}
 
-    def stop(self) -> None:
+    def stop_process(self) -> None:
         self.process.kill()
         self.process.wait()
 
 
-def ending(answer: dict[str, Any]) -> str:
+def describe_outcome(result: dict[str, Any]) -> str:
     """Return the outcome of a hostile case. `slow`: it returned after more than a second."""
     for bad in ("hung", "crashed"):
-        if bad in answer:
+        if bad in result:
             return bad
-    seconds = answer.get("seconds", answer.get("compile_s", 0.0) + max(answer.get("fills", [0.0])))
+    seconds = result.get("seconds", result.get("compile_s", 0.0) + max(result.get("fills", [0.0])))
     if seconds > 1.0:
         return "slow"
-    return "refused" if "error" in answer else "compiled"
+    return "refused" if "error" in result else "compiled"
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+def percentile(values: list[float], fraction: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
 
 
-def run(library: str, tokenizer: Path) -> dict[str, Any]:
-    child = GrammarChild(library, tokenizer)
+def measure_library(library: str, tokenizer: Path) -> dict[str, Any]:
+    child = GrammarLibraryProcess(library, tokenizer)
     ready = child.ready
-    ordinary = {case.name: child.ask(case) for case in ORDINARY}
-    hostile = {case.name: child.ask(case) for case in HOSTILE}
-    child.stop()
+    ordinary = {case.name: child.run_case(case) for case in ORDINARY}
+    hostile = {case.name: child.run_case(case) for case in HOSTILE}
+    child.stop_process()
     return {"ready": ready, "ordinary": ordinary, "hostile": hostile}
 
 
-def figures(library: str, measured: dict[str, Any]) -> dict[str, tuple[float, str]]:
-    ordinary = [a for a in measured["ordinary"].values() if "compile_s" in a]
+def compute_figures(library: str, results: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    ordinary = [a for a in results["ordinary"].values() if "compile_s" in a]
     compiles = [a["compile_s"] * 1e3 for a in ordinary]
     fills = [f * 1e6 for a in ordinary for f in a["fills"]]
-    endings = [ending(a) for a in measured["hostile"].values()]
-    wrong = sum("compile_s" not in a or "refused_at" in a for a in measured["ordinary"].values())
+    endings = [describe_outcome(a) for a in results["hostile"].values()]
+    wrong = sum("compile_s" not in a or "refused_at" in a for a in results["ordinary"].values())
     return {
-        "import": (measured["ready"]["import_s"] * 1e3, "ms"),
-        "tokenizer": (measured["ready"]["tokenizer_s"] * 1e3, "ms"),
-        "memory_start": (measured["ready"]["rss_mb"], "MB"),
-        "memory_after_ordinary": (max(a.get("rss_mb", 0.0) for a in measured["ordinary"].values()), "MB"),
+        "import": (results["ready"]["import_s"] * 1e3, "ms"),
+        "tokenizer": (results["ready"]["tokenizer_s"] * 1e3, "ms"),
+        "memory_start": (results["ready"]["rss_mb"], "MB"),
+        "memory_after_ordinary": (max(a.get("rss_mb", 0.0) for a in results["ordinary"].values()), "MB"),
         "compile_p50": (percentile(compiles, 0.5), "ms"),
         "compile_max": (max(compiles), "ms"),
         "mask_p50": (percentile(fills, 0.5), "us"),
@@ -104,31 +104,37 @@ def figures(library: str, measured: dict[str, Any]) -> dict[str, tuple[float, st
     }
 
 
-def hardware() -> dict[str, Any]:
+def describe_hardware() -> dict[str, Any]:
     load = os.getloadavg()[0]
     return {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform(), "load_at_end": load}
 
 
-def report(measured: dict[str, Any], model: str, stated: str | None) -> dict[str, Any]:
-    table = {library: figures(library, measured[library]) for library in LIBRARIES}
+def make_report(results_by_library: dict[str, Any], model: str, stated_commit: str | None) -> dict[str, Any]:
+    table = {library: compute_figures(library, results_by_library[library]) for library in LIBRARIES}
     chosen, peer = LIBRARIES
     results = {
         name: {"value": round(value, 3), "unit": unit, "peer": round(table[peer][name][0], 3)}
         for name, (value, unit) in table[chosen].items()
     }
     detail = {
-        case.name: {library: ending(measured[library]["hostile"][case.name]) for library in LIBRARIES}
+        case.name: {
+            library: describe_outcome(results_by_library[library]["hostile"][case.name]) for library in LIBRARIES
+        }
         for case in HOSTILE
     }
     failed = {
-        library: {n: a for n, a in measured[library]["ordinary"].items() if "compile_s" not in a or "refused_at" in a}
+        library: {
+            n: a
+            for n, a in results_by_library[library]["ordinary"].items()
+            if "compile_s" not in a or "refused_at" in a
+        }
         for library in LIBRARIES
     }
     return {
         "bench": "grammar-choice",
         "command": "python -m emberline.bench.grammar",
-        "commit": machine.commit(stated),
-        "hardware": hardware(),
+        "commit": machine.describe_commit(stated_commit),
+        "hardware": describe_hardware(),
         "software": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
         "config": {
             "model": model,
@@ -146,12 +152,12 @@ def report(measured: dict[str, Any], model: str, stated: str | None) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     args = parser.parse_args()
     from emberline.hub.source import resolve_model
 
     tokenizer = resolve_model(args.model) / "tokenizer.json"
-    done = report({library: run(library, tokenizer) for library in LIBRARIES}, args.model, args.commit)
+    done = make_report({library: measure_library(library, tokenizer) for library in LIBRARIES}, args.model, args.commit)
     print(f"{'':24}{LIBRARIES[0]:>14}{LIBRARIES[1]:>14}")
     for name, row in done["results"].items():
         print(f"{name:24}{row['value']:>14}{row['peer']:>14} {row['unit']}")

@@ -16,19 +16,19 @@ class GrammarCase:
     sample: str  # a text that the grammar accepts; masks are measured on its tokens
 
 
-def _schema(name: str, schema: dict[str, Any], sample: Any) -> GrammarCase:
+def _json_schema_case(name: str, schema: dict[str, Any], sample: Any) -> GrammarCase:
     return GrammarCase(name, GrammarSpec("json_schema", json.dumps(schema)), json.dumps(sample, ensure_ascii=False))
 
 
-def _object(**properties: Any) -> dict[str, Any]:
+def _object_schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 _TEXT = {"type": "string"}
 _INT = {"type": "integer"}
-_ADDRESS = _object(street=_TEXT, city=_TEXT, zip={"type": "string", "pattern": "^[0-9]{5}$"})
+_ADDRESS = _object_schema(street=_TEXT, city=_TEXT, zip={"type": "string", "pattern": "^[0-9]{5}$"})
 _TREE = {
-    "$defs": {"node": _object(value=_INT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})},
+    "$defs": {"node": _object_schema(value=_INT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})},
     "$ref": "#/$defs/node",
 }
 _TREE_SAMPLE = {
@@ -37,8 +37,8 @@ _TREE_SAMPLE = {
 }
 _COUNTRIES = [f"country number {i}" for i in range(200)]
 _SHAPES = [
-    _object(kind={"const": "circle"}, radius={"type": "number"}),
-    _object(kind={"const": "box"}, sides={"type": "array", "items": _INT}),
+    _object_schema(kind={"const": "circle"}, radius={"type": "number"}),
+    _object_schema(kind={"const": "box"}, sides={"type": "array", "items": _INT}),
 ]
 _ARITHMETIC = (
     'root ::= term (("+" | "-") term)*\nterm ::= factor (("*" | "/") factor)*\nfactor ::= [0-9]+ | "(" root ")"\n'
@@ -53,45 +53,51 @@ _PROSE = (
 
 ORDINARY: tuple[GrammarCase, ...] = (
     GrammarCase("any_object", GrammarSpec("json_object"), json.dumps({"a": [1, 2.5, None, True], "b": {"c": "d"}})),
-    _schema(
+    _json_schema_case(
         "flat",
-        _object(name=_TEXT, age=_INT, member={"type": "boolean"}),
+        _object_schema(name=_TEXT, age=_INT, member={"type": "boolean"}),
         {"name": "Ada Lovelace", "age": 36, "member": True},
     ),
-    _schema("long_string", _object(answer=_TEXT), {"answer": _PROSE * 3}),
-    _schema(
+    _json_schema_case("long_string", _object_schema(answer=_TEXT), {"answer": _PROSE * 3}),
+    _json_schema_case(
         "nested",
-        _object(person=_object(name=_TEXT, home=_ADDRESS)),
+        _object_schema(person=_object_schema(name=_TEXT, home=_ADDRESS)),
         {"person": {"name": "Jo", "home": {"street": "Elm 3", "city": "Bonn", "zip": "53111"}}},
     ),
-    _schema("enum_small", _object(unit={"enum": ["celsius", "fahrenheit", "kelvin"]}), {"unit": "kelvin"}),
-    _schema("enum_200", _object(country={"enum": _COUNTRIES}), {"country": _COUNTRIES[137]}),
-    _schema("recursive", _TREE, _TREE_SAMPLE),
-    _schema(
+    _json_schema_case(
+        "enum_small", _object_schema(unit={"enum": ["celsius", "fahrenheit", "kelvin"]}), {"unit": "kelvin"}
+    ),
+    _json_schema_case("enum_200", _object_schema(country={"enum": _COUNTRIES}), {"country": _COUNTRIES[137]}),
+    _json_schema_case("recursive", _TREE, _TREE_SAMPLE),
+    _json_schema_case(
         "union",
         {"type": "array", "items": {"anyOf": _SHAPES}},
         [{"kind": "circle", "radius": 1.5}, {"kind": "box", "sides": [1, 2, 3]}],
     ),
-    _schema("array_1000", {"type": "array", "items": _INT, "maxItems": 1000}, list(range(100))),
-    _schema(
+    _json_schema_case("array_1000", {"type": "array", "items": _INT, "maxItems": 1000}, list(range(100))),
+    _json_schema_case(
         "array_exact",
         {"type": "array", "items": _TEXT, "minItems": 12, "maxItems": 12},
         [f"item {i}" for i in range(12)],
     ),
-    _schema("string_bounds", _object(code={"type": "string", "minLength": 3, "maxLength": 400}), {"code": "x1 " * 60}),
-    _schema(
+    _json_schema_case(
+        "string_bounds", _object_schema(code={"type": "string", "minLength": 3, "maxLength": 400}), {"code": "x1 " * 60}
+    ),
+    _json_schema_case(
         "pattern",
-        _object(mail={"type": "string", "pattern": r"^[a-z0-9.]+@[a-z0-9]+\.[a-z]{2,6}$"}),
+        _object_schema(mail={"type": "string", "pattern": r"^[a-z0-9.]+@[a-z0-9]+\.[a-z]{2,6}$"}),
         {"mail": "ada.lovelace@example.org"},
     ),
-    _schema("number_range", _object(p={"type": "integer", "minimum": -17, "maximum": 4200}), {"p": 4199}),
-    _schema("date", _object(on={"type": "string", "format": "date"}), {"on": "2024-02-29"}),
-    _schema(
+    _json_schema_case(
+        "number_range", _object_schema(p={"type": "integer", "minimum": -17, "maximum": 4200}), {"p": 4199}
+    ),
+    _json_schema_case("date", _object_schema(on={"type": "string", "format": "date"}), {"on": "2024-02-29"}),
+    _json_schema_case(
         "open_map",
         {"type": "object", "additionalProperties": {"type": "number"}},
         {"alpha": 1, "beta": 2.5, "gamma": -3e4},
     ),
-    _schema(
+    _json_schema_case(
         "optional_30",
         {"type": "object", "properties": {f"field_{i}": _TEXT for i in range(30)}, "additionalProperties": False},
         {"field_3": "a", "field_17": "b", "field_29": "c"},
@@ -115,10 +121,10 @@ def _nested_schema(depth: int) -> str:
 def _doubling_schema(levels: int, keyword: str) -> str:
     """Return a schema whose definitions each refer to the next one twice: 2 ** `levels` parts when expanded."""
     defs: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
-    return json.dumps({"$defs": {**defs, f"d{levels}": _object(a=_INT)}, "$ref": "#/$defs/d0"})
+    return json.dumps({"$defs": {**defs, f"d{levels}": _object_schema(a=_INT)}, "$ref": "#/$defs/d0"})
 
 
-def _crossed_schema(pairs: int) -> str:
+def _union_intersection_schema(pairs: int) -> str:
     """Return an intersection of unions whose product has 2 ** `pairs` members."""
     union = [{"anyOf": [{"properties": {f"p{i}": {"const": bit}}} for bit in (0, 1)]} for i in range(pairs)]
     return json.dumps({"allOf": union})
@@ -136,7 +142,7 @@ _HOSTILE_SCHEMAS: dict[str, str] = {
     "ref_remote": '{"$ref":"http://127.0.0.1:9/schema"}',
     "doubling_all_of": _doubling_schema(30, "allOf"),
     "doubling_any_of": _doubling_schema(30, "anyOf"),
-    "crossed_40": _crossed_schema(40),
+    "crossed_40": _union_intersection_schema(40),
     "one_megabyte": json.dumps(
         {
             "type": "object",
@@ -144,7 +150,7 @@ _HOSTILE_SCHEMAS: dict[str, str] = {
         }
     ),
     "enum_60000": json.dumps({"enum": [f"value {i}" for i in range(60_000)]}),
-    "any_of_5000": json.dumps({"anyOf": [_object(**{f"k{i}": _TEXT}) for i in range(5000)]}),
+    "any_of_5000": json.dumps({"anyOf": [_object_schema(**{f"k{i}": _TEXT}) for i in range(5000)]}),
     "patterns_intersected": json.dumps(
         {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrstuv"]}
     ),

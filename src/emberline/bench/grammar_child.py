@@ -25,9 +25,9 @@ Mask = npt.NDArray[np.int32]
 
 
 class LibraryMatcher(Protocol):
-    def fill(self, mask: Mask) -> None: ...
+    def fill_mask(self, mask: Mask) -> None: ...
 
-    def accept(self, token: int) -> bool: ...
+    def accept_token(self, token: int) -> bool: ...
 
 
 class GrammarLibrary(Protocol):
@@ -38,12 +38,12 @@ class LLGuidanceMatcher:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
 
-    def fill(self, mask: Mask) -> None:
+    def fill_mask(self, mask: Mask) -> None:
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self.matcher.is_error():
             raise ValueError(self.matcher.get_error())
 
-    def accept(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         return bool(self.matcher.consume_token(token))
 
 
@@ -67,11 +67,11 @@ class XGrammarMatcher:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
 
-    def fill(self, mask: Mask) -> None:
+    def fill_mask(self, mask: Mask) -> None:
         if not self.matcher.fill_next_token_bitmask(mask[None, :]):
             mask.fill(-1)  # -1 allows every token
 
-    def accept(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         return bool(self.matcher.accept_token(token))
 
 
@@ -84,9 +84,9 @@ class XGrammar:
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: GrammarSpec) -> XGrammarMatcher:
-        return XGrammarMatcher(self.library.GrammarMatcher(self._compile(grammar)))
+        return XGrammarMatcher(self.library.GrammarMatcher(self._compile_grammar(grammar)))
 
-    def _compile(self, grammar: GrammarSpec) -> Any:
+    def _compile_grammar(self, grammar: GrammarSpec) -> Any:
         match grammar.kind:
             case "json_object":
                 return self.compiler.compile_json_schema('{"type":"object"}', strict_mode=False)
@@ -105,7 +105,7 @@ class XGrammar:
 LIBRARIES: dict[str, type[LLGuidance] | type[XGrammar]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
 
 
-def measure(library: GrammarLibrary, grammar: GrammarSpec, tokens: list[int], vocab_size: int) -> dict[str, Any]:
+def measure_case(library: GrammarLibrary, grammar: GrammarSpec, tokens: list[int], vocab_size: int) -> dict[str, Any]:
     start = time.thread_time()
     try:
         matcher = library.compile(grammar)
@@ -114,11 +114,11 @@ def measure(library: GrammarLibrary, grammar: GrammarSpec, tokens: list[int], vo
         fills: list[float] = []
         for at, token in enumerate([*tokens, -1]):
             start = time.thread_time()
-            matcher.fill(mask)
+            matcher.fill_mask(mask)
             fills.append(time.thread_time() - start)
             if token < 0:
                 break
-            if not (mask[token // 32] >> (token % 32)) & 1 or not matcher.accept(token):
+            if not (mask[token // 32] >> (token % 32)) & 1 or not matcher.accept_token(token):
                 return {"compile_s": compile_s, "fills": fills, "refused_at": at}
     except Exception as error:  # any error of the library is a result
         return {"error": f"{type(error).__name__}: {error}"[:200], "seconds": time.thread_time() - start}
@@ -129,7 +129,7 @@ def rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main(name: str, tokenizer_file: str) -> None:
+def main(library_name: str, tokenizer_file: str) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(tokenizer_file)
@@ -137,16 +137,16 @@ def main(name: str, tokenizer_file: str) -> None:
     vocab = [tokenizer.id_to_token(i) or "" for i in range(size)]
     before = rss_mb()
     start = time.thread_time()
-    __import__(name)
+    __import__(library_name)
     imported = time.thread_time()
-    library = LIBRARIES[name](Path(tokenizer_file).read_text("utf-8"), vocab, eos=2)
+    library = LIBRARIES[library_name](Path(tokenizer_file).read_text("utf-8"), vocab, eos=2)
     ready = {"import_s": imported - start, "tokenizer_s": time.thread_time() - imported, "rss_mb": rss_mb() - before}
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
         case = json.loads(line)
         tokens = tokenizer.encode(case["sample"], add_special_tokens=False).ids
         signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # unhandled, so the signal ends the process
-        result = measure(library, GrammarSpec(case["kind"], case["text"]), tokens, size)
+        result = measure_case(library, GrammarSpec(case["kind"], case["text"]), tokens, size)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps({**result, "rss_mb": rss_mb() - before}), flush=True)
 

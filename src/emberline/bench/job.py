@@ -21,7 +21,7 @@ class BenchJob:
         return sum(map(len, self.prompts))
 
     @property
-    def longest(self) -> int:
+    def max_request_tokens(self) -> int:
         return max(len(prompt) + output for prompt, output in zip(self.prompts, self.outputs, strict=True))
 
 
@@ -31,39 +31,39 @@ class TokenTimeline:
 
     times: list[list[float]]
 
-    def check(self, job: BenchJob) -> None:
+    def check_token_counts(self, job: BenchJob) -> None:
         """Raise ValueError if a request has fewer or more tokens than the job states."""
         counts = [len(times) for times in self.times]
         if counts != job.outputs:
             raise ValueError(f"asked for {sum(job.outputs)} tokens, got {sum(counts)}")
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return sum(map(len, self.times))
 
     @property
-    def wall(self) -> float:
+    def wall_seconds(self) -> float:
         return max(times[-1] for times in self.times)
 
     @property
-    def full(self) -> tuple[float, float]:
+    def full_batch_period(self) -> tuple[float, float]:
         """Return the start and end of the time in which all requests decode and none prefills."""
         return max(times[0] for times in self.times), min(times[-1] for times in self.times)
 
     def prefill_rate(self, job: BenchJob) -> float:
         """Return the prompt tokens per second until every request has its first token."""
-        return job.prompt_tokens / self.full[0]
+        return job.prompt_tokens / self.full_batch_period[0]
 
     def decode_rate(self) -> float:
         """Return the tokens per second while the whole batch decodes, without prefill."""
-        begin, end = self.full
+        begin, end = self.full_batch_period
         return sum(begin < t <= end for times in self.times for t in times) / (end - begin)
 
-    def step(self) -> float:
+    def median_step_seconds(self) -> float:
         """Return the median seconds between two tokens of a request while the whole batch decodes."""
-        begin, end = self.full
+        begin, end = self.full_batch_period
         return median(b - a for times in self.times for a, b in pairwise(times) if begin <= a and b <= end)
 
     def output_rate(self) -> float:
         """Return the output tokens per second from submission to the last token, prefill included."""
-        return self.tokens / self.wall
+        return self.num_tokens / self.wall_seconds

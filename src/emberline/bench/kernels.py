@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from emberline.bench import machine_limits
 from emberline.bench import report as reports
-from emberline.bench.machine import llc_bytes
+from emberline.bench.machine import last_level_cache_bytes
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
 from emberline.core.config import core_count
@@ -89,24 +89,24 @@ class BenchRandomWeights(Weights):
 
 def bench(threads: int) -> BenchReport:
     backend = ops.start_backend(threads=threads)
-    top = machine_limits.measure(threads)  # also sets torch's number of threads
+    top = machine_limits.measure_limits(threads)  # also sets torch's number of threads
     report = BenchReport(
         "kernels", {"threads": threads, "backend": str(backend), "ceiling": top.how, "on_more_cores": {}}
     )
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
-    _steps(report, top)
+    _measure_forward_passes(report, top)
     for name, (n, k) in LINEARS.items():
-        _linears(report, name, n, k, top)
+        _measure_linear(report, name, n, k, top)
         print(f"{name}: done", file=sys.stderr, flush=True)
     return report
 
 
-def _linears(report: BenchReport, name: str, n: int, k: int, top: MachineLimits) -> None:
+def _measure_linear(report: BenchReport, name: str, n: int, k: int, limits: MachineLimits) -> None:
     weight = torch.randn(n, k).to(torch.bfloat16)
     packed = ops.pack_linear(weight, gated=name == "gate_up")
-    copies = -(-max(1 << 28, llc_bytes() * 3 // 2) // weight.nbytes)
-    ours = [packed] + [replace(packed, data=data, ptr=data.data_ptr()) for data in _copies(packed.data, copies)]
+    copies = -(-max(1 << 28, last_level_cache_bytes() * 3 // 2) // weight.nbytes)
+    ours = [packed] + [replace(packed, data=data, ptr=data.data_ptr()) for data in _clone_tensor(packed.data, copies)]
     for m in ROWS:
         flop, some = 2.0 * m * n * k, copies if m <= FEW_ROWS else 1
         if flop > MAX_FLOP:
@@ -120,41 +120,43 @@ def _linears(report: BenchReport, name: str, n: int, k: int, top: MachineLimits)
         def multiply_all(product=product, layers=layers[:some], x=x, y=y) -> object:  # type: ignore[no-untyped-def]
             return [product(x, layer, out=y) for layer in layers]
 
-        seconds = _times(multiply_all)
-        limit = max(flop / top.flops, weight.nbytes / top.bandwidth if m <= FEW_ROWS else 0.0)
+        seconds = _time_rounds(multiply_all)
+        limit = max(flop / limits.flops, weight.nbytes / limits.bandwidth if m <= FEW_ROWS else 0.0)
         label = f"{name}_{m}"
-        theirs = _peers(report, label, _torch(x, weight, some, packed.layout), some)
+        theirs = _measure_peers(report, label, _torch_implementations(x, weight, some, packed.layout), some)
         best = min(theirs.values(), default=None)
         report.add(label, [s / some * 1e6 for s in seconds], "us", peer=best, limit=limit * 1e6)
         for peer, value in theirs.items():
             report.add(f"{label}/{peer}", value, "us")
 
 
-def _peers(report: BenchReport, label: str, ways: Iterator[tuple[str, Work]], some: int) -> dict[str, float]:
+def _measure_peers(
+    report: BenchReport, label: str, implementations: Iterator[tuple[str, Work]], products_per_call: int
+) -> dict[str, float]:
     """Add the microseconds of each peer.
 
     torch's BLAS may use more threads than configured; a peer on more cores is no comparison and is named in the config.
     """
     best = {}
-    for peer, work in ways:
+    for peer, work in implementations:
         wall, busy = time.perf_counter(), time.process_time()
-        times = _times(work)
+        times = _time_rounds(work)
         cores = (time.process_time() - busy) / (time.perf_counter() - wall)
         if cores > report.config["threads"] * 1.15:
             report.config["on_more_cores"][f"{label}/{peer}"] = round(cores, 2)
         else:
-            best[peer] = min(times) / some * 1e6
+            best[peer] = min(times) / products_per_call * 1e6
     return best
 
 
-def _torch(x: Tensor, weight: Tensor, copies: int, layout: WeightLayout) -> Iterator[tuple[str, Work]]:
+def _torch_implementations(x: Tensor, weight: Tensor, copies: int, layout: WeightLayout) -> Iterator[tuple[str, Work]]:
     """Yield torch's implementations of the product, with one set of weights in memory at a time."""
     if layout is not WeightLayout.AMX:
         wide = [weight.float() for _ in range(max(1, copies // 2))] * (2 if copies > 1 else 1)
         yield "torch_fp32", lambda: [linear(x, w) for w in wide[:copies]]
         return
     inputs = x.to(torch.bfloat16)
-    plain = [weight, *_copies(weight, copies)]
+    plain = [weight, *_clone_tensor(weight, copies)]
     yield "torch_bf16", lambda: [linear(inputs, w) for w in plain]
     mkldnn = torch.ops.mkldnn
     try:
@@ -165,53 +167,55 @@ def _torch(x: Tensor, weight: Tensor, copies: int, layout: WeightLayout) -> Iter
     yield "onednn", lambda: [mkldnn._linear_pointwise(inputs, w, None, "none", [], "") for w in ready]
 
 
-def _steps(report: BenchReport, top: MachineLimits) -> None:
+def _measure_forward_passes(report: BenchReport, limits: MachineLimits) -> None:
     config = ModelConfig.from_hf(SMOLLM2)
     model = DecoderModel.load(config, BenchRandomWeights(), 4096, "random")
     blocks = max(1 + batch * -(-(new + before) // BLOCK) for batch, new, before in STEPS.values())
     keys = torch.zeros(config.layers, blocks, config.kv_heads, BLOCK, config.head_dim, dtype=torch.bfloat16)
-    values, cost = keys.clone(), TokenCost.of(config)
+    values, cost = keys.clone(), TokenCost.from_config(config)
     for name, (batch, new, before) in STEPS.items():
-        step = _forward(batch, new, before, config.vocab, keys, values)
-        rates = [batch * new / seconds for seconds in _times(lambda step=step: model.forward(step))]  # type: ignore[misc]
-        limit = cost.prefill_limit(top, new) if new > 1 else cost.decode_limit(top, batch, before)
+        step = _make_forward_batch(batch, new, before, config.vocab, keys, values)
+        rates = [batch * new / seconds for seconds in _time_rounds(lambda step=step: model.forward(step))]  # type: ignore[misc]
+        limit = cost.max_prefill_rate(limits, new) if new > 1 else cost.max_decode_rate(limits, batch, before)
         report.add(name, rates, "tok/s", limit=limit)
-        report.add(f"{name}_attention", _attention_ms(step, config), "ms")
+        report.add(f"{name}_attention", _time_attention_ms(step, config), "ms")
 
 
-def _attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
+def _time_attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
     """Return the milliseconds of attention in all layers of a step, all reading the same layer's KV cache."""
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     qkv = torch.randn(len(step.tokens), (heads + 2 * kv_heads) * head_dim)
     layer = ops.AttentionLayer(heads, kv_heads, head_dim, scale=head_dim**-0.5, cos_sin=torch.empty(0))
-    seconds = _times(lambda: ops.paged_attention(qkv, layer, step.keys[0], step.values[0], step.attention))
+    seconds = _time_rounds(lambda: ops.paged_attention(qkv, layer, step.keys[0], step.values[0], step.attention))
     return [config.layers * s * 1e3 for s in seconds]
 
 
-def _forward(batch: int, new: int, before: int, vocab: int, keys: Tensor, values: Tensor) -> ForwardBatch:
-    per = -(-(new + before) // BLOCK)
+def _make_forward_batch(
+    batch: int, new_tokens: int, cached_tokens: int, vocab_size: int, keys: Tensor, values: Tensor
+) -> ForwardBatch:
+    per = -(-(new_tokens + cached_tokens) // BLOCK)
     tables = torch.arange(1, 1 + batch * per, dtype=torch.int32).view(batch, per)
-    at = torch.arange(before, before + new).repeat(batch, 1)
+    at = torch.arange(cached_tokens, cached_tokens + new_tokens).repeat(batch, 1)
     return ForwardBatch(
-        tokens=torch.randint(vocab, (batch * new,)),
+        tokens=torch.randint(vocab_size, (batch * new_tokens,)),
         attention=ops.AttentionMetadata(
             positions=at.flatten().int(),
             slots=(tables.gather(1, at // BLOCK).long() * BLOCK + at % BLOCK).flatten(),
-            query_start=torch.arange(0, batch * new + 1, new).int(),
-            context=torch.full((batch,), before).int(),
+            query_start=torch.arange(0, batch * new_tokens + 1, new_tokens).int(),
+            context=torch.full((batch,), cached_tokens).int(),
             block_tables=tables,
         ),
-        logit_rows=torch.arange(new - 1, batch * new, new),
+        logit_rows=torch.arange(new_tokens - 1, batch * new_tokens, new_tokens),
         keys=keys,
         values=values,
     )
 
 
-def _copies(of: Tensor, count: int) -> list[Tensor]:
-    return [of.clone() for _ in range(count - 1)]
+def _clone_tensor(tensor: Tensor, total_count: int) -> list[Tensor]:
+    return [tensor.clone() for _ in range(total_count - 1)]
 
 
-def _times(work: Work) -> list[float]:
+def _time_rounds(work: Work) -> list[float]:
     work()
     times: list[float] = []
     while len(times) < LEAST or (sum(times) < SECONDS and len(times) < MOST):
@@ -224,9 +228,9 @@ def _times(work: Work) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.kernels", description=__doc__)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     args = parser.parse_args()
-    bench(args.threads or core_count()).emit(args.json, args.commit)
+    bench(args.threads or core_count()).print_and_save(args.json, args.commit)
 
 
 if __name__ == "__main__":

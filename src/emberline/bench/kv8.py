@@ -47,16 +47,16 @@ BLOCK = 16
 FLOAT8_MAX = 448.0  # the largest e4m3 number
 
 
-def float8(x: Tensor) -> Tensor:
+def round_to_float8(x: Tensor) -> Tensor:
     """Round as kernels/triton/rope.py does; larger numbers are clamped."""
     return x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
 
 
-def bfloat16(x: Tensor) -> Tensor:
+def round_to_bfloat16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).float()
 
 
-ROUNDINGS: dict[str, Rounding] = {"float8": float8, "bfloat16": bfloat16}
+ROUNDINGS: dict[str, Rounding] = {"float8": round_to_float8, "bfloat16": round_to_bfloat16}
 
 
 class RoundingOps:
@@ -83,7 +83,7 @@ class RoundingOps:
 
 
 @contextmanager
-def rounding_ops(rounding: Rounding) -> Iterator[None]:
+def round_cached_values(rounding: Rounding) -> Iterator[None]:
     """Let attention's cache hold rounded numbers inside this context."""
     names = vars(attention)
     names["ops"] = RoundingOps(rounding)
@@ -103,12 +103,12 @@ class RoundingErrors:
     mean: list[Tensor] = field(default_factory=list)  # mean error of the logits
     most: list[Tensor] = field(default_factory=list)
 
-    def add(self, exact: Tensor, logits: Tensor, successors: Tensor) -> None:
-        p, q = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
-        error = (logits - exact).abs()
+    def add_chunk(self, exact_logits: Tensor, rounded_logits: Tensor, next_tokens: Tensor) -> None:
+        p, q = exact_logits.double().log_softmax(-1), rounded_logits.double().log_softmax(-1)
+        error = (rounded_logits - exact_logits).abs()
         self.kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
-        self.same.append(exact.argmax(-1) == logits.argmax(-1))
-        self.nll.append(-q[: len(successors)].gather(1, successors[:, None])[:, 0])
+        self.same.append(exact_logits.argmax(-1) == rounded_logits.argmax(-1))
+        self.nll.append(-q[: len(next_tokens)].gather(1, next_tokens[:, None])[:, 0])
         self.mean.append(error.mean(-1))
         self.most.append(error.amax(-1))
 
@@ -122,17 +122,19 @@ class RoundingRun:
         self._rounding = rounding
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))
 
-    def logits(self, tokens: list[int], start: int) -> Tensor:
-        work = [WorkItem("", start, tokens, range(self.cache.num_blocks), samples=True, prompt_logprobs=True)]
+    def compute_logits(self, tokens: list[int], first_position: int) -> Tensor:
+        work = [WorkItem("", first_position, tokens, range(self.cache.num_blocks), samples=True, prompt_logprobs=True)]
         step = build_forward(work, self.cache)
         if self._rounding is None:
             return self._model.forward(step)
-        with rounding_ops(self._rounding):
+        with round_cached_values(self._rounding):
             return self._model.forward(step)
 
 
 @torch.inference_mode()
-def compare(model: DecoderModel, tokens: list[int]) -> tuple[dict[str, RoundingErrors], np.ndarray, dict[str, float]]:
+def compare_cache_dtypes(
+    model: DecoderModel, tokens: list[int]
+) -> tuple[dict[str, RoundingErrors], np.ndarray, dict[str, float]]:
     """Return the errors of each kind of cache, their positions, and the magnitudes of keys and values."""
     exact, runs = RoundingRun(model, None), {name: RoundingRun(model, rounding) for name, rounding in ROUNDINGS.items()}
     errors = {name: RoundingErrors() for name in ("float32", *runs)}
@@ -141,9 +143,9 @@ def compare(model: DecoderModel, tokens: list[int]) -> tuple[dict[str, RoundingE
         start, chunk = at % WINDOW, tokens[at : at + CHUNK]
         last = start + len(chunk) == WINDOW  # the next token is computed without this context
         successors = torch.tensor(tokens[at + 1 : at + len(chunk) + (not last)], dtype=torch.int64)
-        truth = exact.logits(chunk, start)
+        truth = exact.compute_logits(chunk, start)
         for name, one in errors.items():
-            one.add(truth, truth if name == "float32" else runs[name].logits(chunk, start), successors)
+            one.add_chunk(truth, truth if name == "float32" else runs[name].compute_logits(chunk, start), successors)
         positions.append(np.arange(start, start + len(chunk)))
         for name, cache in (("key", exact.cache.keys), ("value", exact.cache.values)):
             largest[name] = max(largest[name], cache.abs().max().item())
@@ -151,19 +153,19 @@ def compare(model: DecoderModel, tokens: list[int]) -> tuple[dict[str, RoundingE
     return errors, np.concatenate(positions), largest
 
 
-def bench(name: str, text: str, config: dict[str, Any]) -> BenchReport:
-    directory = resolve_model(name)
+def bench(model_name: str, text: str, config: dict[str, Any]) -> BenchReport:
+    directory = resolve_model(model_name)
     backend = ops.start_backend()
     torch.set_num_threads(core_count() if backend.library is None else 1)
     model = load_decoder(directory, "auto", WINDOW)
     tokens = Tokenizer.load(directory).encode(text, add_special=False)
     if len(tokens) < 2:
         raise InvalidRequest("the text has fewer than 2 tokens", param="text")
-    report = BenchReport("kv-float8", {"model": name, "weights": str(model.dtype), "window": WINDOW, **config})
+    report = BenchReport("kv-float8", {"model": model_name, "weights": str(model.dtype), "window": WINDOW, **config})
     report.config |= {"tokens": len(tokens), "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
-    errors, positions, largest = compare(model, tokens)
+    errors, positions, largest = compare_cache_dtypes(model, tokens)
     for kind in ROUNDINGS:
-        add_figures(report, errors[kind], positions, "" if kind == "float8" else f"/{kind}")
+        add_error_results(report, errors[kind], positions, "" if kind == "float8" else f"/{kind}")
     for kind, one in errors.items():
         report.add(f"perplexity_{kind}", torch.cat(one.nll).mean().exp().item(), "")
     for what, size in largest.items():
@@ -171,28 +173,28 @@ def bench(name: str, text: str, config: dict[str, Any]) -> BenchReport:
     return report
 
 
-def add_figures(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, kind: str) -> None:
+def add_error_results(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, name_suffix: str) -> None:
     kl, same = torch.cat(errors.kl).numpy(), torch.cat(errors.same).numpy()
     mean, most = torch.cat(errors.mean).numpy(), torch.cat(errors.most).numpy()
     spans = [(low, high, (positions >= low) & (positions < high)) for low, high in pairwise(SPANS)]
     everywhere = ("", np.ones(len(kl), bool))
     for where, here in (everywhere, *((f"_{low}_{high - 1}", here) for low, high, here in spans)):
         if here.any():
-            report.add(f"kl_mean{where}{kind}", kl[here].mean(), "nats")
-            report.add(f"kl_p99{where}{kind}", float(np.quantile(kl[here], 0.99)), "nats")
-            report.add(f"top1_agreement{where}{kind}", same[here].mean() * 100, "%")
-            report.add(f"logit_error_mean{where}{kind}", mean[here].mean(), "")
-            report.add(f"logit_error_max{where}{kind}", most[here].max(), "")
+            report.add(f"kl_mean{where}{name_suffix}", kl[here].mean(), "nats")
+            report.add(f"kl_p99{where}{name_suffix}", float(np.quantile(kl[here], 0.99)), "nats")
+            report.add(f"top1_agreement{where}{name_suffix}", same[here].mean() * 100, "%")
+            report.add(f"logit_error_mean{where}{name_suffix}", mean[here].mean(), "")
+            report.add(f"logit_error_max{where}{name_suffix}", most[here].max(), "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.kv8", description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--text", type=Path, nargs="+", default=[Path(name) for name in TEXTS], metavar="FILE")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     args = parser.parse_args()
     text = "\n\n".join(path.read_text("utf-8") for path in args.text)
-    bench(args.model, text, {"text": [str(path) for path in args.text]}).emit(args.json, args.commit)
+    bench(args.model, text, {"text": [str(path) for path in args.text]}).print_and_save(args.json, args.commit)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emberline.bench.narrow_network import NamespaceNotAllowed, RemoteNamespace, narrow_network
-from emberline.bench.question_process import Ask, question_process
+from emberline.bench.command_process import SendCommand, running_command_process
+from emberline.bench.rate_limited_network import NamespacesUnavailable, RemoteNamespace, rate_limited_network
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
@@ -46,45 +46,47 @@ LEASE_S = DEADLINE = 120.0  # seconds
 STREAMS = 2
 
 
-def bench(name: str, tokens: int, gigabits: list[float], rounds: int) -> BenchReport:
-    keys, values = _sample(resolve_model(name), tokens)
+def bench(model_name: str, tokens: int, link_rates_gbit: list[float], rounds: int) -> BenchReport:
+    keys, values = _sample_keys_and_values(resolve_model(model_name), tokens)
     codec = select_kv_codec("auto", find_library(), "bfloat16")
     if codec is None:
         raise InvalidRequest("there is no native library to measure", hint="install g++")
-    report = BenchReport("kv-codec", {"model": name, "tokens": tokens, "rounds": rounds, "streams": STREAMS})
+    report = BenchReport("kv-codec", {"model": model_name, "tokens": tokens, "rounds": rounds, "streams": STREAMS})
     for part, what in ((keys, "keys"), (values, "values")):
-        size = len(_encode(codec, part)) * 8 / part.size
+        size = len(_encode_values(codec, part)) * 8 / part.size
         report.add(f"{what}_bits_per_value", size, "bit", peer=16.0, limit=_entropy_bound(part))
     both = np.stack([keys, values], 1)
-    report.add("wire_bits_per_value", len(_encode(codec, both)) * 8 / both.size, "bit", peer=16.0)
-    _speeds(report, codec, both, rounds)
+    report.add("wire_bits_per_value", len(_encode_values(codec, both)) * 8 / both.size, "bit", peer=16.0)
+    _add_codec_speeds(report, codec, both, rounds)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kv.npy"
         np.save(file, both)
-        for rate in [*gigabits, 0.0]:
-            _link(report, file, codec, rate, rounds)
+        for rate in [*link_rates_gbit, 0.0]:
+            _measure_link(report, file, codec, rate, rounds)
     return report
 
 
-def _sample(model: Path, tokens: int) -> tuple[Elements, Elements]:
+def _sample_keys_and_values(model: Path, num_tokens: int) -> tuple[Elements, Elements]:
     """Return [layers, blocks, heads, tokens, dim] in bfloat16, of a prompt from Python's manual."""
     loaded = boot(EngineConfig.build(str(model), device="cpu", kv_dtype="bfloat16", kv_memory=1 << 29))
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    prompt = Tokenizer.load(model).encode(text)[:tokens]
-    if len(prompt) < tokens:
+    prompt = Tokenizer.load(model).encode(text)[:num_tokens]
+    if len(prompt) < num_tokens:
         raise InvalidRequest(f"the text has {len(prompt)} tokens", param="tokens")
     loaded.engine.add(Submission("sample", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
     while not loaded.engine.idle:
         loaded.engine.step()
     cache = loaded.engine.runner.cache  # type: ignore[attr-defined]
     parts = [half.view(torch.int16).numpy().view(np.uint16) for half in (cache.keys, cache.values)]
-    used = [block for block in range(cache.num_blocks) if parts[0][:, block].any()][: tokens // cache.shape.block_size]
+    used = [block for block in range(cache.num_blocks) if parts[0][:, block].any()][
+        : num_tokens // cache.shape.block_size
+    ]
     return parts[0][:, used], parts[1][:, used]
 
 
-def _entropy_bound(part: Elements) -> float:
+def _entropy_bound(values: Elements) -> float:
     """Return the entropy in bits per value, by the frequencies of signs, exponents and mantissas in a layer."""
-    fields = ((part >> 15).astype(np.int64), (part >> 7 & 255).astype(np.int64), (part & 127).astype(np.int64))
+    fields = ((values >> 15).astype(np.int64), (values >> 7 & 255).astype(np.int64), (values & 127).astype(np.int64))
     return sum(float(np.mean([_entropy(layer) for layer in field])) for field in fields)
 
 
@@ -94,28 +96,30 @@ def _entropy(symbols: NDArray[np.int64]) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
-def _bytes(data: Elements) -> memoryview:
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+def _as_bytes(values: Elements) -> memoryview:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
-def _encode(codec: KVCodec, data: Elements) -> memoryview:
-    plain = _bytes(data)
+def _encode_values(codec: KVCodec, values: Elements) -> memoryview:
+    plain = _as_bytes(values)
     room = memoryview(bytearray(codec.max_encoded_bytes(len(plain))))
     return room[: codec.encode(plain, room)]
 
 
-def _speeds(report: BenchReport, codec: KVCodec, data: Elements, rounds: int) -> None:
-    plain = _bytes(data)
+def _add_codec_speeds(report: BenchReport, codec: KVCodec, values: Elements, rounds: int) -> None:
+    plain = _as_bytes(values)
     room, out = (memoryview(bytearray(size)) for size in (codec.max_encoded_bytes(len(plain)), len(plain)))
     coded = room[: codec.encode(plain, room)]
-    copy = max(_rates(lambda: np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(plain, np.uint8)), plain, rounds))
-    report.add("encode", _rates(lambda: codec.encode(plain, room), plain, rounds), "GB/s", limit=copy)
-    report.add("decode", _rates(lambda: codec.decode(coded, out), plain, rounds), "GB/s", limit=copy)
+    copy = max(
+        _measure_rates(lambda: np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(plain, np.uint8)), plain, rounds)
+    )
+    report.add("encode", _measure_rates(lambda: codec.encode(plain, room), plain, rounds), "GB/s", limit=copy)
+    report.add("decode", _measure_rates(lambda: codec.decode(coded, out), plain, rounds), "GB/s", limit=copy)
     if out != plain:
         raise RuntimeError("decoding did not restore the encoded bytes")
 
 
-def _rates(call: Callable[[], object], data: memoryview, rounds: int) -> list[float]:
+def _measure_rates(call: Callable[[], object], data: memoryview, rounds: int) -> list[float]:
     call()
     found = []
     for _ in range(rounds):
@@ -128,36 +132,41 @@ def _rates(call: Callable[[], object], data: memoryview, rounds: int) -> list[fl
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
-def _link(report: BenchReport, file: Path, codec: KVCodec, gigabits: float, rounds: int) -> None:
+def _measure_link(report: BenchReport, values_file: Path, codec: KVCodec, rate_gbit: float, rounds: int) -> None:
     """Add the GB/s of keys and values over one link: plain, compressed, and as the link chooses."""
-    name = f"link_{gigabits:g}gbit" if gigabits else "link_loopback"
+    name = f"link_{rate_gbit:g}gbit" if rate_gbit else "link_loopback"
     try:
-        with narrow_network(gigabits) if gigabits else nullcontext() as far, question_process(_serve, file, far) as ask:
-            plain = _pulls(file, LinkOptions(connections=STREAMS), rounds + 1, ask)[1:]  # the first is a warm-up
-            coded = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec], always_encode=True), rounds + 1, ask)[
+        with (
+            rate_limited_network(rate_gbit) if rate_gbit else nullcontext() as far,
+            running_command_process(_serve_values, values_file, far) as ask,
+        ):
+            plain = _measure_pulls(values_file, LinkOptions(connections=STREAMS), rounds + 1, ask)[
                 1:
-            ]
-            chosen = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec]), rounds + 2, ask)[
+            ]  # the first is a warm-up
+            coded = _measure_pulls(
+                values_file, LinkOptions(connections=STREAMS, codecs=[codec], always_encode=True), rounds + 1, ask
+            )[1:]
+            chosen = _measure_pulls(values_file, LinkOptions(connections=STREAMS, codecs=[codec]), rounds + 2, ask)[
                 2:
             ]  # one of each kind
-    except NamespaceNotAllowed as error:
+    except NamespacesUnavailable as error:
         report.config[name] = f"not measured: {error}"
         return
-    limit = gigabits / 8 or None
+    limit = rate_gbit / 8 or None
     median = sorted(plain)[len(plain) // 2]
     report.add(f"{name}_plain", plain, "GB/s", limit=limit)
     report.add(f"{name}_coded", coded, "GB/s", peer=median, limit=limit)
     report.add(f"{name}_auto", chosen, "GB/s", peer=median, limit=limit)
 
 
-def _pulls(file: Path, habits: LinkOptions, rounds: int, ask: Ask) -> list[float]:
+def _measure_pulls(values_file: Path, options: LinkOptions, rounds: int, send_command: SendCommand) -> list[float]:
     assert rounds < RETRY_AFTER_TRANSFERS
-    region = _region(np.zeros_like(np.load(file, mmap_mode="r")))
+    region = _make_region(np.zeros_like(np.load(values_file, mmap_mode="r")))
     crc = select_crc(find_library())
-    habits = LinkOptions(habits.connections, codecs=habits.codecs, always_encode=habits.always_encode, crc=crc)
-    receiver, found = Receiver(region, [TcpTransport(region.layout, habits)]), []
+    options = LinkOptions(options.connections, codecs=options.codecs, always_encode=options.always_encode, crc=crc)
+    receiver, found = Receiver(region, [TcpTransport(region.layout, options)]), []
     for _ in range(rounds):
-        ticket, deadline = Ticket.parse(ask("publish")), time.monotonic() + DEADLINE
+        ticket, deadline = Ticket.parse(send_command("publish")), time.monotonic() + DEADLINE
         receiver.connect(ticket.peer, deadline)
         began = time.perf_counter()
         progress = receiver.pull(ticket, range(region.blocks), deadline)
@@ -167,23 +176,23 @@ def _pulls(file: Path, habits: LinkOptions, rounds: int, ask: Ask) -> list[float
     return found
 
 
-def _region(both: NDArray[np.uint16]) -> HostRegion:
+def _make_region(keys_and_values: NDArray[np.uint16]) -> HostRegion:
     """Return a region of [layers, parts, blocks, heads, tokens, dim]."""
-    layers, parts, _, heads, tokens, dim = both.shape
+    layers, parts, _, heads, tokens, dim = keys_and_values.shape
     layout = KVLayout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
-    return HostRegion(layout, [np.ascontiguousarray(both[:, i]).view(np.uint8).data for i in range(parts)])
+    return HostRegion(layout, [np.ascontiguousarray(keys_and_values[:, i]).view(np.uint8).data for i in range(parts)])
 
 
-def _serve(pipe: Connection, file: Path, far: RemoteNamespace | None) -> None:
+def _serve_values(pipe: Connection, values_file: Path, remote_namespace: RemoteNamespace | None) -> None:
     """Publish the file's content for each question."""
     library = find_library()
     codec = select_kv_codec("auto", library, "bfloat16")
-    sender = Sender(_region(np.load(file)), "bench", crc=select_crc(library))
+    sender = Sender(_make_region(np.load(values_file)), "bench", crc=select_crc(library))
     assert codec is not None
-    if far is not None:
-        far.enter()
-    server = serve_tcp(sender, far.host if far is not None else "127.0.0.1", codecs=[codec])
+    if remote_namespace is not None:
+        remote_namespace.enter()
+    server = serve_tcp(sender, remote_namespace.host if remote_namespace is not None else "127.0.0.1", codecs=[codec])
     while pipe.recv() != "stop":
         pipe.send(sender.publish(range(sender.region.blocks), LEASE_S).as_dict())
-        sender.collect()
+        sender.collect_ended_leases()
     server.stop()

@@ -14,22 +14,24 @@ from emberline.gateway.store.record_scan import day_start_ms
 from emberline.gateway.store.rollup import UNIT_MS
 
 
-def shift_id(id: str, ms: int) -> str:
+def shift_record_id(record_id: str, shift_ms: int) -> str:
     """Return a record's id with its time shifted by `ms`."""
-    return f"{int(id[:12], 16) + ms:012x}{id[12:]}"
+    return f"{int(record_id[:12], 16) + shift_ms:012x}{record_id[12:]}"
 
 
 def copy_day(directory: Path, source: date, target: date) -> None:
     ms = day_start_ms(target) - day_start_ms(source)
     for kind in ("logs", "payloads"):
         old, new = (directory / f"{kind}-{day.isoformat()}.db" for day in (source, target))
-        _copy_file(old, new, ms)
+        _copy_log_file(old, new, ms)
     _copy_rollups(directory / "gateway.db", day_start_ms(source), ms)
 
 
-def _copy_file(source: Path, target: Path, ms: int) -> None:
+def _copy_log_file(source: Path, target: Path, shift_ms: int) -> None:
     with closing(sqlite3.connect(target, isolation_level=None)) as db:
-        db.create_function("moved", 1, lambda id: bytes.fromhex(shift_id(id.hex(), ms)), deterministic=True)
+        db.create_function(
+            "moved", 1, lambda id: bytes.fromhex(shift_record_id(id.hex(), shift_ms)), deterministic=True
+        )
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -200000"):
             db.execute(f"PRAGMA {pragma}")
         db.execute("ATTACH ? AS source", (str(source),))
@@ -46,13 +48,13 @@ def _copy_file(source: Path, target: Path, ms: int) -> None:
         db.execute("PRAGMA journal_mode = WAL")
 
 
-def _copy_rollups(path: Path, start: int, ms: int) -> None:
-    with closing(sqlite3.connect(path)) as db, db:
+def _copy_rollups(database: Path, start_ms: int, shift_ms: int) -> None:
+    with closing(sqlite3.connect(database)) as db, db:
         for table in ("rollups", "spends"):
             columns = [column[1] for column in db.execute(f"PRAGMA table_info({table})").fetchall()]
             values = ["start + ?3" if column == "start" else column for column in columns]
             where = "start >= ?1 AND start < ?2"
             db.execute(
                 f"INSERT INTO {table} SELECT {', '.join(values)} FROM {table} WHERE {where}",
-                (start, start + UNIT_MS["day"], ms),
+                (start_ms, start_ms + UNIT_MS["day"], shift_ms),
             )

@@ -19,20 +19,20 @@ HERE = Path(__file__).resolve()
 PACKAGES = ("torch", "numpy", "msgspec", "httptools")
 
 
-def hardware() -> dict[str, Any]:
-    cpu = _lscpu()
+def describe_hardware() -> dict[str, Any]:
+    cpu = _read_lscpu()
     flags = set(cpu.get("Flags", "").split())
     return {
         "machine": platform.machine(),
         "cpu": cpu.get("Model name", "unknown"),
         "cores": core_count(),
-        "llc_mib": round(llc_bytes() / 2**20, 1),
+        "llc_mib": round(last_level_cache_bytes() / 2**20, 1),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "flags": [flag for flag in ARM_FLAGS + X86_FLAGS if flag in flags],
     }
 
 
-def software() -> dict[str, str]:
+def describe_software() -> dict[str, str]:
     found = {"emberline": emberline.__version__, "python": platform.python_version(), "system": platform.platform()}
     for name in PACKAGES:
         try:
@@ -42,22 +42,22 @@ def software() -> dict[str, str]:
     return found
 
 
-def commit(stated: str | None = None, here: Path = HERE) -> str:
+def describe_commit(stated_commit: str | None = None, source_file: Path = HERE) -> str:
     """Return the commit of this checkout, marked if it has uncommitted changes or git cannot tell.
 
     `stated` is the commit given by the user, for a copy without a current repository; it is marked as stated.
     """
-    if stated is not None:
-        return f"{stated} (stated)"
-    git = ("git", "-C", str(here.parent))
-    if not _output(*git, "ls-files", "--", here.name):  # the enclosing repository may be another one
+    if stated_commit is not None:
+        return f"{stated_commit} (stated)"
+    git = ("git", "-C", str(source_file.parent))
+    if not _command_output(*git, "ls-files", "--", source_file.name):  # the enclosing repository may be another one
         return "none"
-    head = _output(*git, "rev-parse", "--short=12", "HEAD")
-    changes = _output(*git, "status", "--porcelain")
+    head = _command_output(*git, "rev-parse", "--short=12", "HEAD")
+    changes = _command_output(*git, "status", "--porcelain")
     return "none" if not head else head if changes == "" else f"{head}-dirty"
 
 
-def llc_bytes() -> int:
+def last_level_cache_bytes() -> int:
     """Return the size of the first core's largest cache."""
     units = {"K": 1 << 10, "M": 1 << 20}
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -65,12 +65,12 @@ def llc_bytes() -> int:
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
 
 
-def _lscpu() -> dict[str, str]:
-    lines = (_output("lscpu") or "").splitlines()
+def _read_lscpu() -> dict[str, str]:
+    lines = (_command_output("lscpu") or "").splitlines()
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def _output(*command: str) -> str | None:
+def _command_output(*command: str) -> str | None:
     """Return a command's output; None if it is not installed or failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from emberline.bench.job import BenchJob
-from emberline.bench.machine import NATIVE_BF16, hardware, llc_bytes
+from emberline.bench.machine import NATIVE_BF16, describe_hardware, last_level_cache_bytes
 from emberline.models.config import ModelConfig
 
 MIN_BUFFER_BYTES = 256 << 20
@@ -33,7 +33,7 @@ class MachineLimits:
         """Return the operations per second of a large matrix product, in the fastest number format of the CPU."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("matmul"))
 
-    def or_better(self, other: MachineLimits) -> MachineLimits:
+    def max_with(self, other: MachineLimits) -> MachineLimits:
         return MachineLimits({name: max(value, other.how[name]) for name, value in self.how.items()})
 
 
@@ -48,7 +48,7 @@ class TokenCost:
     width: float  # bytes of a parameter
 
     @staticmethod
-    def of(config: ModelConfig, width: int = 2) -> TokenCost:
+    def from_config(config: ModelConfig, bytes_per_parameter: int = 2) -> TokenCost:
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         ffns = [3 * config.ffn] * config.layers
         if (e := config.experts) is not None:
@@ -57,8 +57,8 @@ class TokenCost:
             layers=config.hidden * (config.layers * (2 * q + 2 * kv) + sum(ffns)),
             head=config.vocab * config.hidden,
             attention=config.layers * 2 * q,
-            kv_bytes=config.layers * 2 * kv * width,
-            width=width,
+            kv_bytes=config.layers * 2 * kv * bytes_per_parameter,
+            width=bytes_per_parameter,
         )
 
     @property
@@ -66,50 +66,50 @@ class TokenCost:
         """Return the bytes of weights that every step reads, even for one token."""
         return (self.layers + self.head) * self.width
 
-    def prefill_limit(self, c: MachineLimits, tokens: int) -> float:
-        work = self._flops(0, tokens, 1)
-        return tokens / max(work / c.flops, self.weight_bytes / c.bandwidth)
+    def max_prefill_rate(self, limits: MachineLimits, tokens: int) -> float:
+        work = self._count_flops(0, tokens, 1)
+        return tokens / max(work / limits.flops, self.weight_bytes / limits.bandwidth)
 
-    def decode_limit(self, c: MachineLimits, batch: int, context: int) -> float:
-        read = self.weight_bytes + batch * context * self.kv_bytes
-        work = batch * self._flops(context, context + 1, 1)
-        return batch / max(work / c.flops, read / c.bandwidth)
+    def max_decode_rate(self, limits: MachineLimits, batch: int, context_tokens: int) -> float:
+        read = self.weight_bytes + batch * context_tokens * self.kv_bytes
+        work = batch * self._count_flops(context_tokens, context_tokens + 1, 1)
+        return batch / max(work / limits.flops, read / limits.bandwidth)
 
-    def output_limit(self, c: MachineLimits, job: BenchJob) -> float:
+    def max_output_rate(self, limits: MachineLimits, job: BenchJob) -> float:
         """Return the limit by arithmetic alone: the number of weight reads depends on how full the batches are."""
         pairs = zip(job.prompts, job.outputs, strict=True)
-        work = sum(self._flops(0, len(prompt) + output - 1, output) for prompt, output in pairs)
-        return sum(job.outputs) / (work / c.flops)
+        work = sum(self._count_flops(0, len(prompt) + output - 1, output) for prompt, output in pairs)
+        return sum(job.outputs) / (work / limits.flops)
 
-    def _flops(self, start: int, end: int, sampled: int) -> float:
+    def _count_flops(self, start: int, end: int, num_sampled: int) -> float:
         """Return the operations to compute positions [start, end) and sample `sampled` of them."""
         keys = (end * (end + 1) - start * (start + 1)) // 2  # position p attends to p + 1 keys
-        return 2.0 * ((end - start) * self.layers + sampled * self.head + keys * self.attention)
+        return 2.0 * ((end - start) * self.layers + num_sampled * self.head + keys * self.attention)
 
 
-def measure(threads: int) -> MachineLimits:
+def measure_limits(threads: int) -> MachineLimits:
     import torch
 
     torch.set_num_threads(threads)
-    data = torch.ones(max(MIN_BUFFER_BYTES, 4 * llc_bytes()) // 4)
+    data = torch.ones(max(MIN_BUFFER_BYTES, 4 * last_level_cache_bytes()) // 4)
     rows, ones = data.view(-1, 4096), torch.ones(4096)
     reads: dict[str, Callable[[], object]] = {
         "read_sum": data.sum,
         "read_max": data.amax,
         "read_matvec": lambda: torch.mv(rows, ones),
     }
-    how = {name: data.nbytes / _best(read) / 1e9 for name, read in reads.items()}
+    how = {name: data.nbytes / _shortest_seconds(read) / 1e9 for name, read in reads.items()}
     formats = [torch.float32]
-    if NATIVE_BF16 & set(hardware()["flags"]):
+    if NATIVE_BF16 & set(describe_hardware()["flags"]):
         formats.append(torch.bfloat16)
     for dtype in formats:
         matrix = torch.ones(SQUARE, SQUARE, dtype=dtype)
-        seconds = _best(lambda m=matrix: m @ m)  # type: ignore[misc]
+        seconds = _shortest_seconds(lambda m=matrix: m @ m)  # type: ignore[misc]
         how[f"matmul_{str(dtype).split('.')[1]}"] = 2 * SQUARE**3 / seconds / 1e9
     return MachineLimits(how)
 
 
-def _best(work: Callable[[], object]) -> float:
+def _shortest_seconds(work: Callable[[], object]) -> float:
     """Return the shortest time of several runs, the one with the least disturbance."""
     times = []
     for _ in range(ROUNDS):

@@ -17,27 +17,27 @@ Z_SCORE_95 = 1.96  # standard errors of a 95 % interval
 
 
 @dataclass(slots=True)
-class ProcessLife:
+class ProcessMemorySamples:
     """Samples of one process: times in seconds and resident memory in MB."""
 
     times: list[float] = field(default_factory=list)
     rss: list[float] = field(default_factory=list)
 
-    def after_warm_up(self, seconds: float) -> ProcessLife:
+    def after_warm_up(self, seconds: float) -> ProcessMemorySamples:
         """Return the samples from the age of `seconds` on."""
         late = [i for i, at in enumerate(self.times) if at >= self.times[0] + seconds]
-        return ProcessLife([self.times[i] for i in late], [self.rss[i] for i in late])
+        return ProcessMemorySamples([self.times[i] for i in late], [self.rss[i] for i in late])
 
 
 @dataclass(slots=True)
 class MemoryGrowth:
     settled: float  # age of a process in seconds after which its memory should be flat
-    lives: dict[str, dict[int, ProcessLife]] = field(default_factory=dict)  # by process name, then by pid
+    lives: dict[str, dict[int, ProcessMemorySamples]] = field(default_factory=dict)  # by process name, then by pid
 
-    def sample(self, pids: Mapping[str, int], now: float) -> None:
-        for name, pid in pids.items():
-            if (used := processes.usage(pid)) is not None:
-                life = self.lives.setdefault(name, {}).setdefault(pid, ProcessLife())
+    def record_samples(self, pids_by_name: Mapping[str, int], now: float) -> None:
+        for name, pid in pids_by_name.items():
+            if (used := processes.read_usage(pid)) is not None:
+                life = self.lives.setdefault(name, {}).setdefault(pid, ProcessMemorySamples())
                 life.times.append(now)
                 life.rss.append(used.rss / 1e6)
 
@@ -52,17 +52,17 @@ class MemoryGrowth:
             held = [rss for life in lives or every.values() for rss in life.rss]
             report.add(f"{name}_rss", held[-1], "MB", spread=(min(held), max(held)))
             if lives:
-                value, error = slope(lives)
+                value, error = fit_memory_slope(lives)
                 report.add(f"{name}_rss_slope", value, "MB/minute", spread=(value - error, value + error))
 
 
-def slope(lives: Sequence[ProcessLife]) -> tuple[float, float]:
+def fit_memory_slope(samples_by_process: Sequence[ProcessMemorySamples]) -> tuple[float, float]:
     """Return the slope in MB per minute and half of its 95 % interval, fitted over all processes with own offsets.
 
     Neighbouring samples are correlated, so they count as fewer, by their autocorrelation.
     """
-    xs = [np.array(life.times) / 60 - np.mean(life.times) / 60 for life in lives]
-    ys = [np.array(life.rss) - np.mean(life.rss) for life in lives]
+    xs = [np.array(life.times) / 60 - np.mean(life.times) / 60 for life in samples_by_process]
+    ys = [np.array(life.rss) - np.mean(life.rss) for life in samples_by_process]
     spread = float(sum(x @ x for x in xs))
     value = float(sum(x @ y for x, y in zip(xs, ys, strict=True))) / spread
     rests = [y - value * x for x, y in zip(xs, ys, strict=True)]

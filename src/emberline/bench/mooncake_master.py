@@ -14,7 +14,7 @@ from pathlib import Path
 from emberline.core.freeport import free_port
 
 
-def freeze(pid: int) -> None:
+def freeze_process(pid: int) -> None:
     """Stop the process with SIGSTOP and return when all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + 10
@@ -52,11 +52,11 @@ class MooncakeMaster:
                 time.sleep(0.02)
         raise TimeoutError("the master does not listen")
 
-    def hang(self) -> None:
+    def freeze(self) -> None:
         assert self.process is not None
-        freeze(self.process.pid)
+        freeze_process(self.process.pid)
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGCONT)
 

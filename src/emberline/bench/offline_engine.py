@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
-from emberline.bench.peers.child_protocol import TokenTicks, serve
+from emberline.bench.peers.child_protocol import TokenTimeRecorder, serve_jobs
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.params import SamplingParams
@@ -32,7 +32,7 @@ class OfflineEngine:
     def run(self, job: BenchJob) -> TokenTimeline:
         self._jobs += 1
         index: dict[str, int] = {}
-        ticks = TokenTicks(job)
+        ticks = TokenTimeRecorder(job)
         for i, (prompt, output) in enumerate(zip(job.prompts, job.outputs, strict=True)):
             name = f"{self._jobs}-{i}"
             index[name] = i
@@ -42,7 +42,7 @@ class OfflineEngine:
             for output_event in self.engine.step():
                 if output_event.error is not None:
                     raise EmberlineError(output_event.error)
-                ticks.mark(index[output_event.id], len(output_event.tokens))
+                ticks.record_tokens(index[output_event.id], len(output_event.tokens))
         return ticks.timeline()
 
     def counters(self) -> dict[str, float]:
@@ -51,4 +51,4 @@ class OfflineEngine:
 
 
 if __name__ == "__main__":
-    serve(OfflineEngine)
+    serve_jobs(OfflineEngine)

@@ -28,25 +28,25 @@ class PlotPanel:
         return TITLE + len(self.bars) * (BAR + GAP) + 10
 
 
-def plot(files: Sequence[Path], out: Path) -> None:
+def draw_plot(result_files: Sequence[Path], svg_file: Path) -> None:
     parts: list[str] = []
     y = 0
-    for file in files:
-        whole = _read(file)
-        y = _heading(parts, whole, y)
-        for panel in panels(whole["results"]):
-            _panel(parts, panel, y)
+    for file in result_files:
+        whole = _read_result(file)
+        y = _draw_heading(parts, whole, y)
+        for panel in make_panels(whole["results"]):
+            _draw_panel(parts, panel, y)
             y += panel.height
-    out.parent.mkdir(parents=True, exist_ok=True)
+    svg_file.parent.mkdir(parents=True, exist_ok=True)
     style = f"text{{font:12px system-ui,sans-serif;fill:{INK}}} .faint{{fill:{FAINT}}} .title{{font-weight:600}}"
-    out.write_text(
+    svg_file.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" width="{WIDTH}">'
         f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n',
         "utf-8",
     )
 
 
-def panels(results: dict[str, Any]) -> list[PlotPanel]:
+def make_panels(results: dict[str, Any]) -> list[PlotPanel]:
     """Return the panels: `BASE` and all `BASE/PEER` share one. A figure without peers needs a limit to get one."""
     found = []
     for name, mine in results.items():
@@ -60,41 +60,47 @@ def panels(results: dict[str, Any]) -> list[PlotPanel]:
     return found
 
 
-def _panel(parts: list[str], panel: PlotPanel, y: int) -> None:
+def _draw_panel(svg_parts: list[str], panel: PlotPanel, y: int) -> None:
     most = max([value for _, value, _ in panel.bars] + [panel.limit or 0.0]) or 1.0
     scale = (WIDTH - LABEL - VALUE) / most
     better = "higher is better" if panel.unit.endswith("/s") else "lower is better"
-    parts.append(_text(12, y + 17, panel.title, "title") + _text(LABEL, y + 17, f"{panel.unit}, {better}", "faint"))
+    svg_parts.append(
+        _svg_text(12, y + 17, panel.title, "title") + _svg_text(LABEL, y + 17, f"{panel.unit}, {better}", "faint")
+    )
     top = y = y + TITLE
     for i, (name, value, spread) in enumerate(panel.bars):
         middle = y + BAR / 2
-        parts.append(_text(LABEL - 8, y + 12, name, anchor="end"))
+        svg_parts.append(_svg_text(LABEL - 8, y + 12, name, anchor="end"))
         colour = PEER if i else OURS
-        parts.append(f'<rect x="{LABEL}" y="{y}" width="{value * scale:.1f}" height="{BAR}" fill="{colour}"/>')
+        svg_parts.append(f'<rect x="{LABEL}" y="{y}" width="{value * scale:.1f}" height="{BAR}" fill="{colour}"/>')
         if spread is not None:
             low, high = (LABEL + end * scale for end in spread)
-            parts.append(f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="{INK}"/>')
-        parts.append(_text(LABEL + (max(value, spread[1]) if spread else value) * scale + 6, y + 12, f"{value:,.4g}"))
+            svg_parts.append(f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="{INK}"/>')
+        svg_parts.append(
+            _svg_text(LABEL + (max(value, spread[1]) if spread else value) * scale + 6, y + 12, f"{value:,.4g}")
+        )
         y += BAR + GAP
     if panel.limit:
         x = LABEL + panel.limit * scale
-        parts.append(f'<path d="M{x:.1f} {top - 3}V{y - 2}" stroke="{LIMIT}" stroke-dasharray="4 3"/>')
-        parts.append(_text(x - 4, top - 9, f"limit {panel.limit:,.4g}", "faint", "end"))
+        svg_parts.append(f'<path d="M{x:.1f} {top - 3}V{y - 2}" stroke="{LIMIT}" stroke-dasharray="4 3"/>')
+        svg_parts.append(_svg_text(x - 4, top - 9, f"limit {panel.limit:,.4g}", "faint", "end"))
 
 
-def _heading(parts: list[str], whole: dict[str, Any], y: int) -> int:
-    hardware, config = whole["hardware"], whole["config"]
+def _draw_heading(svg_parts: list[str], result: dict[str, Any], y: int) -> int:
+    hardware, config = result["hardware"], result["config"]
     model = f" · {config['model']}" if "model" in config else ""
-    machine = f"{hardware.get('cpu', hardware['machine'])}, {hardware['cores']} cores · commit {whole['commit']}"
-    parts.append(_text(12, y + 22, f"{whole['bench']}{model}", "title") + _text(12, y + 40, machine, "faint"))
+    machine = f"{hardware.get('cpu', hardware['machine'])}, {hardware['cores']} cores · commit {result['commit']}"
+    svg_parts.append(
+        _svg_text(12, y + 22, f"{result['bench']}{model}", "title") + _svg_text(12, y + 40, machine, "faint")
+    )
     return y + HEAD
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
+def _svg_text(x: float, y: float, text: str, css_class: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css_class}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_result(file: Path) -> dict[str, Any]:
     try:
         whole: dict[str, Any] = json.loads(file.read_text("utf-8"))
         missing = {"bench", "commit", "hardware", "config", "results"} - whole.keys()

@@ -19,7 +19,7 @@ class ProcessUsage:
     waited: float = 0.0  # seconds in which it was ready to run but had no core
 
 
-def listener(port: int) -> int | None:
+def find_listener_pid(port: int) -> int | None:
     """Return the pid of the process that listens on a TCP port."""
     sockets = set()
     for table in ("tcp", "tcp6"):
@@ -35,61 +35,61 @@ def listener(port: int) -> int | None:
     return None
 
 
-def process_tree(pid: int) -> dict[str, int]:
+def find_process_tree(pid: int) -> dict[str, int]:
     """Return the process as `server` and its children by the module that they run."""
     found = {"server": pid}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if parent(int(process.name)) == pid:
+            if find_parent_pid(int(process.name)) == pid:
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 name = words[words.index("-m") + 1].removeprefix("emberline.") if "-m" in words else Path(words[0]).name
                 found[name if name not in found else f"{name}-{process.name}"] = int(process.name)
     return found
 
 
-def parent(pid: int) -> int | None:
+def find_parent_pid(pid: int) -> int | None:
     try:
-        return int(_stat(pid)[1])
+        return int(_read_stat(pid)[1])
     except OSError:
         return None
 
 
-def usage(pid: int) -> ProcessUsage | None:
+def read_usage(pid: int) -> ProcessUsage | None:
     try:
-        stat = _stat(pid)
+        stat = _read_stat(pid)
     except OSError:
         return None
     ticks = int(stat[11]) + int(stat[12])
     return ProcessUsage(
-        ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"), _wait_seconds(pid)
+        ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"), _read_core_wait_seconds(pid)
     )
 
 
-def _wait_seconds(pid: int) -> float:
+def _read_core_wait_seconds(pid: int) -> float:
     """Return the first thread's seconds of waiting for a core; zero where the kernel does not count it."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
-def busy_cores(seconds: float) -> float:
+def measure_busy_cores(seconds: float) -> float:
     """Wait and return how many cores were busy meanwhile, with any process."""
     if not (PROC / "stat").exists():
         time.sleep(seconds)
         return os.getloadavg()[0]  # macOS: average of the last minute
-    before = idle_seconds()
+    before = total_idle_seconds()
     began = time.perf_counter()
     time.sleep(seconds)
-    idle = (idle_seconds() - before) / (time.perf_counter() - began)
+    idle = (total_idle_seconds() - before) / (time.perf_counter() - began)
     return max(0.0, (os.cpu_count() or 1) - idle)
 
 
-def idle_seconds() -> float:
+def total_idle_seconds() -> float:
     """Return the idle seconds of all cores together, including waiting for disks."""
     fields = (PROC / "stat").read_text().splitlines()[0].split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name, which may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

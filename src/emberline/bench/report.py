@@ -24,27 +24,27 @@ class BenchResult:
     spread: tuple[float, float] | None = None  # minimum and maximum of the rounds; `value` is their median
 
     @property
-    def ratio(self) -> float | None:
+    def peer_ratio(self) -> float | None:
         """Return how many times as good as the peer the value is."""
-        return self._share(self.value, self.peer)
+        return self._ratio_to(self.value, self.peer)
 
     @property
     def limit_share(self) -> float | None:
         """Return the share of the limit that was reached."""
-        return self._share(self.value, self.limit)
+        return self._ratio_to(self.value, self.limit)
 
-    def _share(self, value: float, other: float | None) -> float | None:
-        if not value or not other:
+    def _ratio_to(self, value: float, reference: float | None) -> float | None:
+        if not value or not reference:
             return None
-        return value / other if self.unit.endswith("/s") else other / value
+        return value / reference if self.unit.endswith("/s") else reference / value
 
     def as_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"value": digits(self.value), "unit": self.unit}
+        parts: dict[str, Any] = {"value": round_significant(self.value), "unit": self.unit}
         for name in ("peer", "limit"):
             if (number := getattr(self, name)) is not None:
-                parts[name] = digits(number)
+                parts[name] = round_significant(number)
         if self.spread is not None:
-            parts["spread"] = [digits(end) for end in self.spread]
+            parts["spread"] = [round_significant(end) for end in self.spread]
         return parts
 
 
@@ -61,63 +61,63 @@ class BenchReport:
             values = median(values)
         self.results[name] = BenchResult(values, unit, **more)
 
-    def as_dict(self, stated: str | None = None) -> dict[str, Any]:
+    def as_dict(self, stated_commit: str | None = None) -> dict[str, Any]:
         return {
             "bench": self.bench,
-            "command": command(),
-            "commit": machine.commit(stated),
-            "hardware": machine.hardware(),
-            "software": machine.software(),
+            "command": current_command(),
+            "commit": machine.describe_commit(stated_commit),
+            "hardware": machine.describe_hardware(),
+            "software": machine.describe_software(),
             "config": self.config,
             "results": {name: result.as_dict() for name, result in self.results.items()},
         }
 
-    def emit(self, file: Path | None = None, stated: str | None = None) -> None:
+    def print_and_save(self, json_file: Path | None = None, stated_commit: str | None = None) -> None:
         """Return the result as JSON data. `stated` is the commit given by the user."""
-        whole = self.as_dict(stated)
-        print(table(self.results))
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        whole = self.as_dict(stated_commit)
+        print(format_table(self.results))
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
         print(json.dumps(whole), flush=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that emits a report."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument("--commit", metavar="REV", help="commit of this code, recorded as stated (default: from git)")
 
 
-def table(results: Mapping[str, BenchResult]) -> str:
+def format_table(results: Mapping[str, BenchResult]) -> str:
     head = ("", "value", "", "spread", "peer", "ratio", "limit", "achieved")
-    rows = [head] + [_row(name, result) for name, result in results.items()]
+    rows = [head] + [_format_row(name, result) for name, result in results.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join(_line(row, widths) for row in rows)
+    return "\n".join(_format_line(row, widths) for row in rows)
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
+def _format_line(row: tuple[str, ...], widths: list[int]) -> str:
     left = (0, 2)  # names and units are left-aligned, numbers right-aligned
     cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
     return "  ".join(cells).rstrip()
 
 
-def _row(name: str, r: BenchResult) -> tuple[str, ...]:
+def _format_row(name: str, result: BenchResult) -> tuple[str, ...]:
     def number(x: float | None) -> str:
-        return "" if x is None else f"{digits(x, 4):,}"
+        return "" if x is None else f"{round_significant(x, 4):,}"
 
-    spread = "" if r.spread is None else f"{number(r.spread[0])}..{number(r.spread[1])}"
-    ratio = "" if r.ratio is None else f"{r.ratio:.2f}x"
-    achieved = "" if r.limit_share is None else f"{r.limit_share:.0%}"
-    return name, number(r.value), r.unit, spread, number(r.peer), ratio, number(r.limit), achieved
+    spread = "" if result.spread is None else f"{number(result.spread[0])}..{number(result.spread[1])}"
+    ratio = "" if result.peer_ratio is None else f"{result.peer_ratio:.2f}x"
+    achieved = "" if result.limit_share is None else f"{result.limit_share:.0%}"
+    return name, number(result.value), result.unit, spread, number(result.peer), ratio, number(result.limit), achieved
 
 
-def digits(x: float, significant: int = 5) -> float:
+def round_significant(value: float, num_digits: int = 5) -> float:
     """Format with a number of significant digits."""
-    short = float(f"{x:.{significant}g}")
+    short = float(f"{value:.{num_digits}g}")
     return int(short) if short.is_integer() else short
 
 
-def command() -> str:
+def current_command() -> str:
     """Return the command line as a user would type it."""
     name, *arguments = sys.argv
     parts = Path(name).with_suffix("").parts

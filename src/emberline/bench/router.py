@@ -17,9 +17,9 @@ from statistics import median, quantiles
 import msgspec
 
 from emberline.bench import processes
-from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 from emberline.bench.report import BenchReport
-from emberline.bench.server_launch import running_server
+from emberline.bench.server_launch import running_process
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
@@ -53,12 +53,12 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
     with ExitStack() as stack:
         port = free_port()
         command = (*python, "emberline.cli", "router", "--port", str(port), "--queue", "100")
-        router = stack.enter_context(running_server(*command))
+        router = stack.enter_context(running_process(*command))
         url = f"http://127.0.0.1:{port}"
         ports = [free_port() for _ in range(plan.workers)]
         for own in ports:
             fake = (*python, "emberline.cluster.fake", "--router", url, "--name", f"fake-{own}", "--port", str(own))
-            stack.enter_context(running_server(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
+            stack.enter_context(running_process(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
         asyncio.run(_wait_until_ready(url, plan.workers))
         turns: list[RouterBenchRun] = []
         direct: list[RouterBenchRun] = []
@@ -78,49 +78,57 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
 def _add_results(
     report: BenchReport,
     plan: RouterBenchPlan,
-    turns: list[RouterBenchRun],
-    direct: list[RouterBenchRun],
-    short: list[RouterBenchRun],
+    routed_runs: list[RouterBenchRun],
+    direct_runs: list[RouterBenchRun],
+    single_event_runs: list[RouterBenchRun],
 ) -> None:
     requests, sent = plan.requests, plan.events + 3  # finish, usage and [DONE] follow the tokens, in one write
-    report.add("cpu_per_request", [1e6 * turn.cpu / requests for turn in short], "us")
-    more = [(long.cpu - one.cpu) / requests / (plan.events - 1) for long, one in zip(turns, short, strict=True)]
+    report.add("cpu_per_request", [1e6 * turn.cpu / requests for turn in single_event_runs], "us")
+    more = [
+        (long.cpu - one.cpu) / requests / (plan.events - 1)
+        for long, one in zip(routed_runs, single_event_runs, strict=True)
+    ]
     report.add("cpu_per_event", [1e6 * each for each in more], "us")
-    report.add("cores_busy", [turn.cpu / turn.wall for turn in turns], "cores")
-    report.add("waited_for_a_core", [turn.waited / turn.wall for turn in turns], "of the time")
-    report.add("events", [requests * sent / turn.wall for turn in turns], "events/s")
-    report.add("events/direct", [requests * sent / turn.wall for turn in direct], "events/s")
+    report.add("cores_busy", [turn.cpu / turn.wall for turn in routed_runs], "cores")
+    report.add("waited_for_a_core", [turn.waited / turn.wall for turn in routed_runs], "of the time")
+    report.add("events", [requests * sent / turn.wall for turn in routed_runs], "events/s")
+    report.add("events/direct", [requests * sent / turn.wall for turn in direct_runs], "events/s")
     for name, share in (("p50", 49), ("p99", 98)):
-        with_, without = ([quantiles(t.first, n=100)[share] for t in each] for each in (turns, direct))
+        with_, without = ([quantiles(t.first, n=100)[share] for t in each] for each in (routed_runs, direct_runs))
         report.add(f"first_byte_{name}", [1e3 * each for each in with_], "ms", peer=1e3 * median(without))
-    report.add("rss", max(turn.rss for turn in turns) / 1e6, "MB")
+    report.add("rss", max(turn.rss for turn in routed_runs) / 1e6, "MB")
 
 
-async def _run_clients(url: str, router: int, plan: RouterBenchPlan, events: int) -> RouterBenchRun:
+async def _run_clients(url: str, router_pid: int, plan: RouterBenchPlan, events: int) -> RouterBenchRun:
     """Send requests in a closed loop with a fixed number of open streams."""
     left = iter(range(plan.requests))
     first: list[float] = []
-    before = processes.usage(router)
+    before = processes.read_usage(router_pid)
     began = time.perf_counter()
-    await asyncio.gather(*(_client(url, left, plan, events, first, i / plan.streams) for i in range(plan.streams)))
-    wall, after = time.perf_counter() - began, processes.usage(router)
+    await asyncio.gather(*(_run_client(url, left, plan, events, first, i / plan.streams) for i in range(plan.streams)))
+    wall, after = time.perf_counter() - began, processes.read_usage(router_pid)
     assert before is not None and after is not None and len(first) == plan.requests
     return RouterBenchRun(wall, after.cpu - before.cpu, first, after.rss, after.waited - before.waited)
 
 
-async def _client(
-    url: str, left: Iterator[int], plan: RouterBenchPlan, events: int, first: list[float], phase: float
+async def _run_client(
+    url: str,
+    request_numbers: Iterator[int],
+    plan: RouterBenchPlan,
+    events: int,
+    first_byte_seconds: list[float],
+    start_delay_share: float,
 ) -> None:
-    connection = LeanHTTPConnection(url)
-    await asyncio.sleep(phase * events * plan.pace)  # streams with a pace start evenly spread
-    for number in left:
+    connection = MinimalHTTPConnection(url)
+    await asyncio.sleep(start_delay_share * events * plan.pace)  # streams with a pace start evenly spread
+    for number in request_numbers:
         content = f"{number} ".ljust(plan.prompt, "x")
         asked = {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": events}
         body = msgspec.json.encode({**asked, "stream": True})
         began, got, last = time.perf_counter(), 0, b""
-        async for part in connection.stream(PATH, body):
+        async for part in connection.stream_reply(PATH, body):
             if not got:
-                first.append(time.perf_counter() - began)
+                first_byte_seconds.append(time.perf_counter() - began)
             got += part.count(b"\n\n")
             last = part
         if got != events + 3 or not last.endswith(b"[DONE]\n\n"):
@@ -130,14 +138,14 @@ async def _client(
 
 async def _wait_until_ready(url: str, workers: int) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
-    connection = LeanHTTPConnection(url)
+    connection = MinimalHTTPConnection(url)
     while time.monotonic() < deadline:
         try:
             status = msgspec.json.decode(await connection.fetch("/cluster/status"))
             if sum(worker["health"] == "ready" for worker in status["workers"]) == workers:
                 connection.close()
                 return
-        except UnexpectedHTTPStatus:
+        except HTTPRequestFailed:
             pass
         await asyncio.sleep(0.1)
     raise EmberlineError("the workers were not ready in time")

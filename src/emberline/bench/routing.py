@@ -63,45 +63,61 @@ SKEWED = AgentWorkload(
 )
 
 
-def bench(habits: AgentWorkload, shape: SimClusterConfig, store_blocks: int, seeds: int) -> BenchReport:
-    config = {**asdict(habits), **asdict(shape), "store_blocks": store_blocks, "seeds": seeds, "skewed": asdict(SKEWED)}
+def bench(
+    sessions_config: AgentWorkload, cluster_config: SimClusterConfig, store_blocks: int, seeds: int
+) -> BenchReport:
+    config = {
+        **asdict(sessions_config),
+        **asdict(cluster_config),
+        "store_blocks": store_blocks,
+        "seeds": seeds,
+        "skewed": asdict(SKEWED),
+    }
     report = BenchReport("routing", config)
-    _savings(report, habits, shape, store_blocks, seeds)
-    _balance(report, shape, seeds)
+    _add_cache_savings(report, sessions_config, cluster_config, store_blocks, seeds)
+    _add_load_balance(report, cluster_config, seeds)
     return report
 
 
-def _savings(
-    report: BenchReport, habits: AgentWorkload, shape: SimClusterConfig, store_blocks: int, seeds: int
+def _add_cache_savings(
+    report: BenchReport, sessions_config: AgentWorkload, cluster_config: SimClusterConfig, store_blocks: int, seeds: int
 ) -> None:
     for name, way in VARIANTS.items():
-        seen = [_run(way, habits, shape, store_blocks, seed) for seed in range(seeds)]
+        seen = [_run_simulation(way, sessions_config, cluster_config, store_blocks, seed) for seed in range(seeds)]
         report.add(f"{name}: cached share", [100 * one.cached_share for one in seen], "%")
         report.add(f"{name}: of the oracle's", [100 * one.cached_share / one.oracle_share for one in seen], "%")
-        report.add(f"{name}: first token p50", [1e3 * _at(one.ttft_seconds, 0.5) for one in seen], "ms")
-        report.add(f"{name}: first token p90", [1e3 * _at(one.ttft_seconds, 0.9) for one in seen], "ms")
-        report.add(f"{name}: inter-token p99", [1e3 * _at(one.inter_token_seconds, 0.99) for one in seen], "ms")
+        report.add(f"{name}: first token p50", [1e3 * _quantile(one.ttft_seconds, 0.5) for one in seen], "ms")
+        report.add(f"{name}: first token p90", [1e3 * _quantile(one.ttft_seconds, 0.9) for one in seen], "ms")
+        report.add(f"{name}: inter-token p99", [1e3 * _quantile(one.inter_token_seconds, 0.99) for one in seen], "ms")
     report.add("oracle: cached share", [100 * one.oracle_share for one in seen], "%")
-    size = shape.workers * shape.kv_tokens
+    size = cluster_config.workers * cluster_config.kv_tokens
     report.add("caches over working set", [size / one.working_set for one in seen], "x")
 
 
-def _balance(report: BenchReport, shape: SimClusterConfig, seeds: int) -> None:
+def _add_load_balance(report: BenchReport, cluster_config: SimClusterConfig, seeds: int) -> None:
     """Add the balance of requests of very different lengths without shared prefixes, with every worker busy."""
     for name in BALANCED:
-        seen = [_run(VARIANTS[name], SKEWED, shape, 0, seed) for seed in range(seeds)]
+        seen = [_run_simulation(VARIANTS[name], SKEWED, cluster_config, 0, seed) for seed in range(seeds)]
         report.add(f"skewed, {name}: most over mean tokens in flight", [mean(one.load_imbalance) for one in seen], "x")
-        report.add(f"skewed, {name}: first token p90", [1e3 * _at(one.ttft_seconds, 0.9) for one in seen], "ms")
-        report.add(f"skewed, {name}: inter-token p99", [1e3 * _at(one.inter_token_seconds, 0.99) for one in seen], "ms")
+        report.add(f"skewed, {name}: first token p90", [1e3 * _quantile(one.ttft_seconds, 0.9) for one in seen], "ms")
+        report.add(
+            f"skewed, {name}: inter-token p99", [1e3 * _quantile(one.inter_token_seconds, 0.99) for one in seen], "ms"
+        )
 
 
-def _run(
-    way: RoutingVariant, habits: AgentWorkload, shape: SimClusterConfig, store_blocks: int, seed: int
+def _run_simulation(
+    variant: RoutingVariant,
+    sessions_config: AgentWorkload,
+    cluster_config: SimClusterConfig,
+    store_blocks: int,
+    seed: int,
 ) -> SimResult:
-    store = SimStore(SharedStore(store_blocks), BLOCK_SECONDS) if way.store else None
-    cluster = SimCluster(shape, way.chooser(seed), names_session=way.header, store=store, kv_events=way.kv_events)
-    return cluster.run(make_sessions(habits, seed))
+    store = SimStore(SharedStore(store_blocks), BLOCK_SECONDS) if variant.store else None
+    cluster = SimCluster(
+        cluster_config, variant.chooser(seed), names_session=variant.header, store=store, kv_events=variant.kv_events
+    )
+    return cluster.run(make_sessions(sessions_config, seed))
 
 
-def _at(values: list[float], share: float) -> float:
-    return sorted(values)[int(len(values) * share)]
+def _quantile(values: list[float], fraction: float) -> float:
+    return sorted(values)[int(len(values) * fraction)]

@@ -54,8 +54,8 @@ def bench(
 ) -> BenchReport:
     if (concurrency is None) == (rate is None):
         raise InvalidRequest("give one of --concurrency and --rate", param="--concurrency")
-    pids = local(url)
-    before = {name: processes.usage(pid) for name, pid in pids.items()}
+    pids = find_local_processes(url)
+    before = {name: processes.read_usage(pid) for name, pid in pids.items()}
     began, cpu = time.perf_counter(), time.process_time()
     run = (
         run_closed_loop(client, job, concurrency)
@@ -65,7 +65,7 @@ def bench(
     traces = asyncio.run(run)
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
     report = BenchReport("serve", config)
-    latencies(report, traces)
+    add_latencies(report, traces)
     good = [trace for trace in traces if trace.error is None]
     tokens = sum(trace.tokens for trace in good)
     report.add("output", tokens / wall, "tok/s")
@@ -75,18 +75,18 @@ def bench(
     report.config["first_errors"] = sorted({t.error for t in traces if t.error})[:5]
     report.add("client_cpu", cpu / max(tokens, 1) * 1e6, "us/token")
     for name, pid in pids.items():
-        after, was = processes.usage(pid), before[name]
+        after, was = processes.read_usage(pid), before[name]
         if after is not None and was is not None:
             report.add(f"{name}_cpu", (after.cpu - was.cpu) / max(tokens, 1) * 1e6, "us/token")
     return report
 
 
-def latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
+def add_latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
     """Add TTFT and end-to-end times as defined in core/events, and ITL between the events of a stream."""
     timings = [trace.timing for trace in traces if trace.error is None and not trace.abandoned]
     families = {
         "ttft": [t.ttft for t in timings if t.ttft is not None],
-        "itl": [gap for trace in traces for gap in trace.gaps],
+        "itl": [gap for trace in traces for gap in trace.inter_token_seconds],
         "e2e": [t.e2e for t in timings if t.e2e is not None],
     }
     for name, seconds in families.items():
@@ -95,14 +95,14 @@ def latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
                 report.add(f"{name}_{label}", float(np.percentile(seconds, share)) * 1e3, "ms")
 
 
-def local(url: str) -> dict[str, int]:
+def find_local_processes(url: str) -> dict[str, int]:
     """Return the server's processes by name, if it runs on this machine."""
     at = urlsplit(url)
     if at.hostname not in ("127.0.0.1", "localhost", "::1") or at.port is None:
         return {}
-    pid = processes.listener(at.port)
-    return processes.process_tree(pid) if pid is not None else {}
+    pid = processes.find_listener_pid(at.port)
+    return processes.find_process_tree(pid) if pid is not None else {}
 
 
-def requests(count: int, input_len: int, output_len: int, vocab: int) -> BenchJob:
-    return workload.job([(input_len, output_len)] * count, vocab)
+def make_uniform_job(count: int, input_len: int, output_len: int, vocab_size: int) -> BenchJob:
+    return workload.make_job([(input_len, output_len)] * count, vocab_size)

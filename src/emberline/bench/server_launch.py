@@ -23,23 +23,23 @@ START_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.01
 
 
-class ServerLaunch:
-    def __init__(self, arguments: list[str], log: Path) -> None:
+class EmberlineServer:
+    def __init__(self, arguments: list[str], log_file: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log_file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "emberline.cli", "serve", *arguments, "--port", str(self.port)]
         began = time.perf_counter()
-        with log.open("w") as errors:
+        with log_file.open("w") as errors:
             self._process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
-        while not self._wait_until_ready():
+        while not self._is_ready():
             if self._process.poll() is not None or time.perf_counter() - began > START_TIMEOUT_S:
                 self.stop()
-                raise EmberlineError(f"the server was not ready in time: {log.read_text()[-500:]}")
+                raise EmberlineError(f"the server was not ready in time: {log_file.read_text()[-500:]}")
             time.sleep(POLL_INTERVAL_S)
         self.ready_seconds = time.perf_counter() - began
 
-    def __enter__(self) -> ServerLaunch:
+    def __enter__(self) -> EmberlineServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -54,7 +54,7 @@ class ServerLaunch:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _wait_until_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/health/ready")
@@ -66,7 +66,7 @@ class ServerLaunch:
 
 
 @contextmanager
-def running_server(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def running_process(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run another command without its output until the context exits."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=quiet, stderr=quiet)

@@ -12,24 +12,24 @@ import numpy as np
 
 from emberline.bench import workload
 from emberline.bench.client import CompletionClient, RequestTrace
-from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 from emberline.bench.memory_growth import WARM_UP, MemoryGrowth
 from emberline.bench.report import BenchReport
-from emberline.bench.serve import latencies, local
+from emberline.bench.serve import add_latencies, find_local_processes
 
 SETTLE_S = 60.0  # seconds for the last requests to end
 LENGTHS = ((4.0, 0.8, 512), (3.5, 0.6, 96))  # log-normal, prompts and outputs
 
 
-async def soak(
-    client: CompletionClient, url: str, streams: int, seconds: float, abandon: float, vocab: int
+async def run_soak(
+    client: CompletionClient, url: str, streams: int, duration_s: float, abandoned_share: float, vocab_size: int
 ) -> BenchReport:
-    report = BenchReport("soak", {"streams": streams, "seconds": seconds, "abandon": abandon})
-    end = time.perf_counter() + seconds
-    growth = MemoryGrowth(settled=WARM_UP * seconds)
-    watcher = asyncio.create_task(_watch(url, growth, interval=min(2.0, seconds / 20)))
+    report = BenchReport("soak", {"streams": streams, "seconds": duration_s, "abandon": abandoned_share})
+    end = time.perf_counter() + duration_s
+    growth = MemoryGrowth(settled=WARM_UP * duration_s)
+    watcher = asyncio.create_task(_sample_memory(url, growth, interval_s=min(2.0, duration_s / 20)))
     began = time.perf_counter()
-    workers = [_worker(client, end, seed, abandon, vocab) for seed in range(streams)]
+    workers = [_run_client(client, end, seed, abandoned_share, vocab_size) for seed in range(streams)]
     traces = [trace for done in await asyncio.gather(*workers) for trace in done]
     wall = time.perf_counter() - began
     watcher.cancel()
@@ -39,39 +39,41 @@ async def soak(
     report.add("abandoned", sum(trace.abandoned for trace in good), "requests")
     report.add("errors", len(traces) - len(good), "requests")
     report.config["first_errors"] = sorted({trace.error for trace in traces if trace.error})[:5]
-    report.add("output", sum(trace.tokens or len(trace.marks) for trace in good) / wall, "tok/s")
-    latencies(report, good)
+    report.add("output", sum(trace.tokens or len(trace.event_times) for trace in good) / wall, "tok/s")
+    add_latencies(report, good)
     growth.add_results(report)
-    await _idle(report, url)
+    await _add_idle_stats(report, url)
     return report
 
 
-async def _worker(client: CompletionClient, end: float, seed: int, abandon: float, vocab: int) -> list[RequestTrace]:
+async def _run_client(
+    client: CompletionClient, end_time: float, seed: int, abandoned_share: float, vocab_size: int
+) -> list[RequestTrace]:
     dice = random.Random(seed)
     rng = np.random.default_rng(seed)
-    sizes = workload.lengths(1000, *LENGTHS, seed=seed)
+    sizes = workload.lognormal_lengths(1000, *LENGTHS, seed=seed)
     traces: list[RequestTrace] = []
-    while time.perf_counter() < end:
+    while time.perf_counter() < end_time:
         prompt, output = sizes[len(traces) % len(sizes)]
-        leave = dice.randint(1, max(1, output // 2)) if dice.random() < abandon else None
-        trace = await client.complete(workload.tokens(prompt, rng, vocab), output, leave)
+        leave = dice.randint(1, max(1, output // 2)) if dice.random() < abandoned_share else None
+        trace = await client.complete(workload.random_tokens(prompt, rng, vocab_size), output, leave)
         traces.append(trace)
         if trace.error:
             await asyncio.sleep(0.5)  # do not flood a dead server
     return traces
 
 
-async def _watch(url: str, growth: MemoryGrowth, interval: float) -> None:
+async def _sample_memory(url: str, growth: MemoryGrowth, interval_s: float) -> None:
     while True:
-        pids = await asyncio.to_thread(local, url)  # each time anew, since the engine may have restarted
-        growth.sample(pids, time.perf_counter())
-        await asyncio.sleep(interval)
+        pids = await asyncio.to_thread(find_local_processes, url)  # each time anew, since the engine may have restarted
+        growth.record_samples(pids, time.perf_counter())
+        await asyncio.sleep(interval_s)
 
 
-async def _idle(report: BenchReport, url: str) -> None:
+async def _add_idle_stats(report: BenchReport, url: str) -> None:
     """Add the blocks that are neither free nor cached while no request is open; only Emberline reports them."""
     at = urlsplit(url)
-    connection = LeanHTTPConnection(f"{at.scheme}://{at.netloc}")
+    connection = MinimalHTTPConnection(f"{at.scheme}://{at.netloc}")
     deadline = time.perf_counter() + SETTLE_S
     stats: dict[str, float] = {}
     try:
@@ -80,7 +82,7 @@ async def _idle(report: BenchReport, url: str) -> None:
             if not stats["running"] and not stats["waiting"]:
                 break
             await asyncio.sleep(1.0)
-    except (UnexpectedHTTPStatus, ValueError, KeyError) as e:
+    except (HTTPRequestFailed, ValueError, KeyError) as e:
         report.config["stats"] = str(e)
         return
     finally:

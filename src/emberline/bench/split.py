@@ -62,7 +62,7 @@ class UnloadedTimes:
     computing: float  # compute time of the worker that had the prompt
 
     @property
-    def around(self) -> float:
+    def non_compute_seconds(self) -> float:
         return self.whole - self.computing
 
 
@@ -75,19 +75,19 @@ class SplitBenchRun:
     wall: float = 0.0
     traces: dict[bool, list[RequestTrace]] = field(default_factory=lambda: {True: [], False: []})  # long or not
 
-    def ttft(self, long: bool) -> list[float]:
-        return [t.timing.ttft for t in self.traces[long] if t.error is None and t.timing.ttft is not None]
+    def ttft_seconds(self, is_long: bool) -> list[float]:
+        return [t.timing.ttft for t in self.traces[is_long] if t.error is None and t.timing.ttft is not None]
 
-    def itl(self) -> list[float]:
+    def inter_token_seconds(self) -> list[float]:
         """Return the times between events of all streams."""
-        return [gap for traces in self.traces.values() for trace in traces for gap in trace.gaps]
+        return [gap for traces in self.traces.values() for trace in traces for gap in trace.inter_token_seconds]
 
     @property
-    def all(self) -> list[RequestTrace]:
+    def all_traces(self) -> list[RequestTrace]:
         return [*self.traces[True], *self.traces[False]]
 
 
-def bench(model: str, vocab: int, plan: SplitBenchPlan, logs: Path) -> BenchReport:
+def bench(model: str, vocab_size: int, plan: SplitBenchPlan, log_dir: Path) -> BenchReport:
     report = BenchReport("split", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
     turns: dict[tuple[str, int], list[SplitBenchRun]] = {
         (shape, chunk): [] for chunk in plan.chunks for shape in SHAPES
@@ -96,9 +96,9 @@ def bench(model: str, vocab: int, plan: SplitBenchPlan, logs: Path) -> BenchRepo
     async def whole() -> None:
         for number in range(plan.rounds):
             for (shape, chunk), done in turns.items():
-                home = logs / f"{shape}-{chunk}-{number + 1}"
+                home = log_dir / f"{shape}-{chunk}-{number + 1}"
                 async with asyncio.timeout(plan.seconds + SLACK):
-                    done.append(await _run_round(model, vocab, plan, number, shape, chunk, home))
+                    done.append(await _run_round(model, vocab_size, plan, number, shape, chunk, home))
                 print(f"{shape}, {chunk} tokens a step, round {number + 1}: {done[-1].wall:.0f} s", flush=True)
 
     asyncio.run(whole())
@@ -111,26 +111,26 @@ def bench(model: str, vocab: int, plan: SplitBenchPlan, logs: Path) -> BenchRepo
 
 
 async def _run_round(
-    model: str, vocab: int, plan: SplitBenchPlan, seed: int, shape: str, chunk: int, logs: Path
+    model: str, vocab_size: int, plan: SplitBenchPlan, seed: int, arm: str, chunk_tokens: int, log_dir: Path
 ) -> SplitBenchRun:
     rng, turn = np.random.default_rng(seed), SplitBenchRun()
-    worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk)]
-    async with LocalCluster(SHAPES[shape], worker, logs, pinned=True) as cluster:
+    worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk_tokens)]
+    async with LocalCluster(SHAPES[arm], worker, log_dir, pin_workers_to_cores=True) as cluster:
         client = CompletionClient(f"{cluster.url}/v1", SERVED)
-        await client.complete(workload.tokens(plan.long, rng, vocab), plan.chat[1])  # warm-up
+        await client.complete(workload.random_tokens(plan.long, rng, vocab_size), plan.chat[1])  # warm-up
         before = between = await _read_counters(cluster)
         for _ in range(plan.alone):
-            trace, earlier = await client.complete(workload.tokens(plan.long, rng, vocab), 1), between
+            trace, earlier = await client.complete(workload.random_tokens(plan.long, rng, vocab_size), 1), between
             if trace.error is not None or trace.timing.e2e is None:
-                raise EmberlineError(f"a request alone failed: {trace.error}", hint=f"logs are in {logs}")
+                raise EmberlineError(f"a request alone failed: {trace.error}", hint=f"logs are in {log_dir}")
             between = await _read_counters(cluster)
             computing = max(between[w]["busy_seconds"] - earlier[w]["busy_seconds"] for w in between)
             turn.alone.append(UnloadedTimes(trace.timing.e2e, computing))
         began = asyncio.get_running_loop().time()
-        await _arrive(client, arrivals(plan, seed, vocab), turn)
+        await _send_planned_requests(client, plan_requests(plan, seed, vocab_size), turn)
         turn.wall = asyncio.get_running_loop().time() - began
         after = await _read_counters(cluster)
-        turn.prefills.update((await cluster.status() or {}).get("prefills", {}))
+        turn.prefills.update((await cluster.fetch_router_status() or {}).get("prefills", {}))
         client.close()
     for phase, earlier, later in (("alone", before, between), ("mixed", between, after)):
         turn.moved[phase] = {name: sum(later[w][name] - earlier[w][name] for w in later) for name in MOVED}
@@ -138,7 +138,7 @@ async def _run_round(
     return turn
 
 
-def arrivals(plan: SplitBenchPlan, seed: int, vocab: int) -> list[PlannedRequest]:
+def plan_requests(plan: SplitBenchPlan, seed: int, vocab_size: int) -> list[PlannedRequest]:
     """Return requests of both kinds at random times: Poisson processes with a fixed count."""
     rng, found = np.random.default_rng([seed, 1]), list[PlannedRequest]()
     for long, rate, (prompt, output) in (
@@ -146,16 +146,18 @@ def arrivals(plan: SplitBenchPlan, seed: int, vocab: int) -> list[PlannedRequest
         (False, plan.chat_rate, plan.chat),
     ):
         for at in rng.uniform(0.0, plan.seconds, max(1, round(rate * plan.seconds))).tolist():
-            found.append(PlannedRequest(at, workload.tokens(prompt, rng, vocab), output, long))
+            found.append(PlannedRequest(at, workload.random_tokens(prompt, rng, vocab_size), output, long))
     return sorted(found, key=lambda arrival: arrival.at)
 
 
-async def _arrive(client: CompletionClient, expected: Sequence[PlannedRequest], turn: SplitBenchRun) -> None:
+async def _send_planned_requests(
+    client: CompletionClient, planned_requests: Sequence[PlannedRequest], run: SplitBenchRun
+) -> None:
     async def one(arrival: PlannedRequest) -> None:
         await asyncio.sleep(arrival.at)
-        turn.traces[arrival.long].append(await client.complete(arrival.prompt, arrival.output))
+        run.traces[arrival.long].append(await client.complete(arrival.prompt, arrival.output))
 
-    await asyncio.gather(*map(one, expected))
+    await asyncio.gather(*map(one, planned_requests))
 
 
 async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
@@ -164,7 +166,7 @@ async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
         raise EmberlineError(f"workers hold something while no request is open: {held}")
     found: dict[str, dict[str, float]] = {}
     for child in cluster.workers:
-        stats: dict[str, Any] | None = await cluster.stats(child)
+        stats: dict[str, Any] | None = await cluster.fetch_worker_stats(child)
         if stats is None:
             raise EmberlineError(f"{child.name} does not answer", hint=f"its log is {child.log_file}")
         moved: dict[str, float] = stats["transfer"]
@@ -176,37 +178,37 @@ async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
 
 
 def _add_results(
-    report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
+    report: BenchReport, chunk_tokens: int, split_runs: Sequence[SplitBenchRun], colocated_runs: Sequence[SplitBenchRun]
 ) -> None:
-    for name, unit, value in _figures():
-        for turns, beside in ((split, colocated), (colocated, None)):
+    for name, unit, value in _result_functions():
+        for turns, beside in ((split_runs, colocated_runs), (colocated_runs, None)):
             figures = [value([turn]) for turn in turns]
             more: dict[str, Any] = {"spread": (min(figures), max(figures))}
             more |= {"peer": value(beside)} if beside is not None else {}
-            report.add(f"{name}_{chunk}{'' if beside else '/colocated'}", value(turns), unit, **more)
-    errors = [trace.error for turn in (*split, *colocated) for trace in turn.all if trace.error]
-    report.add(f"errors_{chunk}", len(errors), "requests")
-    report.config[f"first_errors_{chunk}"] = sorted(set(errors))[:5]
-    report.config[f"requests_{chunk}"] = {
-        kind: sum(len(turn.traces[long]) for turn in split) for kind, long in (("long", True), ("chat", False))
+            report.add(f"{name}_{chunk_tokens}{'' if beside else '/colocated'}", value(turns), unit, **more)
+    errors = [trace.error for turn in (*split_runs, *colocated_runs) for trace in turn.all_traces if trace.error]
+    report.add(f"errors_{chunk_tokens}", len(errors), "requests")
+    report.config[f"first_errors_{chunk_tokens}"] = sorted(set(errors))[:5]
+    report.config[f"requests_{chunk_tokens}"] = {
+        kind: sum(len(turn.traces[long]) for turn in split_runs) for kind, long in (("long", True), ("chat", False))
     }
-    _add_busy_results(report, chunk, split, colocated)
-    _add_handoff_results(report, chunk, split, colocated)
+    _add_busy_results(report, chunk_tokens, split_runs, colocated_runs)
+    _add_handoff_results(report, chunk_tokens, split_runs, colocated_runs)
 
 
-def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], float]]]:
+def _result_functions() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], float]]]:
     """Return the figures of one or several runs."""
 
     def share(of: Callable[[SplitBenchRun], list[float]], percent: float) -> Callable[[Sequence[SplitBenchRun]], float]:
         return lambda turns: 1e3 * float(np.percentile([x for turn in turns for x in of(turn)], percent))
 
     def output(turns: Sequence[SplitBenchRun]) -> float:
-        return sum(trace.tokens for turn in turns for trace in turn.all) / sum(turn.wall for turn in turns)
+        return sum(trace.tokens for turn in turns for trace in turn.all_traces) / sum(turn.wall for turn in turns)
 
     latencies: dict[str, Callable[[SplitBenchRun], list[float]]] = {
-        "itl": SplitBenchRun.itl,
-        "ttft_long": partial(SplitBenchRun.ttft, long=True),
-        "ttft_chat": partial(SplitBenchRun.ttft, long=False),
+        "itl": SplitBenchRun.inter_token_seconds,
+        "ttft_long": partial(SplitBenchRun.ttft_seconds, is_long=True),
+        "ttft_chat": partial(SplitBenchRun.ttft_seconds, is_long=False),
     }
     for name, of in latencies.items():
         for label, percent in SHARES.items():
@@ -215,31 +217,33 @@ def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], f
 
 
 def _add_busy_results(
-    report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
+    report: BenchReport, chunk_tokens: int, split_runs: Sequence[SplitBenchRun], colocated_runs: Sequence[SplitBenchRun]
 ) -> None:
     """Add the share of time that each worker computed; a worker near 1 limits its arm."""
-    for turns in (split, colocated):
+    for turns in (split_runs, colocated_runs):
         for worker in turns[0].busy:
-            report.add(f"busy_{chunk}_{worker}", [turn.busy[worker] for turn in turns], "of the time")
+            report.add(f"busy_{chunk_tokens}_{worker}", [turn.busy[worker] for turn in turns], "of the time")
 
 
 def _add_handoff_results(
-    report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
+    report: BenchReport, chunk_tokens: int, split_runs: Sequence[SplitBenchRun], colocated_runs: Sequence[SplitBenchRun]
 ) -> None:
-    pairs = [pair for a, b in zip(split, colocated, strict=True) for pair in zip(a.alone, b.alone, strict=True)]
-    adds = [with_.around - without.around for with_, without in pairs]
+    pairs = [
+        pair for a, b in zip(split_runs, colocated_runs, strict=True) for pair in zip(a.alone, b.alone, strict=True)
+    ]
+    adds = [with_.non_compute_seconds - without.non_compute_seconds for with_, without in pairs]
     shares = [100 * added / without.computing for added, (_, without) in zip(adds, pairs, strict=True)]
-    report.add(f"prefill_{chunk}", [1e3 * without.computing for _, without in pairs], "ms")
-    report.add(f"handoff_{chunk}", [1e3 * added for added in adds], "ms")
-    report.add(f"handoff_share_{chunk}", shares, "% of the prefill")
-    report.config[f"prefills_{chunk}"] = dict(sum((turn.prefills for turn in split), Counter()))
+    report.add(f"prefill_{chunk_tokens}", [1e3 * without.computing for _, without in pairs], "ms")
+    report.add(f"handoff_{chunk_tokens}", [1e3 * added for added in adds], "ms")
+    report.add(f"handoff_share_{chunk_tokens}", shares, "% of the prefill")
+    report.config[f"prefills_{chunk_tokens}"] = dict(sum((turn.prefills for turn in split_runs), Counter()))
     for phase in ("alone", "mixed"):
-        total = {name: sum(turn.moved[phase][name] for turn in split) for name in MOVED}
+        total = {name: sum(turn.moved[phase][name] for turn in split_runs) for name in MOVED}
         pulls = max(total["pulls"], 1)
-        report.add(f"pulls_{phase}_{chunk}", total["pulls"], "requests")
-        report.add(f"recomputed_{phase}_{chunk}", total["recomputed"], "requests")
-        report.add(f"pulled_{phase}_{chunk}", total["pulled_bytes"] / pulls / 1e6, "MB each")
-        report.add(f"copying_{phase}_{chunk}", 1e3 * total["copy_seconds"] / pulls, "ms each")
+        report.add(f"pulls_{phase}_{chunk_tokens}", total["pulls"], "requests")
+        report.add(f"recomputed_{phase}_{chunk_tokens}", total["recomputed"], "requests")
+        report.add(f"pulled_{phase}_{chunk_tokens}", total["pulled_bytes"] / pulls / 1e6, "MB each")
+        report.add(f"copying_{phase}_{chunk_tokens}", 1e3 * total["copy_seconds"] / pulls, "ms each")
         if total["copy_seconds"]:
             hidden = 100 * total["hidden_seconds"] / total["copy_seconds"]
-            report.add(f"copying_hidden_{phase}_{chunk}", hidden, "% of the copying")
+            report.add(f"copying_hidden_{phase}_{chunk_tokens}", hidden, "% of the copying")

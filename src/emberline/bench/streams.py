@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 
 WORDS = ("river", "stone", "light", "engine", "garden", "winter", "seven", "music", "paper", "north")
 PROMPT_WORDS = 200
@@ -28,26 +28,28 @@ REPLY_TIMEOUT_S = 180.0
 class StreamTiming:
     """One stream as its client saw it, in seconds."""
 
-    first: float | None = None  # from sending the request to its first text
-    gaps: list[float] = field(default_factory=list)  # between events with text; 0 where one read returned several
+    ttft_seconds: float | None = None  # from sending the request to its first text
+    inter_token_seconds: list[float] = field(
+        default_factory=list
+    )  # between events with text; 0 where one read returned several
     tokens: int = 0
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPass:
+class StreamsResult:
     """All streams of one measurement."""
 
     streams: list[StreamTiming]
     seconds: float
 
     @property
-    def first(self) -> list[float]:
-        return sorted(s.first for s in self.streams if s.first is not None)
+    def ttft_seconds(self) -> list[float]:
+        return sorted(s.ttft_seconds for s in self.streams if s.ttft_seconds is not None)
 
     @property
-    def gaps(self) -> list[float]:
-        return sorted(gap for s in self.streams for gap in s.gaps)
+    def inter_token_seconds(self) -> list[float]:
+        return sorted(gap for s in self.streams for gap in s.inter_token_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,9 +60,9 @@ class StreamPass:
         return [s.error for s in self.streams if s.error is not None]
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
+def quantile_of_sorted(sorted_values: Sequence[float], fraction: float) -> float:
     """The value below which `share` of the sorted values lie; the largest for a share of 1."""
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+    return sorted_values[min(len(sorted_values) - 1, int(len(sorted_values) * fraction))]
 
 
 class ClientProcesses:
@@ -77,7 +79,7 @@ class ClientProcesses:
         for _, pipe in self._clients:
             pipe.recv()
 
-    def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> StreamPass:
+    def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> StreamsResult:
         """Send `rounds` requests one after the other on each of `streams` concurrent streams."""
         used = self._clients[: min(len(self._clients), streams)]
         began = time.perf_counter()
@@ -85,7 +87,7 @@ class ClientProcesses:
             share = streams // len(used) + (index < streams % len(used))
             pipe.send((url, model, share, rounds, max_tokens, seed * 1000 + index))
         timings = [timing for _, pipe in used for timing in pipe.recv()]
-        return StreamPass(timings, time.perf_counter() - began)
+        return StreamsResult(timings, time.perf_counter() - began)
 
     def close(self) -> None:
         for process, pipe in self._clients:
@@ -94,13 +96,13 @@ class ClientProcesses:
 
 
 def _serve_commands(pipe: Pipe) -> None:
-    asyncio.run(_rehearse())
+    asyncio.run(_warm_up_client())
     pipe.send("ready")
     while (command := pipe.recv()) is not None:
         pipe.send(asyncio.run(_run_streams(*command)))
 
 
-async def _rehearse() -> None:
+async def _warm_up_client() -> None:
     """Read one stream from a server of our own, so that a client's first use of its libraries is not measured."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,9 +124,9 @@ async def _run_streams(
 ) -> list[StreamTiming]:
     async def stream(index: int) -> list[StreamTiming]:
         words = random.Random(seed * 1000 + index)
-        connection = LeanHTTPConnection(url)
+        connection = MinimalHTTPConnection(url)
         try:
-            return [await _request(connection, model, words, max_tokens) for _ in range(rounds)]
+            return [await _send_request(connection, model, words, max_tokens) for _ in range(rounds)]
         finally:
             connection.close()
 
@@ -132,32 +134,34 @@ async def _run_streams(
     return [timing for timings in done for timing in timings]
 
 
-async def _request(connection: LeanHTTPConnection, model: str, words: random.Random, max_tokens: int) -> StreamTiming:
-    prompt = " ".join(words.choice(WORDS) for _ in range(PROMPT_WORDS))
+async def _send_request(
+    connection: MinimalHTTPConnection, model: str, rng: random.Random, max_tokens: int
+) -> StreamTiming:
+    prompt = " ".join(rng.choice(WORDS) for _ in range(PROMPT_WORDS))
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     timing = StreamTiming()
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             await _read_stream(connection, msgspec.json.encode(body), timing)
-    except (UnexpectedHTTPStatus, TimeoutError) as error:
+    except (HTTPRequestFailed, TimeoutError) as error:
         timing.error = str(error)[:200] or "timed out"
     return timing
 
 
-async def _read_stream(connection: LeanHTTPConnection, body: bytes, timing: StreamTiming) -> None:
+async def _read_stream(connection: MinimalHTTPConnection, body: bytes, timing: StreamTiming) -> None:
     sent = last = time.perf_counter()
     rest = b""
-    async with aclosing(connection.stream("/v1/completions", body)) as parts:  # type: ignore[type-var]
+    async with aclosing(connection.stream_reply("/v1/completions", body)) as parts:  # type: ignore[type-var]
         async for part in parts:
             now = time.perf_counter()
             *events, rest = (rest + part).split(b"\n\n")
             for event in events:
                 if b'"text"' in event:
-                    if timing.first is None:
-                        timing.first = now - sent
+                    if timing.ttft_seconds is None:
+                        timing.ttft_seconds = now - sent
                     else:
-                        timing.gaps.append(now - last)
+                        timing.inter_token_seconds.append(now - last)
                     last = now
                 if b'"usage":{' in event or b'"usage": {' in event:
                     timing.tokens = msgspec.json.decode(event.removeprefix(b"data: "))["usage"]["completion_tokens"]

@@ -42,21 +42,21 @@ COUNT = 64  # blocks moved for one figure
 OTHERS = 3  # prompts that evict the measured one from the cache
 
 
-def speeds(call: Callable[[], object], size: int, rounds: int) -> list[float]:
+def measure_speeds(call: Callable[[], object], num_bytes: int, rounds: int) -> list[float]:
     """Return the GB/s of each round."""
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
         call()
-        found.append(size / 1e9 / (time.perf_counter() - began))
+        found.append(num_bytes / 1e9 / (time.perf_counter() - began))
     return found
 
 
-def best(call: Callable[[], object], size: int, rounds: int) -> float:
-    return max(speeds(call, size, rounds))
+def measure_best_speed(call: Callable[[], object], num_bytes: int, rounds: int) -> float:
+    return max(measure_speeds(call, num_bytes, rounds))
 
 
-def add_copies(report: BenchReport, engine: Engine, rounds: int) -> None:
+def add_copy_speeds(report: BenchReport, engine: Engine, rounds: int) -> None:
     cache = engine.runner.cache  # type: ignore[attr-defined]
     many = min(COUNT, cache.num_blocks)
     host = HostTier(cache.shape.block_bytes, many * 2 * cache.shape.block_bytes + (1 << 20))
@@ -70,12 +70,14 @@ def add_copies(report: BenchReport, engine: Engine, rounds: int) -> None:
         target[:] = host.memory[:size]
 
     plain()
-    memcpy = best(plain, size, rounds)
-    report.add("host_save", speeds(lambda: copier.save(copies), size, rounds), "GB/s", limit=memcpy)
-    report.add("host_load", speeds(lambda: copier.load(copies), size, rounds), "GB/s", limit=memcpy)
+    memcpy = measure_best_speed(plain, size, rounds)
+    report.add("host_save", measure_speeds(lambda: copier.save(copies), size, rounds), "GB/s", limit=memcpy)
+    report.add("host_load", measure_speeds(lambda: copier.load(copies), size, rounds), "GB/s", limit=memcpy)
 
 
-def add_files(report: BenchReport, block_bytes: int, where: Path, master: str | None, rounds: int) -> None:
+def add_tier_speeds(
+    report: BenchReport, block_bytes: int, work_dir: Path, master_address: str | None, rounds: int
+) -> None:
     """Add a tier's speed; its peer is the same bytes in one large file, appended and read at random."""
     host = HostTier(block_bytes, (COUNT + 2) * 2 * block_bytes)
     buffers = [host.memory[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]
@@ -86,48 +88,52 @@ def add_files(report: BenchReport, block_bytes: int, where: Path, master: str | 
     library = ops.start_backend().library
     crc, codec = select_crc(library), select_kv_codec("auto", library, "bfloat16")
     order = random.Random(0).sample(range(COUNT), COUNT)
-    direct = DiskTier(where / "probe", "bench", block_bytes, size).uses_direct_io
+    direct = DiskTier(work_dir / "probe", "bench", block_bytes, size).uses_direct_io
     report.config["direct_io"] = direct
-    peers = segment(where / "segment", buffers, order, rounds, direct=direct)
+    peers = measure_single_file(work_dir / "segment", buffers, order, rounds, use_direct_io=direct)
     for coding, end in (("none", ""), *([("uw", "_uw")] if codec is not None else [])):
-        full = DiskTier(where / f"full{end}", "bench", block_bytes, size, crc=crc, codec=codec, coding=coding)
-        stores(full, buffers)
-        report.add(f"disk_store_evicting{end}", speeds(partial(stores, full, buffers), size, rounds), "GB/s")
-        free = DiskTier(
-            where / f"free{end}", "bench", block_bytes, 4 * rounds * size, crc=crc, codec=codec, coding=coding
+        full = DiskTier(work_dir / f"full{end}", "bench", block_bytes, size, crc=crc, codec=codec, codec_choice=coding)
+        store_blocks(full, buffers)
+        report.add(
+            f"disk_store_evicting{end}", measure_speeds(partial(store_blocks, full, buffers), size, rounds), "GB/s"
         )
-        add_tier(report, free, end, buffers, order, rounds, peers)
-        if master is not None:
+        free = DiskTier(
+            work_dir / f"free{end}", "bench", block_bytes, 4 * rounds * size, crc=crc, codec=codec, codec_choice=coding
+        )
+        add_tier_speed(report, free, end, buffers, order, rounds, peers)
+        if master_address is not None:
             memory = 4 * rounds * size
-            far = RemoteTier(master, f"bench{end}", block_bytes, memory, crc=crc, codec=codec, coding=coding)
-            add_tier(report, far, end, buffers, order, rounds, (None, None))
+            far = RemoteTier(
+                master_address, f"bench{end}", block_bytes, memory, crc=crc, codec=codec, codec_choice=coding
+            )
+            add_tier_speed(report, far, end, buffers, order, rounds, (None, None))
             far.close()
 
 
-def add_tier(
+def add_tier_speed(
     report: BenchReport,
     tier: DiskTier | RemoteTier,
-    end: str,
+    name_suffix: str,
     buffers: list[memoryview],
-    order: list[int],
+    read_order: list[int],
     rounds: int,
-    peers: tuple[float | None, float | None],
+    peer_speeds: tuple[float | None, float | None],
 ) -> None:
     size = sum(map(len, buffers))
     names: list[bytes] = []
 
     def store() -> None:
-        names[:] = stores(tier, buffers)
+        names[:] = store_blocks(tier, buffers)
 
     def load() -> None:
-        if tier.load([names[i] for i in order], [buffers[i] for i in order]) != len(order):
+        if tier.load([names[i] for i in read_order], [buffers[i] for i in read_order]) != len(read_order):
             raise RuntimeError("a block that was stored could not be loaded")
 
-    report.add(f"{tier.name}_store{end}", speeds(store, size, rounds), "GB/s", peer=peers[0])
-    report.add(f"{tier.name}_load{end}", speeds(load, size, rounds), "GB/s", peer=peers[1])
+    report.add(f"{tier.name}_store{name_suffix}", measure_speeds(store, size, rounds), "GB/s", peer=peer_speeds[0])
+    report.add(f"{tier.name}_load{name_suffix}", measure_speeds(load, size, rounds), "GB/s", peer=peer_speeds[1])
 
 
-def stores(tier: DiskTier | RemoteTier, buffers: list[memoryview]) -> list[bytes]:
+def store_blocks(tier: DiskTier | RemoteTier, buffers: list[memoryview]) -> list[bytes]:
     """Return the speeds of storing blocks under new names."""
     names = [os.urandom(16) for _ in buffers]
     if tier.store(names, buffers) != len(buffers):
@@ -135,30 +141,30 @@ def stores(tier: DiskTier | RemoteTier, buffers: list[memoryview]) -> list[bytes
     return names
 
 
-def segment(
-    path: Path, buffers: list[memoryview], order: list[int], rounds: int, *, direct: bool
+def measure_single_file(
+    path: Path, buffers: list[memoryview], read_order: list[int], rounds: int, *, use_direct_io: bool
 ) -> tuple[float, float]:
     """Return the best GB/s of writing and reading one file without checks, with the same kind of I/O."""
     size = len(buffers[0])
-    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | (os.O_DIRECT if direct else 0))
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | (os.O_DIRECT if use_direct_io else 0))
 
     def write() -> None:
         for i, buffer in enumerate(buffers):
             os.pwrite(handle, buffer, i * size)
 
     def read() -> None:
-        for i in order:
+        for i in read_order:
             os.preadv(handle, [buffers[i]], i * size)
 
-    writes, reads = (best(call, size * len(buffers), rounds) for call in (write, read))
+    writes, reads = (measure_best_speed(call, size * len(buffers), rounds) for call in (write, read))
     os.close(handle)
     path.unlink()
     return writes, reads
 
 
-def first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, int]:
+def measure_first_token(engine: Engine, request_id: str, prompt: list[int]) -> tuple[float, int]:
     """Return the seconds to the first token and the number of cached tokens."""
-    engine.add(Submission(name, prompt, SamplingParams(max_tokens=1, temperature=0.0)))
+    engine.add(Submission(request_id, prompt, SamplingParams(max_tokens=1, temperature=0.0)))
     began, seconds, cached = time.perf_counter(), 0.0, 0
     while not engine.idle:
         for output in engine.step():
@@ -166,30 +172,32 @@ def first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, in
     return seconds, cached
 
 
-def add_requests(report: BenchReport, tier: str, engine: Engine, tokens: int, rounds: int) -> None:
+def add_first_token_times(report: BenchReport, tier_name: str, engine: Engine, tokens: int, rounds: int) -> None:
     """Add the first-token times of a prompt that was evicted from the cache and is requested again."""
-    tiers, rng = engine.kv.tiers, random.Random(tier)
+    tiers, rng = engine.kv.tiers, random.Random(tier_name)
     assert tiers is not None
     computed, loaded = [], []
     prompts = [[rng.randrange(engine.runner.vocab_size) for _ in range(tokens)] for _ in range(rounds)]
     for i, prompt in enumerate(prompts):
-        computed.append(first_token(engine, f"first-{i}", prompt)[0])
+        computed.append(measure_first_token(engine, f"first-{i}", prompt)[0])
         for other in range(OTHERS):
-            first_token(engine, f"other-{i}-{other}", [rng.randrange(engine.runner.vocab_size) for _ in range(tokens)])
-        tiers.flush(60.0)
-        seconds, cached = first_token(engine, f"again-{i}", prompt)
+            measure_first_token(
+                engine, f"other-{i}-{other}", [rng.randrange(engine.runner.vocab_size) for _ in range(tokens)]
+            )
+        tiers.wait_until_written(60.0)
+        seconds, cached = measure_first_token(engine, f"again-{i}", prompt)
         if cached < tokens - engine.config.block_size:
-            raise RuntimeError(f"only {cached} of {tokens} tokens came from {tier}")
+            raise RuntimeError(f"only {cached} of {tokens} tokens came from {tier_name}")
         loaded.append(seconds)
-    report.add(f"ttft_{tier}_{tokens}", loaded, "s", peer=sorted(computed)[len(computed) // 2])
-    report.add(f"ttft_computed_{tokens}/{tier}", computed, "s")
-    report.config[f"hit_tokens_{tier}_{tokens}"] = tiers.stats()[tier].hit_tokens
+    report.add(f"ttft_{tier_name}_{tokens}", loaded, "s", peer=sorted(computed)[len(computed) // 2])
+    report.add(f"ttft_computed_{tokens}/{tier_name}", computed, "s")
+    report.config[f"hit_tokens_{tier_name}_{tokens}"] = tiers.stats()[tier_name].hit_tokens
     engine.close()
 
 
-def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) -> BenchReport:
+def bench(model_name: str, directory: Path | None, prompt_lengths: list[int], rounds: int) -> BenchReport:
     """Run the benchmark. `directory` is on the disk to measure; None is the directory of temporary files."""
-    report = BenchReport("kv-tiers", {"model": name, "rounds": rounds, "tokens": lengths})
+    report = BenchReport("kv-tiers", {"model": model_name, "rounds": rounds, "tokens": prompt_lengths})
     where, master = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=directory)), MooncakeMaster()
     try:
         address = master.start().address
@@ -197,36 +205,43 @@ def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) ->
     except OSError as error:
         address, report.config["store"] = None, str(error)
     try:
-        measure(report, str(resolve_model(name)), where, address, lengths, rounds)
+        measure_all(report, str(resolve_model(model_name)), where, address, prompt_lengths, rounds)
     finally:
         master.kill()
         shutil.rmtree(where)
     return report
 
 
-def measure(report: BenchReport, model: str, where: Path, master: str | None, lengths: list[int], rounds: int) -> None:
-    for tokens in lengths:
-        probe = boot(EngineConfig.build(model, device="cpu"))
+def measure_all(
+    report: BenchReport,
+    model_dir: str,
+    work_dir: Path,
+    master_address: str | None,
+    prompt_lengths: list[int],
+    rounds: int,
+) -> None:
+    for tokens in prompt_lengths:
+        probe = boot(EngineConfig.build(model_dir, device="cpu"))
         block = probe.kv_bytes * probe.engine.config.block_size // probe.kv_tokens
-        if tokens == lengths[0]:
+        if tokens == prompt_lengths[0]:
             report.config |= {"block_bytes": block, "kernels": probe.kernels}
-            add_copies(report, probe.engine, rounds)
-            add_files(report, block, where, master, rounds)
+            add_copy_speeds(report, probe.engine, rounds)
+            add_tier_speeds(report, block, work_dir, master_address, rounds)
         blocks = -(-(tokens + 1) // probe.engine.config.block_size)
         near = EngineConfig.build(
-            model,
+            model_dir,
             device="cpu",
             kv_memory=(blocks + 2) * block,
             max_context=tokens + 64,
             kv_host_memory=8 * blocks * block,
         )
-        add_requests(report, "host", boot(near).engine, tokens, rounds)
+        add_first_token_times(report, "host", boot(near).engine, tokens, rounds)
         far = near.with_settings(
-            kv_host_memory=2 * blocks * block, kv_disk=str(where / "kv"), kv_disk_size=64 * blocks * block
+            kv_host_memory=2 * blocks * block, kv_disk=str(work_dir / "kv"), kv_disk_size=64 * blocks * block
         )
-        add_requests(report, "disk", boot(far).engine, tokens, rounds)
-        if master is not None:
+        add_first_token_times(report, "disk", boot(far).engine, tokens, rounds)
+        if master_address is not None:
             far = near.with_settings(
-                kv_host_memory=2 * blocks * block, kv_store=master, kv_store_memory=64 * blocks * block
+                kv_host_memory=2 * blocks * block, kv_store=master_address, kv_store_memory=64 * blocks * block
             )
-            add_requests(report, "store", boot(far).engine, tokens, rounds)
+            add_first_token_times(report, "store", boot(far).engine, tokens, rounds)

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from emberline.bench.question_process import Ask, question_process
+from emberline.bench.command_process import SendCommand, running_command_process
 from emberline.bench.report import BenchReport
 from emberline.core.errors import InvalidRequest
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.checksum import Crc, select_crc
 from emberline.kv.codec import KVCodec, select_kv_codec
-from emberline.kv.mooncake import installed_distribution, probe
+from emberline.kv.mooncake import check_mooncake_usable, installed_distribution
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.link import LinkOptions
@@ -54,21 +54,32 @@ class TransferRound:
     cpu: float  # CPU seconds of all processes per GB
 
 
-def bench(sizes: list[int], total: int, rounds: int, piece: int) -> BenchReport:
+def bench(block_sizes: list[int], total_bytes: int, rounds: int, piece_bytes: int) -> BenchReport:
     """Run the benchmark. `sizes` are bytes per block, `total` is the bytes moved each time."""
-    if any(size <= 0 or size % STEP for size in sizes):
+    if any(size <= 0 or size % STEP for size in block_sizes):
         raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
     library = find_library()
-    crc, codec, broken = select_crc(library), select_kv_codec("auto", library, "bfloat16"), probe()
+    crc, codec, broken = select_crc(library), select_kv_codec("auto", library, "bfloat16"), check_mooncake_usable()
     engine = MooncakeEngine() if broken is None else None
-    config = {"block_bytes": sizes, "total_bytes": total, "rounds": rounds, "piece_bytes": piece, "layers": LAYERS}
+    config = {
+        "block_bytes": block_sizes,
+        "total_bytes": total_bytes,
+        "rounds": rounds,
+        "piece_bytes": piece_bytes,
+        "layers": LAYERS,
+    }
     config["mooncake"] = broken or installed_distribution()
     report = BenchReport("transfer", config)
-    limit = _memcpy(report, total, rounds)
-    raw = {streams: raw_sockets(report, total, rounds, streams) for streams in STREAMS}
-    for size in sizes:
+    limit = _measure_memcpy(report, total_bytes, rounds)
+    raw = {streams: measure_raw_sockets(report, total_bytes, rounds, streams) for streams in STREAMS}
+    for size in block_sizes:
         for order in ("adjacent", "scattered"):
-            _size(report, TransferCase(size, total // size, order, piece, rounds, crc, codec, engine), limit, raw)
+            _measure_case(
+                report,
+                TransferCase(size, total_bytes // size, order, piece_bytes, rounds, crc, codec, engine),
+                limit,
+                raw,
+            )
     return report
 
 
@@ -87,32 +98,36 @@ class TransferCase:
     def layout(self) -> KVLayout:
         return KVLayout("bench", LAYERS, 2, 8, 16, self.block // (LAYERS * 2 * 8 * 16), "bfloat16")
 
-    def ids(self, seed: int) -> list[int]:
+    def block_ids(self, seed: int) -> list[int]:
         ids = list(range(self.count))
         if self.order == "scattered":
             random.Random(seed).shuffle(ids)
         return ids
 
 
-def _size(report: BenchReport, case: TransferCase, limit: float, raw: dict[int, float]) -> None:
-    target = _region(case.layout, case.count)
-    with question_process(_serve, case.layout, case.count, case.ids(1), case.mooncake is not None) as ask:
+def _measure_case(
+    report: BenchReport, case: TransferCase, memcpy_speed: float, socket_speeds: dict[int, float]
+) -> None:
+    target = _make_region(case.layout, case.count)
+    with running_command_process(
+        _serve_blocks, case.layout, case.count, case.block_ids(1), case.mooncake is not None
+    ) as ask:
         expected = ask("sums")
         tcp = (f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked", "_uw"))
         for kind in ("local", "shm", *tcp, *(["mooncake"] if case.mooncake else [])):
             if kind == "local":
-                found = _local(case, target)
+                found = _measure_local(case, target)
             else:
-                _clear(target)
-                found = _measure_rounds(case, target, _transport(kind, case), ask)
-                assert _sums(target, case.ids(2)) == expected, "bytes were lost on the way"
+                _zero_region(target)
+                found = _measure_transport(case, target, _make_transport(kind, case), ask)
+                assert _plane_checksums(target, case.block_ids(2)) == expected, "bytes were lost on the way"
             name = f"{kind}_{case.block >> 10}k_{case.order}"
-            peer = raw[int(kind.split("_")[1])] if kind.startswith("tcp") else None
-            report.add(name, [each.rate for each in found], "GB/s", peer=peer, limit=limit)
+            peer = socket_speeds[int(kind.split("_")[1])] if kind.startswith("tcp") else None
+            report.add(name, [each.rate for each in found], "GB/s", peer=peer, limit=memcpy_speed)
             report.add(f"{name}_cpu", [each.cpu for each in found], "s/GB")
 
 
-def _transport(kind: str, case: TransferCase) -> Transport:
+def _make_transport(kind: str, case: TransferCase) -> Transport:
     if kind == "shm":
         return ShmTransport(case.layout)
     if kind == "mooncake":
@@ -124,152 +139,158 @@ def _transport(kind: str, case: TransferCase) -> Transport:
     return TcpTransport(case.layout, LinkOptions(int(streams), checked, codecs, always_encode=True, crc=case.crc))
 
 
-def _measure_rounds(case: TransferCase, target: HostRegion, transport: Transport, ask: Ask) -> list[TransferRound]:
-    receiver, found, into = Receiver(target, [transport], max_piece_bytes=case.piece), [], case.ids(2)
+def _measure_transport(
+    case: TransferCase, target_region: HostRegion, transport: Transport, send_command: SendCommand
+) -> list[TransferRound]:
+    receiver, found, into = Receiver(target_region, [transport], max_piece_bytes=case.piece), [], case.block_ids(2)
     for _ in range(case.rounds + 1):
-        ticket = Ticket.parse(ask("publish"))
+        ticket = Ticket.parse(send_command("publish"))
         receiver.connect(ticket.peer, time.monotonic() + DEADLINE)
-        theirs = ask("cpu")
-        seconds, ours = _measure(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
+        theirs = send_command("cpu")
+        seconds, ours = _time_call(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
         receiver.acknowledge(ticket, time.monotonic() + DEADLINE)
         size = case.count * case.block / 1e9
-        found.append(TransferRound(size / seconds, (ours + ask("cpu") - theirs) / size))
+        found.append(TransferRound(size / seconds, (ours + send_command("cpu") - theirs) / size))
     receiver.close()
     return found[1:]  # the first is a warm-up
 
 
-def _local(case: TransferCase, target: HostRegion) -> list[TransferRound]:
-    _fill_pattern(source := _region(case.layout, case.count))
+def _measure_local(case: TransferCase, target_region: HostRegion) -> list[TransferRound]:
+    _fill_with_random_values(source := _make_region(case.layout, case.count))
     sender = Sender(source, "bench")
     advertise_local(sender, "here")
-    receiver = Receiver(target, [LocalTransport([sender])], max_piece_bytes=case.piece)
-    found, into = [], case.ids(2)
+    receiver = Receiver(target_region, [LocalTransport([sender])], max_piece_bytes=case.piece)
+    found, into = [], case.block_ids(2)
     for _ in range(case.rounds + 1):
-        ticket = sender.publish(case.ids(1), LEASE_S)
-        seconds, cpu = _measure(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
+        ticket = sender.publish(case.block_ids(1), LEASE_S)
+        seconds, cpu = _time_call(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
         size = case.count * case.block / 1e9
         found.append(TransferRound(size / seconds, cpu / size))
     return found[1:]
 
 
-def _measure(work: Callable[[], object]) -> tuple[float, float]:
+def _time_call(work: Callable[[], object]) -> tuple[float, float]:
     began, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - began, time.process_time() - cpu
 
 
-def _memcpy(report: BenchReport, total: int, rounds: int) -> float:
-    source, target = np.ones(total, np.uint8), np.zeros(total, np.uint8)
-    times = [_measure(lambda: np.copyto(target, source)) for _ in range(rounds + 1)][1:]
-    report.add("memcpy", [total / 1e9 / seconds for seconds, _ in times], "GB/s")
-    report.add("memcpy_cpu", [cpu / (total / 1e9) for _, cpu in times], "s/GB")
+def _measure_memcpy(report: BenchReport, total_bytes: int, rounds: int) -> float:
+    source, target = np.ones(total_bytes, np.uint8), np.zeros(total_bytes, np.uint8)
+    times = [_time_call(lambda: np.copyto(target, source)) for _ in range(rounds + 1)][1:]
+    report.add("memcpy", [total_bytes / 1e9 / seconds for seconds, _ in times], "GB/s")
+    report.add("memcpy_cpu", [cpu / (total_bytes / 1e9) for _, cpu in times], "s/GB")
     return report.results["memcpy"].value
 
 
-def raw_sockets(report: BenchReport, total: int, rounds: int, streams: int) -> float:
+def measure_raw_sockets(report: BenchReport, total_bytes: int, rounds: int, num_sockets: int) -> float:
     """Add the speed of bare sockets, the most that the system moves over TCP."""
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    args = (theirs, listener.getsockname()[1], total // streams, rounds + 1, streams)
+    args = (theirs, listener.getsockname()[1], total_bytes // num_sockets, rounds + 1, num_sockets)
     child = multiprocessing.get_context("spawn").Process(target=_send_bytes, args=args)
     child.start()
-    socks = [listener.accept()[0] for _ in range(streams)]
-    target, found = memoryview(bytearray(total)), []
-    share = total // streams
+    socks = [listener.accept()[0] for _ in range(num_sockets)]
+    target, found = memoryview(bytearray(total_bytes)), []
+    share = total_bytes // num_sockets
     for _ in range(rounds + 1):
         before = ours.recv()
-        work = [partial(_drain, sock, target[i * share : (i + 1) * share]) for i, sock in enumerate(socks)]
+        work = [partial(_receive_all, sock, target[i * share : (i + 1) * share]) for i, sock in enumerate(socks)]
         ours.send("go")
-        seconds, cpu = _measure(partial(_together, work))
+        seconds, cpu = _time_call(partial(_run_in_threads, work))
         found.append(
-            TransferRound(share * streams / 1e9 / seconds, (cpu + ours.recv() - before) / (share * streams / 1e9))
+            TransferRound(
+                share * num_sockets / 1e9 / seconds, (cpu + ours.recv() - before) / (share * num_sockets / 1e9)
+            )
         )
     child.join()
     for sock in (*socks, listener):
         sock.close()
-    report.add(f"raw_socket_{streams}", [each.rate for each in found[1:]], "GB/s")
-    report.add(f"raw_socket_{streams}_cpu", [each.cpu for each in found[1:]], "s/GB")
-    return report.results[f"raw_socket_{streams}"].value
+    report.add(f"raw_socket_{num_sockets}", [each.rate for each in found[1:]], "GB/s")
+    report.add(f"raw_socket_{num_sockets}_cpu", [each.cpu for each in found[1:]], "s/GB")
+    return report.results[f"raw_socket_{num_sockets}"].value
 
 
-def _together(work: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=each) for each in work]
+def _run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=each) for each in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _drain(sock: socket.socket, view: memoryview) -> None:
-    while view:
-        view = view[sock.recv_into(view[:CALL], 0, socket.MSG_WAITALL) :]
+def _receive_all(sock: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        buffer = buffer[sock.recv_into(buffer[:CALL], 0, socket.MSG_WAITALL) :]
 
 
-def _send_bytes(pipe: Connection, port: int, share: int, rounds: int, streams: int) -> None:
-    socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
-    view = memoryview(bytearray(os.urandom(1 << 20) * -(-share // (1 << 20))))[:share]
+def _send_bytes(pipe: Connection, port: int, bytes_per_socket: int, rounds: int, num_sockets: int) -> None:
+    socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_sockets)]
+    view = memoryview(bytearray(os.urandom(1 << 20) * -(-bytes_per_socket // (1 << 20))))[:bytes_per_socket]
 
     def send(sock: socket.socket) -> None:
-        for at in range(0, share, CALL):
+        for at in range(0, bytes_per_socket, CALL):
             sock.sendall(view[at : at + CALL])
 
     for _ in range(rounds):
         pipe.send(time.process_time())
         pipe.recv()
-        _together([partial(send, sock) for sock in socks])
+        _run_in_threads([partial(send, sock) for sock in socks])
         pipe.send(time.process_time())
 
 
 # -- sender process ----------------------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, layout: KVLayout, count: int, ids: list[int], mooncake: bool) -> None:
+def _serve_blocks(
+    pipe: Connection, layout: KVLayout, num_blocks: int, block_ids: list[int], use_mooncake: bool
+) -> None:
     """Publish blocks for each question."""
-    segment = SharedSegment(layout, count)
-    _fill_pattern(segment.region)
+    segment = SharedSegment(layout, num_blocks)
+    _fill_with_random_values(segment.region)
     library = find_library()
     codec = select_kv_codec("auto", library, "bfloat16")
     sender = Sender(segment.region, "bench", crc=select_crc(library))
     servers = [serve_tcp(sender, codecs=[codec] if codec else []), serve_shm(sender, segment)]
-    if mooncake:
+    if use_mooncake:
         servers.append(serve_mooncake(sender, MooncakeEngine()))
     answers: dict[str, Callable[[], Any]] = {
-        "publish": lambda: sender.publish(ids, LEASE_S).as_dict(),
+        "publish": lambda: sender.publish(block_ids, LEASE_S).as_dict(),
         "cpu": time.process_time,
-        "sums": lambda: _sums(segment.region, ids),
+        "sums": lambda: _plane_checksums(segment.region, block_ids),
     }
     while (what := pipe.recv()) != "stop":
         pipe.send(answers[what]())
-        sender.collect()
+        sender.collect_ended_leases()
     for server in servers:
         server.stop()
 
 
-def _region(layout: KVLayout, blocks: int) -> HostRegion:
-    size = layout.layers * blocks * layout.plane_bytes
+def _make_region(layout: KVLayout, num_blocks: int) -> HostRegion:
+    size = layout.layers * num_blocks * layout.plane_bytes
     return HostRegion(layout, [np.zeros(size, np.uint8).data for _ in range(layout.parts)])
 
 
-def _whole(region: HostRegion) -> TransferPiece:
+def _whole_region_piece(region: HostRegion) -> TransferPiece:
     return TransferPiece(0, region.layout.layers, 0, region.blocks)
 
 
-def _fill_pattern(region: HostRegion) -> None:
+def _fill_with_random_values(region: HostRegion) -> None:
     """Fill the region with normally distributed values; each plane differs from its neighbours."""
     rng = np.random.default_rng(1)
     values = (rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    for view in region.views(_whole(region), np.arange(region.blocks)):
+    for view in region.piece_views(_whole_region_piece(region), np.arange(region.blocks)):
         plane = np.frombuffer(view, np.uint16)
         plane[:] = np.resize(np.roll(values, -int(rng.integers(1 << 22))), len(plane))
 
 
-def _clear(region: HostRegion) -> None:
-    for view in region.views(_whole(region), np.arange(region.blocks)):
+def _zero_region(region: HostRegion) -> None:
+    for view in region.piece_views(_whole_region_piece(region), np.arange(region.blocks)):
         np.frombuffer(view, np.uint8)[:] = 0
 
 
-def _sums(region: HostRegion, ids: list[int]) -> list[int]:
+def _plane_checksums(region: HostRegion, block_ids: list[int]) -> list[int]:
     """Return a checksum of each plane of each block, which shows missing or misplaced planes."""
-    where = np.asarray(ids, np.int64)
-    wholes = (region.views(TransferPiece(0, LAYERS, i, i + 1), where) for i in range(len(ids)))
+    where = np.asarray(block_ids, np.int64)
+    wholes = (region.piece_views(TransferPiece(0, LAYERS, i, i + 1), where) for i in range(len(block_ids)))
     return [int(np.frombuffer(view, np.uint64).sum()) for views in wholes for view in views]

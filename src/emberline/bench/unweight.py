@@ -55,15 +55,15 @@ class CompressedSize:
     memory: float = 0
     bound: float = 0
 
-    def add(self, matrix: Tensor, codec: WeightCodec, times: float = 1) -> None:
+    def add_matrix(self, matrix: Tensor, codec: WeightCodec, weight: float = 1) -> None:
         elements = as_bytes(matrix)
         counts = codec.count_symbols(elements, 2)
         coded, index = codec.encode(elements, 2, PrefixCode.from_counts(counts))
         packed = reference_pack(matrix)
-        self.weights += times * matrix.numel()
-        self.disk += times * 8 * (len(coded) + len(index))
-        self.memory += times * (16 * matrix.numel() if packed is None else 8 * packed.nbytes)
-        self.bound += times * matrix.numel() * (8 + entropy_bits(counts))
+        self.weights += weight * matrix.numel()
+        self.disk += weight * 8 * (len(coded) + len(index))
+        self.memory += weight * (16 * matrix.numel() if packed is None else 8 * packed.nbytes)
+        self.bound += weight * matrix.numel() * (8 + entropy_bits(counts))
 
 
 def bench(rounds: int, peers_dir: Path) -> BenchReport:
@@ -71,37 +71,37 @@ def bench(rounds: int, peers_dir: Path) -> BenchReport:
     report = BenchReport(
         "unweight", {"codec": codec.name, "rounds": rounds, "cores": core_count(), "timed_weights": TIMED}
     )
-    for model, matrices in sources():
+    for model, matrices in matrices_by_model():
         size = CompressedSize()
         for matrix, times in matrices:
-            size.add(matrix, codec, times)
+            size.add_matrix(matrix, codec, times)
         bound = size.bound / size.weights
         report.add(f"disk_bits_per_weight_{model}", size.disk / size.weights, "bit", limit=bound)
         report.add(f"memory_bits_per_weight_{model}", size.memory / size.weights, "bit", limit=bound)
         report.add(f"disk_saved_{model}", 100 * (1 - size.disk / size.weights / 16), "%")
         report.add(f"memory_saved_{model}", 100 * (1 - size.memory / size.weights / 16), "%")
     for name, (dtype, width) in FORMATS.items():
-        numbers = gaussian(64 * BLOCK_ELEMENTS)
+        numbers = draw_gaussian(64 * BLOCK_ELEMENTS)
         if width == 1:
             numbers *= torch.finfo(dtype).max / numbers.abs().max()  # scaled to the format's range
-        _other_format(report, name, numbers.to(dtype), width, codec)
-    _speed(report, codec, rounds, peers_dir)
+        _add_format_size(report, name, numbers.to(dtype), width, codec)
+    _add_codec_speed(report, codec, rounds, peers_dir)
     return report
 
 
-def sources() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
+def matrices_by_model() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
     """Yield models by name: their matrices in bf16 and the weight of each."""
     for name in ("smollm2", "minilm"):
-        yield name, ((matrix, 1.0) for matrix in _checkpoint(resolve_model(name)))
-    yield "llama_8b_gaussian", _llama(gaussian)
-    yield "llama_8b_student", _llama(student)
+        yield name, ((matrix, 1.0) for matrix in _checkpoint_matrices(resolve_model(name)))
+    yield "llama_8b_gaussian", _llama_matrices(draw_gaussian)
+    yield "llama_8b_student", _llama_matrices(draw_student_t)
 
 
-def gaussian(count: int) -> Tensor:
+def draw_gaussian(count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(count)) * SCALE
 
 
-def student(count: int) -> Tensor:
+def draw_student_t(count: int) -> Tensor:
     values = np.random.default_rng(count).standard_t(FREEDOM, count) * SCALE
     return torch.from_numpy(values.astype(np.float32))
 
@@ -110,29 +110,31 @@ def as_bytes(tensor: Tensor) -> Bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _checkpoint(directory: Path) -> Iterator[Tensor]:
+def _checkpoint_matrices(directory: Path) -> Iterator[Tensor]:
     weights = Weights(Checkpoint.open(directory), torch.bfloat16)
     for name, info in weights.checkpoint.tensors.items():
         if len(info.shape) == 2 and info.dtype in ("BF16", "F32", "F16") and prod(info.shape) > BLOCK_ELEMENTS // 16:
             yield weights.matrix(name, *info.shape)
 
 
-def _llama(draw: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, float]]:
+def _llama_matrices(draw_values: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, float]]:
     for rows, columns, number in LLAMA_8B.values():
-        yield draw(SAMPLED * columns).view(SAMPLED, columns).bfloat16(), number * rows / SAMPLED
+        yield draw_values(SAMPLED * columns).view(SAMPLED, columns).bfloat16(), number * rows / SAMPLED
 
 
-def _other_format(report: BenchReport, name: str, tensor: Tensor, width: int, codec: WeightCodec) -> None:
+def _add_format_size(report: BenchReport, name: str, tensor: Tensor, element_bytes: int, codec: WeightCodec) -> None:
     elements = as_bytes(tensor)
-    counts = codec.count_symbols(elements, width)
-    coded, index = codec.encode(elements, width, PrefixCode.from_counts(counts))
+    counts = codec.count_symbols(elements, element_bytes)
+    coded, index = codec.encode(elements, element_bytes, PrefixCode.from_counts(counts))
     bits = 8 * (len(coded) + len(index)) / tensor.numel()
-    report.add(f"disk_bits_per_weight_gaussian_{name}", bits, "bit", limit=8 * (width - 1) + entropy_bits(counts))
+    report.add(
+        f"disk_bits_per_weight_gaussian_{name}", bits, "bit", limit=8 * (element_bytes - 1) + entropy_bits(counts)
+    )
 
 
-def _speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path) -> None:
+def _add_codec_speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path) -> None:
     """Add the codec's GB/s of bf16 bytes, for encoding and decoding."""
-    elements = as_bytes(gaussian(TIMED).bfloat16())
+    elements = as_bytes(draw_gaussian(TIMED).bfloat16())
     code = PrefixCode.from_counts(codec.count_symbols(elements, 2))
     runs = [elements[at : at + 2 * RUN] for at in range(0, len(elements), 2 * RUN)]
     coded = [codec.encode(run, 2, code) for run in runs]
@@ -153,7 +155,7 @@ def _speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path
             }
             for what, work in ours.items():
                 theirs = {name: found[what] for name, found in peers.items() if label == "1" and what in found}
-                rates = [len(elements) / seconds / 1e9 for seconds in _seconds(work, rounds)]
+                rates = [len(elements) / seconds / 1e9 for seconds in _time_rounds(work, rounds)]
                 report.add(f"{what}_{label}", rates, "GB/s", peer=max(map(max, theirs.values()), default=None))
                 for name, figures in theirs.items():
                     report.add(f"{what}_{label}/{name}", figures, "GB/s")
@@ -164,7 +166,7 @@ def _speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path
         report.add(f"bits/{name}", found["bits"][0], "bit")
 
 
-def _seconds(work: Callable[[], object], rounds: int) -> list[float]:
+def _time_rounds(work: Callable[[], object], rounds: int) -> list[float]:
     """Return the seconds of each round, after a warm-up in which the system spreads the threads over the cores."""
     until = time.perf_counter() + WARM_SECONDS
     times: list[float] = []

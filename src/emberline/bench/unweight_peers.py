@@ -17,11 +17,11 @@ from typing import Any
 
 PEERS = ("zstd-1", "zstd-3", "zipnn")
 SECONDS = 300
-Figures = dict[str, list[float]]  # encode and decode in GB/s, bits per weight
+CodecFigures = dict[str, list[float]]  # encode and decode in GB/s, bits per weight
 
 
-def measure_peer(name: str, data: bytes, rounds: int, root: Path) -> Figures | None:
-    python = root / "codecs" / "bin" / "python"
+def measure_peer(name: str, data: bytes, rounds: int, peers_dir: Path) -> CodecFigures | None:
+    python = peers_dir / "codecs" / "bin" / "python"
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -30,24 +30,24 @@ def measure_peer(name: str, data: bytes, rounds: int, root: Path) -> Figures | N
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
         except (OSError, subprocess.SubprocessError):
             return None
-        found: Figures = json.loads(done.stdout.splitlines()[-1])
+        found: CodecFigures = json.loads(done.stdout.splitlines()[-1])
         return found
 
 
-def _zstd(level: int) -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
+def _zstd_functions(level: int) -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
     zstandard: Any = import_module("zstandard")
     return zstandard.ZstdCompressor(level).compress, zstandard.ZstdDecompressor().decompress
 
 
-def _zipnn() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
+def _zipnn_functions() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
     codec: Any = import_module("zipnn").ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
     return (lambda data: codec.compress(bytearray(data))), (lambda data: codec.decompress(data))
 
 
-def main(name: str, file: str, rounds: int) -> None:
+def main(peer_name: str, file: str, rounds: int) -> None:
     data = Path(file).read_bytes()
-    compress, decompress = _zipnn() if name == "zipnn" else _zstd(int(name.split("-")[1]))
-    found: Figures = {"encode": [], "decode": [], "bits": []}
+    compress, decompress = _zipnn_functions() if peer_name == "zipnn" else _zstd_functions(int(peer_name.split("-")[1]))
+    found: CodecFigures = {"encode": [], "decode": [], "bits": []}
     for _ in range(rounds):
         began = time.perf_counter()
         packed = compress(data)

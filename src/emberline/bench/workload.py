@@ -11,29 +11,31 @@ from emberline.bench.job import BenchJob
 CONTEXT, STEPS = 128, 64  # of a decode measurement
 
 
-def tokens(count: int, rng: np.random.Generator, vocab: int) -> list[int]:
-    return [int(t) for t in rng.integers(1, vocab, count)]
+def random_tokens(count: int, rng: np.random.Generator, vocab_size: int) -> list[int]:
+    return [int(t) for t in rng.integers(1, vocab_size, count)]
 
 
-def prefill(length: int, vocab: int) -> BenchJob:
-    return job([(length, 1)], vocab)
+def prefill_job(prompt_tokens: int, vocab_size: int) -> BenchJob:
+    return make_job([(prompt_tokens, 1)], vocab_size)
 
 
-def decode(batch: int, vocab: int, context: int = CONTEXT, steps: int = STEPS) -> BenchJob:
-    return job([(context, steps + 1)] * batch, vocab)  # the first token is part of the prefill
+def decode_job(batch_size: int, vocab_size: int, context_tokens: int = CONTEXT, decode_steps: int = STEPS) -> BenchJob:
+    return make_job(
+        [(context_tokens, decode_steps + 1)] * batch_size, vocab_size
+    )  # the first token is part of the prefill
 
 
-def mix(count: int, vocab: int) -> BenchJob:
+def mixed_job(count: int, vocab_size: int) -> BenchJob:
     """Return a mix of short and long requests, submitted at once."""
-    return job(lengths(count, (4.5, 0.8, 512), (4.0, 0.6, 128)), vocab)
+    return make_job(lognormal_lengths(count, (4.5, 0.8, 512), (4.0, 0.6, 128)), vocab_size)
 
 
-def chat(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
+def chat_lengths(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
     """Return lengths (prompt, output) that resemble shared conversations."""
-    return lengths(count, (5.0, 1.1, 3500), (5.1, 0.8, 1024), seed)
+    return lognormal_lengths(count, (5.0, 1.1, 3500), (5.1, 0.8, 1024), seed)
 
 
-def lengths(
+def lognormal_lengths(
     count: int, prompt: tuple[float, float, int], output: tuple[float, float, int], seed: int = 0
 ) -> list[tuple[int, int]]:
     """Return log-normal lengths (mean, sigma, maximum) of at least 8; all prompts are drawn before all outputs."""
@@ -42,7 +44,7 @@ def lengths(
     return list(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True))
 
 
-def job(sizes: Iterable[tuple[int, int]], vocab: int, seed: int = 0) -> BenchJob:
+def make_job(lengths: Iterable[tuple[int, int]], vocab_size: int, seed: int = 0) -> BenchJob:
     rng = np.random.default_rng(seed)
-    pairs = [(tokens(prompt, rng, vocab), output) for prompt, output in sizes]
+    pairs = [(random_tokens(prompt, rng, vocab_size), output) for prompt, output in lengths]
     return BenchJob([prompt for prompt, _ in pairs], [output for _, output in pairs])

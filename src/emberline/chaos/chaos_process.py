@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberline.bench.processes import parent, process_tree
+from emberline.bench.processes import find_parent_pid, find_process_tree
 from emberline.chaos.clock import ShiftedClock
 from emberline.chaos.fault_proxy import FaultProxy
 from emberline.chaos.network import LOOPBACK_ADDRESS, NetworkLink
@@ -52,8 +52,8 @@ class ChaosProcess:
         """The pid of its engine process, or None.
 
         Finding it is slow, so the last result is reused while that process is still its child."""
-        if self._engine_pid is None or parent(self._engine_pid) != self.pid:
-            self._engine_pid = process_tree(self.pid).get("engine.process")
+        if self._engine_pid is None or find_parent_pid(self._engine_pid) != self.pid:
+            self._engine_pid = find_process_tree(self.pid).get("engine.process")
         return self._engine_pid
 
     def send_signal(self, number: signal.Signals, *, engine_only: bool = False, both: bool = False) -> None:

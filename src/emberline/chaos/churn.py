@@ -24,9 +24,9 @@ import numpy as np
 
 from emberline.bench.cluster import LocalCluster
 from emberline.bench.memory_growth import WARM_UP, MemoryGrowth
-from emberline.bench.processes import idle_seconds, process_tree
+from emberline.bench.processes import find_process_tree, total_idle_seconds
 from emberline.bench.report import BenchReport
-from emberline.bench.server_launch import ServerLaunch
+from emberline.bench.server_launch import EmberlineServer
 from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict
 from emberline.chaos.reference_case import ReferenceCases
 from emberline.chaos.request_progress import RequestObserver
@@ -204,14 +204,14 @@ class ChurnRun:
 
     async def _watch_memory(self) -> None:
         while True:
-            self.growth.sample(await asyncio.to_thread(self._pids), self.now)
+            self.growth.record_samples(await asyncio.to_thread(self._pids), self.now)
             await asyncio.sleep(MEMORY_POLL_INTERVAL_S)
 
     def _pids(self) -> dict[str, int]:
         pid_by_name: dict[str, int] = {}
         for child in (self.cluster.router, *self.cluster.workers):
             if child.process is not None and child.process.returncode is None:
-                pids = process_tree(child.process.pid)
+                pids = find_process_tree(child.process.pid)
                 pid_by_name[child.name] = pids["server"]
                 pid_by_name |= (
                     {f"{child.name}_{ENGINE_PROCESS}": pids[ENGINE_PROCESS]} if ENGINE_PROCESS in pids else {}
@@ -224,7 +224,7 @@ def _stop_worker(child: SupervisedProcess, kind: str) -> None:
     child.restart_pause_s = 0.5  # an intended death must not lengthen the pause
     pid: int | None = child.process.pid
     if kind == ENGINE_DEATH:
-        pid = process_tree(child.process.pid).get(ENGINE_PROCESS)
+        pid = find_process_tree(child.process.pid).get(ENGINE_PROCESS)
     if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM if kind == "end" else signal.SIGKILL)
@@ -236,7 +236,7 @@ def _stop_worker(child: SupervisedProcess, kind: str) -> None:
 def run_churn_bench(model: str, plan: ChurnPlan, logs: Path, report_line: Callable[[str], None]) -> BenchReport:
     report = BenchReport("churn", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
     rng = random.Random(plan.seed)
-    with ServerLaunch([model, *SERVER_ARGUMENTS], logs / "reference.log") as reference:
+    with EmberlineServer([model, *SERVER_ARGUMENTS], logs / "reference.log") as reference:
         report_line(f"recording the answers of {plan.cases} requests")
         cases = asyncio.run(_record_references(reference.url.removesuffix("/v1"), plan.cases, rng))
     asyncio.run(_run_cluster(report, model, plan, cases, logs, report_line, rng))
@@ -270,16 +270,16 @@ async def _run_cluster(
     async with AsyncExitStack() as stack:
         pool = stack.enter_context(closing(_new_pool()))
         roles: dict[Role, int] = {"prefill": plan.prefill, "decode": plan.decode}
-        cluster = await stack.enter_async_context(LocalCluster(roles, worker, logs, router=router))
+        cluster = await stack.enter_async_context(LocalCluster(roles, worker, logs, router_arguments=router))
         churn = ChurnRun(plan, cluster, cases, pool, report_line, rng)
         rate = await churn.measure_sustained_rate()
         report_line(f"the cluster sustains {rate:.2f} requests/s")
         report.add("sustained", rate, "requests/s")
-        idle, started_at = idle_seconds(), time.perf_counter()
+        idle, started_at = total_idle_seconds(), time.perf_counter()
         await churn.run(plan.load * rate)
-        idle = (idle_seconds() - idle) / (time.perf_counter() - started_at)
+        idle = (total_idle_seconds() - idle) / (time.perf_counter() - started_at)
         report.add("cores_busy", (os.cpu_count() or 1) - idle, "cores, all processes together")
-        add_results(report, churn, await cluster.wait_until_idle(), await cluster.status() or {})
+        add_results(report, churn, await cluster.wait_until_idle(), await cluster.fetch_router_status() or {})
 
 
 def add_results(report: BenchReport, churn: ChurnRun, held_resources: str, status: dict[str, Any]) -> None:

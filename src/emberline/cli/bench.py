@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     interrupt_on_termination()
     if args.what == "plot":
-        from emberline.bench.plot import plot
+        from emberline.bench.plot import draw_plot
 
-        plot(args.files, args.out)
+        draw_plot(args.files, args.out)
         return 0
     runs = {"cpu": _run_cpu, "serve": _run_serve, "soak": _run_soak, "overhead": _run_overhead, "start": _run_start}
     return {
@@ -104,9 +104,9 @@ def _run_cpu(args: argparse.Namespace) -> int:
     from emberline.bench import cpu
 
     tasks = args.tasks or list(cpu.TASKS)
-    rules = cpu.CPUBenchRules(args.threads, args.rounds, args.deadline, args.patience)
+    rules = cpu.CPUBenchSettings(args.threads, args.rounds, args.deadline, args.patience)
     report = cpu.bench(args.model, args.peers, tasks, rules, args.peers_dir)
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     return 0
 
 
@@ -122,12 +122,12 @@ def _add_serve(p: argparse.ArgumentParser) -> None:
 def _run_serve(args: argparse.Namespace) -> int:
     from emberline.bench import serve
 
-    requests = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
+    requests = serve.make_uniform_job(args.requests, args.input_len, args.output_len, args.vocab)
     names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
     client, config = _client(args), {name: getattr(args, name) for name in names}
-    asyncio.run(client.check())
+    asyncio.run(client.check_model_is_served())
     report = serve.bench(client, args.url, requests, args.concurrency, args.rate, config)
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     return 1 if report.results["errors"].value else 0
 
 
@@ -139,12 +139,12 @@ def _add_soak(p: argparse.ArgumentParser) -> None:
 
 
 def _run_soak(args: argparse.Namespace) -> int:
-    from emberline.bench.soak import soak
+    from emberline.bench.soak import run_soak
 
     client = _client(args)
-    asyncio.run(client.check())
-    report = asyncio.run(soak(client, args.url, args.streams, args.seconds, args.abandon, args.vocab))
-    report.emit(args.json, args.commit)
+    asyncio.run(client.check_model_is_served())
+    report = asyncio.run(run_soak(client, args.url, args.streams, args.seconds, args.abandon, args.vocab))
+    report.print_and_save(args.json, args.commit)
     failure_counts = ("errors", "unended", "leaked", "engine_restarts")
     return 1 if any(report.results[name].value for name in failure_counts if name in report.results) else 0
 
@@ -159,7 +159,9 @@ def _run_overhead(args: argparse.Namespace) -> int:
     from emberline.bench import overhead
 
     batches = [int(batch) for batch in args.batches]
-    overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir).emit(args.json, args.commit)
+    overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir).print_and_save(
+        args.json, args.commit
+    )
     return 0
 
 
@@ -170,20 +172,20 @@ def _add_start(p: argparse.ArgumentParser) -> None:
 def _run_start(args: argparse.Namespace) -> int:
     from emberline.bench import start
 
-    start.bench(args.model, args.rounds, args.peers_dir).emit(args.json, args.commit)
+    start.bench(args.model, args.rounds, args.peers_dir).print_and_save(args.json, args.commit)
     return 0
 
 
 def _add_unweight(p: argparse.ArgumentParser) -> None:
     add_rounds(p, 5)
     add_peers_dir(p)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_unweight(args: argparse.Namespace) -> int:
     from emberline.bench import unweight
 
-    unweight.bench(args.rounds, args.peers_dir).emit(args.json, args.commit)
+    unweight.bench(args.rounds, args.peers_dir).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -194,14 +196,14 @@ def _add_transfer(p: argparse.ArgumentParser) -> None:
     p.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
     p.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
     add_rounds(p, 5)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_transfer(args: argparse.Namespace) -> int:
     from emberline.bench import transfer
 
     sizes = [int(size) << 10 for size in args.blocks]
-    transfer.bench(sizes, args.total << 20, args.rounds, args.piece << 10).emit(args.json, args.commit)
+    transfer.bench(sizes, args.total << 20, args.rounds, args.piece << 10).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -211,7 +213,7 @@ def _add_routing(p: argparse.ArgumentParser) -> None:
     p.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
     p.add_argument("--store-blocks", type=int, default=1 << 20, help="Capacity of the shared store in blocks.")
     p.add_argument("--seeds", type=int, default=3, help="Number of simulations, each with its own random seed.")
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_routing(args: argparse.Namespace) -> int:
@@ -221,7 +223,7 @@ def _run_routing(args: argparse.Namespace) -> int:
 
     shape = SimClusterConfig(workers=args.workers, kv_tokens=args.kv_tokens)
     report = routing.bench(AgentWorkload(sessions=args.sessions), shape, args.store_blocks, args.seeds)
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     return 0
 
 
@@ -256,7 +258,7 @@ def _run_split(args: argparse.Namespace) -> int:
         (int(args.chat[0]), int(args.chat[1])), args.chat_rate, args.alone,
     )  # fmt: skip
     report = split.bench(args.model, vocab, plan, log_dir(args))
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     return 1 if any(report.results[f"errors_{chunk}"].value for chunk in plan.chunks) else 0
 
 
@@ -269,14 +271,14 @@ def _add_tiers(p: argparse.ArgumentParser) -> None:
         "--tokens", type=_comma_list, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated."
     )
     add_rounds(p, 3)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_tiers(args: argparse.Namespace) -> int:
     from emberline.bench import tiers
 
     lengths = [int(length) for length in args.tokens]
-    tiers.bench(args.model, args.directory, lengths, args.rounds).emit(args.json, args.commit)
+    tiers.bench(args.model, args.directory, lengths, args.rounds).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -290,14 +292,14 @@ def _add_kv_codec(p: argparse.ArgumentParser) -> None:
         help="Network speeds in Gbit/s besides loopback, comma-separated.",
     )
     add_rounds(p, 5)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_kv_codec(args: argparse.Namespace) -> int:
     from emberline.bench import kvcodec
 
     rates = [float(rate) for rate in args.links]
-    kvcodec.bench(args.model, args.tokens, rates, args.rounds).emit(args.json, args.commit)
+    kvcodec.bench(args.model, args.tokens, rates, args.rounds).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -305,13 +307,13 @@ def _add_event_loop(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", help="Model of an engine server to measure too. (default: gateway and router only)")
     p.add_argument("--bytes", type=int, default=30 << 20, help="Size of the heavy requests in bytes.")
     add_rounds(p, 1)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_event_loop(args: argparse.Namespace) -> int:
     from emberline.bench import event_loop
 
-    event_loop.bench(args.model, args.bytes, args.rounds).emit(args.json, args.commit)
+    event_loop.bench(args.model, args.bytes, args.rounds).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -323,14 +325,14 @@ def _add_router(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pace", type=float, default=0.0, help="Seconds between two events of a reply.")
     p.add_argument("--prompt", type=int, default=4096, help="Prompt length in bytes.")
     add_rounds(p, 3)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _run_router(args: argparse.Namespace) -> int:
     from emberline.bench import router
 
     plan = router.RouterBenchPlan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
-    router.bench(plan, args.rounds).emit(args.json, args.commit)
+    router.bench(plan, args.rounds).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -338,7 +340,7 @@ def _add_local(p: argparse.ArgumentParser) -> None:
     _add_model_option(p)
     add_rounds(p, 3)
     add_peers_dir(p)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _add_remote(p: argparse.ArgumentParser) -> None:
@@ -352,13 +354,13 @@ def _add_remote(p: argparse.ArgumentParser) -> None:
         help="Use only standard fields: text prompts instead of token ids, no ignore_eos.",
     )
     p.add_argument("--vocab", type=int, default=32000, help="Vocabulary size: prompts are random token ids below it.")
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def _client(args: argparse.Namespace) -> CompletionClient:
     from emberline.bench.client import CompletionClient
 
-    return CompletionClient(args.url, args.model, chat=args.chat, plain=args.plain, key=args.api_key)
+    return CompletionClient(args.url, args.model, chat=args.chat, only_standard_fields=args.plain, api_key=args.api_key)
 
 
 def _add_model_option(p: argparse.ArgumentParser) -> None:

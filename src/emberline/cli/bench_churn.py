@@ -35,6 +35,6 @@ def run(args: argparse.Namespace) -> int:
     names = ("load", "calibration", "pause", "cases", "prefill", "decode", "deadline", "kv_memory", "seed")
     plan = churn.ChurnPlan(60 * args.minutes, *(getattr(args, name) for name in names))
     report = churn.run_churn_bench(args.model, plan, log_dir(args), lambda what: print(what, flush=True))
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     failure_counts = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
     return 1 if any(report.results[name].value for name in failure_counts) else 0

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=int, default=10, help="Tokens that each stream has received before the drain.")
     parser.add_argument("--rounds", type=int, default=4, help="Number of repetitions.")
     parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,5 +31,5 @@ def run(args: argparse.Namespace) -> int:
     plan = drain.DrainBenchPlan(args.streams, args.prompt, args.output, args.after, args.rounds)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-drain-"))
     report = drain.bench(args.model, vocab, plan, logs)
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     return 1 if report.results["errors"].value else 0

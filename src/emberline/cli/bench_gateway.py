@@ -21,7 +21,7 @@ def add_gateway_arguments(p: argparse.ArgumentParser) -> None:
         "--litellm", action="store_true", help="Measure LiteLLM too; scripts/bench-peers litellm installs it."
     )
     add_peers_dir(p)
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def run_gateway(args: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def run_gateway(args: argparse.Namespace) -> int:
 
     names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds")
     plan = gateway.GatewayBenchPlan(*(getattr(args, name) for name in names))
-    gateway.bench(plan, args.peers_dir if args.litellm else None).emit(args.json, args.commit)
+    gateway.bench(plan, args.peers_dir if args.litellm else None).print_and_save(args.json, args.commit)
     return 0
 
 
@@ -39,12 +39,12 @@ def add_logs_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
     add_rounds(p, 5)
     p.add_argument("--store", metavar="URL", help="An empty database. (default: SQLite in a temporary directory)")
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def run_logs(args: argparse.Namespace) -> int:
     from emberline.bench import gateway_logs
 
     plan = gateway_logs.LogBenchPlan(args.rows, args.days, args.payload_every, args.rounds)
-    gateway_logs.bench(plan, args.store).emit(args.json, args.commit)
+    gateway_logs.bench(plan, args.store).print_and_save(args.json, args.commit)
     return 0

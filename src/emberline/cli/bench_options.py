@@ -26,7 +26,7 @@ def add_model_argument(p: argparse.ArgumentParser) -> None:
 
 def add_logs(p: argparse.ArgumentParser) -> None:
     p.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
-    reports.add_arguments(p)
+    reports.add_report_arguments(p)
 
 
 def log_dir(args: argparse.Namespace) -> Path:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from emberline.bench import machine
-    from emberline.bench.report import command
+    from emberline.bench.report import current_command
     from emberline.chaos.chaos_cluster import ChaosCluster, ChaosSettings
     from emberline.chaos.chaos_report import ChaosReport
     from emberline.chaos.chaos_run import run_chaos
@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
     for problem in report.problems[:20]:
         _print_event(problem)
     if args.json is not None:
-        head = {"command": command(), "commit": machine.commit(), "hardware": machine.hardware(),
-                "software": machine.software(), "model": args.model, "seed": args.seed}  # fmt: skip
+        head = {"command": current_command(), "commit": machine.describe_commit(),
+                "hardware": machine.describe_hardware(), "software": machine.describe_software(),
+                "model": args.model, "seed": args.seed}  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**head, "seconds": round(seconds), **report.as_dict()}, indent=1) + "\n")
     return 1 if report.failure_count else 128 + stop_signal if stop_signal else 0

@@ -215,7 +215,7 @@ def _check_kernels() -> Iterator[DoctorFinding]:
 
 def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     """Check how KV blocks can move between workers, which skip broken transports too."""
-    from emberline.kv.mooncake import best_protocol, installed_distribution, probe
+    from emberline.kv.mooncake import check_mooncake_usable, fastest_protocol, installed_distribution
 
     yield DoctorFinding("transport tcp", "built in")
     yield DoctorFinding("transport shm", "built in, for CPU workers on this machine")
@@ -223,10 +223,10 @@ def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     if (found := installed_distribution()) is None:
         hint = "pip install mooncake-transfer-engine (or -non-cuda), and libibverbs1"
         yield DoctorFinding("transport mooncake", "not installed (RDMA; a KV store shared by a cluster)", None, hint)
-    elif (reason := probe()) is not None:
+    elif (reason := check_mooncake_usable()) is not None:
         yield DoctorFinding("transport mooncake", f"{found} does not work: {reason}", None, "workers run without it")
     else:
-        network = "rdma" if best_protocol() == "rdma" else "tcp, because there is no RDMA device"
+        network = "rdma" if fastest_protocol() == "rdma" else "tcp, because there is no RDMA device"
         yield DoctorFinding("transport mooncake", f"{found} works, over {network}")
 
 

@@ -216,11 +216,11 @@ def _make_tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctyp
     below: list[Tier] = []
     if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
         directory, quota, policy = Path(tiers.kv_disk), tiers.kv_disk_size, tiers.kv_policy
-        below.append(DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=coding))
+        below.append(DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, codec_choice=coding))
     if tiers.kv_store is not None:
         memory = tiers.kv_store_memory
         address = StoreListenAddress(network.kv_mooncake_host, port_at_offset(network.kv_port, STORE_PORT_OFFSET))
-        tier = RemoteTier(tiers.kv_store, layout, size, memory, address, crc=crc, codec=codec, coding=coding)
+        tier = RemoteTier(tiers.kv_store, layout, size, memory, address, crc=crc, codec=codec, codec_choice=coding)
         below.append(tier)
     return TierStack(host, below)
 

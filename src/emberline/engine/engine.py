@@ -241,7 +241,7 @@ class Engine:
     def needs_polling(self) -> bool:
         """Whether an idle engine still needs steps, because peers hold its blocks or are being connected."""
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
-        return is_pairing or self.kv.has_pinned or self.kv.num_quarantined > 0
+        return is_pairing or self.kv.has_pinned_blocks or self.kv.num_quarantined_blocks > 0
 
     def close(self) -> None:
         """Write pending blocks to lower tiers, for a limited time, and disconnect from other engines."""
@@ -264,8 +264,8 @@ class Engine:
             waiting=s.num_waiting,
             deferred=s.num_deferred,
             blocks_total=self.kv.num_blocks,
-            blocks_free=self.kv.num_free,
-            blocks_cached=self.kv.num_cached,
+            blocks_free=self.kv.num_free_blocks,
+            blocks_cached=self.kv.num_cached_blocks,
             preemptions=s.preemptions,
             prefix_queries=self.kv.queried_tokens,
             prefix_hits=self.kv.hit_tokens,
@@ -290,7 +290,7 @@ class Engine:
             dict(self.transfer_endpoint.receiver.failed_transports),
         )
         self._publisher.add_stats(stats)
-        stats.quarantined_blocks = self.kv.num_quarantined
+        stats.quarantined_blocks = self.kv.num_quarantined_blocks
         return stats
 
     def _collect_outputs(self) -> list[Output]:

@@ -73,11 +73,11 @@ class BlockPublisher:
         """End the lease of a request that ended before its ticket was complete."""
         if (ticket := self._tickets.pop(request.id, None)) is not None:
             with suppress(TicketEnded):
-                self._sender.close(ticket)
+                self._sender.close_ticket(ticket)
 
     def reclaim_expired(self) -> None:
         """Unpin blocks whose lease has ended. Call this often while any block is published."""
-        for ended in self._sender.collect():
+        for ended in self._sender.collect_ended_leases():
             self._kv.unpin(ended.blocks)
 
     def add_stats(self, stats: TransferStats) -> None:

@@ -58,7 +58,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         assert request.id not in self.requests
         self.requests[request.id] = request
-        self.kv.prepare_source(request)
+        self.kv.keep_source_lease_alive(request)
         if request.leader is not None and request.leader in self.requests:
             self._followers.setdefault(request.leader, []).append(request)
         else:
@@ -101,8 +101,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None if there is nothing to do."""
         self._end_expired()
-        if self.kv.num_quarantined:
-            self.kv.release_quarantined()
+        if self.kv.num_quarantined_blocks:
+            self.kv.release_quarantined_blocks()
         for request in list(self._loading.values()):
             self._continue_loading(request)
         planned: dict[str, int] = {}
@@ -124,7 +124,7 @@ class Scheduler:
                 budget -= planned[admitted.id]
         if self._prompt_pacer is not None:
             self._prompt_pacer.record_plan(total_budget - budget)
-        saves, loads = self.kv.take_saves(), self.kv.take_loads()  # last, to include the requests that ended above
+        saves, loads = self.kv.take_pending_saves(), self.kv.take_pending_loads()  # last: requests ended above too
         if not (planned or self._ended_ids or saves or loads):
             return None
         self._step += 1
@@ -166,7 +166,7 @@ class Scheduler:
         if work.prompt_logprobs:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
         if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block became full
-            self.kv.commit(request)
+            self.kv.index_full_blocks(request)
         if request.publish and self.publisher is not None:
             self.publisher.publish_and_announce(request, self._outputs)
         if self._followers and request.num_computed >= request.prompt_len:
@@ -181,7 +181,7 @@ class Scheduler:
             return None
         if request.needs_prompt_logprobs and not self._scored_budget:
             return None
-        if not self.kv.admit(request, reserve=len(self.running)):
+        if not self.kv.admit(request, reserved_blocks=len(self.running)):
             return None  # later requests must not overtake it, or a long prompt would wait for ever
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -203,7 +203,7 @@ class Scheduler:
         """Take the blocks that have arrived for a request, and let it run when all have, or after a timeout.
 
         If the engine that computed the prompt also sampled the first token, that token is used."""
-        self.kv.advance_loading(request)
+        self.kv.update_loaded_prefix(request)
         if not self.kv.is_loading(request):
             del self._loading[request.id]
             request.status = RequestStatus.RUNNING
@@ -233,7 +233,7 @@ class Scheduler:
         """Plan `count` tokens of a request if there are blocks for them; return how many were planned."""
         tokens = request.num_planned + count
         if len(planned) >= self.config.max_batch_tokens or not (
-            self.kv.grow(request, tokens) or self._preempt_until_fits(request, tokens, planned)
+            self.kv.extend_block_table(request, tokens) or self._preempt_until_fits(request, tokens, planned)
         ):
             return 0
         planned[request.id] = count
@@ -250,7 +250,7 @@ class Scheduler:
         return left if allowed is None else min(left, allowed)
 
     def _preempt_until_fits(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
-        while not self.kv.grow(request, tokens):
+        while not self.kv.extend_block_table(request, tokens):
             victim = self._choose_victim(request)
             planned.pop(victim.id, None)
             self._preempt(victim)
@@ -273,7 +273,7 @@ class Scheduler:
         return min(candidates)[-1] if candidates else request
 
     def _preempt(self, request: Request) -> None:
-        self.kv.free(request)
+        self.kv.free_request(request)
         self.running.remove(request)
         self._loading.pop(request.id, None)
         if request.num_computed > request.num_cached:
@@ -369,7 +369,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Free the blocks of a request and delete all its state. Every request ends here."""
         if request.status in (RequestStatus.RUNNING, RequestStatus.LOADING):
-            self.kv.free(request)
+            self.kv.free_request(request)
             self.running.remove(request)
             self._loading.pop(request.id, None)
         elif request.leader in self._followers and request in self._followers[request.leader]:
@@ -379,7 +379,7 @@ class Scheduler:
         request.status = RequestStatus.ENDED
         del self.requests[request.id]
         if request.source is not None:
-            self.kv.drop_unadmitted(request)
+            self.kv.drop_unadmitted_request(request)
         if request.publish and self.publisher is not None:
             self.publisher.end_request(request)
         self._prompt_logprobs.pop(request.id, None)

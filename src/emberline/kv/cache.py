@@ -47,14 +47,14 @@ class KVCache:
         self.num_blocks = num_blocks
         self.segment = segment
         if segment is None:
-            self.keys, self.values = (_zeros(dims, shape.dtype, device) for _ in range(2))
+            self.keys, self.values = (_zeroed_tensor(dims, shape.dtype, device) for _ in range(2))
         else:
             assert segment.region.blocks == num_blocks
             parts = segment.region.parts
             self.keys, self.values = (torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in parts)
 
 
-def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """Return zeros: masked lanes of a kernel must not read NaN.
 
     On a CPU, unwritten pages of an mmap use no memory.

@@ -40,33 +40,33 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def resolve_ipv4_address(host: str, param: str) -> str:
+def resolve_ipv4_address(host: str, setting_name: str) -> str:
     """Return the IPv4 address of `host`; raise InvalidRequest if it has none or names every address."""
     try:
         address = ipaddress.IPv4Address(socket.gethostbyname(host))
     except (OSError, ValueError) as error:
         reason, hint = f"has no IPv4 address: {error}", "set it to an IPv4 address of this host"
-        raise InvalidRequest(f"{param} is {host!r}, which {reason}", param=param, hint=hint) from error
+        raise InvalidRequest(f"{setting_name} is {host!r}, which {reason}", param=setting_name, hint=hint) from error
     if address.is_unspecified:
         hint = "set it to the one address that other workers connect to"
-        raise InvalidRequest(f"{param} is {host!r}, which means every address", param=param, hint=hint)
+        raise InvalidRequest(f"{setting_name} is {host!r}, which means every address", param=setting_name, hint=hint)
     return str(address)
 
 
 @contextmanager
-def confined_to(host: str) -> Iterator[None]:
+def confine_new_listeners(host: str) -> Iterator[None]:
     """Let only connections to the IPv4 address `host` reach listeners that the body opens.
 
     Raises ListenerExposed if a connection to another address is possible, or was made before the filter was there.
     """
-    before = _listeners()
+    before = _find_own_listeners()
     yield
-    opened = _listeners()
+    opened = _find_own_listeners()
     ports = {port for inode, (_, port) in opened.items() if inode not in before}
     try:
         for inode, (fd, _) in opened.items():
             if inode not in before:
-                _attach_filter(fd, host)
+                _attach_socket_filter(fd, host)
     except OSError as error:
         raise ListenerExposed(f"cannot attach a socket filter for {host} to the listeners: {error}") from error
     if early := [address for address in _connection_addresses(ports) if address != host]:
@@ -77,7 +77,7 @@ def confined_to(host: str) -> Iterator[None]:
             raise ListenerExposed(f"port {port} answers at {other} though it was confined to {host}")
 
 
-def _listeners() -> dict[str, tuple[int, int]]:
+def _find_own_listeners() -> dict[str, tuple[int, int]]:
     """Return descriptor and port of this process's TCP listeners, by inode."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -90,7 +90,7 @@ def _listeners() -> dict[str, tuple[int, int]]:
     return found
 
 
-def _attach_filter(fd: int, host: str) -> None:
+def _attach_socket_filter(fd: int, host: str) -> None:
     """Attach a filter that drops every packet that is not IPv4 or is not addressed to `host`."""
     address = int(ipaddress.IPv4Address(host))
     program = (

@@ -72,20 +72,20 @@ class KVManager:
         return self._pool.total
 
     @property
-    def num_free(self) -> int:
+    def num_free_blocks(self) -> int:
         return self._pool.num_free
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         return self._pool.num_idle
 
-    def blocks_for(self, tokens: int) -> int:
+    def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def block_table(self, request: Request) -> Sequence[int]:
         return self._block_tables[request.id]
 
-    def admit(self, request: Request, reserve: int = 0) -> bool:
+    def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         """Allocate blocks for all known tokens of a request, or return False if they and `reserve` do not fit.
 
         Sets the request's `computed` and `cached` to the length of the prefix it shares.
@@ -96,14 +96,14 @@ class KVManager:
             block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
             shared = shared[: len(shared) // block_step * block_step]
         known = request.num_known + (request.source is not None)  # the peer may send the next token with its blocks
-        needed = self.blocks_for(known) - len(shared)
+        needed = self.num_blocks_for(known) - len(shared)
         idle = sum(1 for block in shared if self._pool.num_holders(block) == 0)
-        if needed + reserve > self._pool.num_available - idle:
+        if needed + reserved_blocks > self._pool.num_available - idle:
             return False
         holder = self._holders[request.id] = next(self._holder_numbers)
         for block in shared:
             self._pool.add_holder(block, holder)
-        self._block_tables[request.id] = shared + [self._pool.allocate(holder) for _ in range(needed)]
+        self._block_tables[request.id] = shared + [self._pool.allocate_block(holder) for _ in range(needed)]
         self._num_indexed[request.id] = len(shared)
         request.num_computed = request.num_planned = request.num_cached = len(shared) * self.block_size
         if not request.preemptions:  # after a preemption the request would hit its own blocks
@@ -112,22 +112,22 @@ class KVManager:
         self._load_missing_prefix(request)
         return True
 
-    def grow(self, request: Request, tokens: int) -> bool:
+    def extend_block_table(self, request: Request, num_tokens: int) -> bool:
         """Extend the block table to `tokens` tokens; return False if the pool has too few blocks."""
         table = self._block_tables[request.id]
-        if tokens <= len(table) * self.block_size:
+        if num_tokens <= len(table) * self.block_size:
             return True
-        needed = self.blocks_for(tokens) - len(table)
+        needed = self.num_blocks_for(num_tokens) - len(table)
         if needed > self._pool.num_available:
             return False
         holder = self._holders[request.id]
-        table.extend(self._pool.allocate(holder) for _ in range(needed))
+        table.extend(self._pool.allocate_block(holder) for _ in range(needed))
         return True
 
-    def commit(self, request: Request) -> None:
+    def index_full_blocks(self, request: Request) -> None:
         """Add the blocks that are now full of computed tokens to the prefix index."""
         full, indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
-        if full <= indexed or not self._can_share(request):
+        if full <= indexed or not self._can_share_blocks(request):
             return
         hashes, table = self._block_hashes(request, full), self._block_tables[request.id]
         for i in range(indexed, full):
@@ -136,7 +136,7 @@ class KVManager:
                 self._pending_saves.append((table[i], hashes[i]))
         self._num_indexed[request.id] = full
 
-    def free(self, request: Request) -> None:
+    def free_request(self, request: Request) -> None:
         """Release the request's blocks, last block first, so that a prefix is evicted after what follows it."""
         table, holder = self._block_tables.pop(request.id), self._holders.pop(request.id)
         del self._num_indexed[request.id]
@@ -145,11 +145,11 @@ class KVManager:
             self.pulls.cancel(pull)
             self._quarantined.append((pull, table))
             for block in table:
-                self._pool.drop_holder_number(block, holder)
+                self._pool.make_holder_anonymous(block, holder)
         else:
             self._cancel_fetch(request)
-            self._release(table, holder)
-        self._pool.remove_holder(holder)
+            self._release_blocks(table, holder)
+        self._pool.forget_holder(holder)
 
     # -- cached prefixes, for the router ---------------------------------------------------------------------------
 
@@ -165,8 +165,8 @@ class KVManager:
         """Return the blocks added and removed since the last call (at first all), or None if unchanged."""
         return self._prefix.take_changes()
 
-    def parents_by_hash(self) -> dict[bytes, bytes]:
-        return self._prefix.parents_by_hash()
+    def parent_hashes(self) -> dict[bytes, bytes]:
+        return self._prefix.parent_hashes()
 
     # -- blocks that outlive their request --------------------------------------------------------------------------
 
@@ -180,46 +180,46 @@ class KVManager:
         assert all(self._pin_counts[block] for block in blocks)
         self._pin_counts.subtract(blocks)
         self._pin_counts = +self._pin_counts
-        self._release(blocks)
+        self._release_blocks(blocks)
 
     @property
-    def has_pinned(self) -> bool:
+    def has_pinned_blocks(self) -> bool:
         return bool(self._pin_counts)
 
-    def release_quarantined(self) -> None:
+    def release_quarantined_blocks(self) -> None:
         """Release the blocks of freed requests whose pull has ended."""
         released = [table for pull, table in self._quarantined if pull.ended]
         self._quarantined = [(pull, table) for pull, table in self._quarantined if not pull.ended]
         for table in released:
-            self._release(table)
+            self._release_blocks(table)
 
     @property
-    def num_quarantined(self) -> int:
+    def num_quarantined_blocks(self) -> int:
         """Number of blocks of freed requests that a pull may still write to."""
         return sum(len(table) for _, table in self._quarantined)
 
-    def _release(self, blocks: Sequence[int], holder: int = 0) -> None:
+    def _release_blocks(self, blocks: Sequence[int], holder: int = 0) -> None:
         for block in reversed(blocks):
-            self._pool.release(block, holder, keep=block in self._prefix)
+            self._pool.release_block(block, holder, keep_content=block in self._prefix)
 
     # -- prefixes from tiers and from other engines -----------------------------------------------------------------
 
     def is_loading(self, request: Request) -> bool:
         return request.id in self._fetches or request.id in self._active_pulls
 
-    def prepare_source(self, request: Request) -> None:
+    def keep_source_lease_alive(self, request: Request) -> None:
         """Keep the lease on a new request's prefix at its peer alive; without pulls, ignore the peer."""
         if self.pulls is None:
             request.source = None
         elif request.source is not None:
             self.pulls.keep_lease_alive(request)
 
-    def drop_unadmitted(self, request: Request) -> None:
+    def drop_unadmitted_request(self, request: Request) -> None:
         """Drop the state of a request that ended before it was admitted."""
         if self.pulls is not None:
             self.pulls.drop_lease(request)
 
-    def advance_loading(self, request: Request) -> None:
+    def update_loaded_prefix(self, request: Request) -> None:
         """Count the blocks of the request's prefix that arrived since the last call as computed.
 
         Other requests may share them at once: the plan that is being made copies them before it computes anything.
@@ -237,7 +237,7 @@ class KVManager:
         if ended:
             del self._active_pulls[request.id]
             request.prefill_result, request.prefill_result_len, request.pulled = (
-                pull.note,
+                pull.prefill_result,
                 pull.covered_tokens,
                 pull.summary,
             )
@@ -248,7 +248,7 @@ class KVManager:
         if num_available > request.num_computed:
             self.pulls.count_hit_tokens(num_available - request.num_computed)
             request.num_computed = request.num_planned = num_available
-            self.commit(request)
+            self.index_full_blocks(request)
         if request.prefill_result is not None:
             request.num_cached = min(request.prefill_result.cached, request.num_computed)
 
@@ -257,9 +257,9 @@ class KVManager:
         arrivals, ended = self.tiers.take_fetched(self._fetches[request.id][0])
         table, copies = self._block_tables[request.id], []
         for at, arrival in enumerate(arrivals, request.num_computed // self.block_size):
-            self._prefix.insert(arrival.digest, self._parent_hash(request, at), table[at])
+            self._prefix.insert(arrival.block_hash, self._parent_hash(request, at), table[at])
             self.tiers.count_hit(arrival.tier, self.block_size)
-            copies.append(BlockCopy(table[at], arrival.digest, arrival.buffer))
+            copies.append(BlockCopy(table[at], arrival.block_hash, arrival.buffer))
         request.num_computed += len(copies) * self.block_size
         request.num_planned = request.num_cached = request.num_computed
         self._num_indexed[request.id] = request.num_computed // self.block_size
@@ -270,21 +270,21 @@ class KVManager:
     def _cancel_fetch(self, request: Request) -> None:
         if (fetch := self._fetches.pop(request.id, None)) is not None:
             assert self.tiers is not None
-            self.tiers.cancel(fetch[0])
+            self.tiers.cancel_fetch(fetch[0])
 
     @property
     def has_pending_saves(self) -> bool:
         return bool(self._pending_saves)
 
-    def take_saves(self) -> list[BlockCopy]:
+    def take_pending_saves(self) -> list[BlockCopy]:
         """Return the copies to tiers that the next plan must make; later plans may overwrite these blocks."""
         if self.tiers is None:
             return []
         unsaved, self._pending_saves = self._pending_saves, []
-        buffers = [(block, digest, self.tiers.reserve(digest)) for block, digest in unsaved]
+        buffers = [(block, digest, self.tiers.reserve_host_buffer(digest)) for block, digest in unsaved]
         return [BlockCopy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
 
-    def take_loads(self) -> list[BlockCopy]:
+    def take_pending_loads(self) -> list[BlockCopy]:
         """Return the copies from host buffers into blocks that the next plan must make."""
         loads, self._pending_loads = self._pending_loads, []
         return loads
@@ -307,7 +307,7 @@ class KVManager:
             missing = self._shareable_hashes(request)[request.num_cached // self.block_size :]
             if missing and (count := self.tiers.lookup(missing)):
                 deadline = self._clock.now() + self._load_timeout_s
-                self._fetches[request.id] = self.tiers.fetch(missing[:count]), deadline
+                self._fetches[request.id] = self.tiers.start_fetch(missing[:count]), deadline
 
     def _drop_pending_copies(self, blocks: Sequence[int]) -> None:
         """Drop the pending copies of these blocks' earlier content: a pull writes to them while steps run."""
@@ -320,7 +320,7 @@ class KVManager:
         """Return how many blocks become available at once when this request is freed."""
         if request.id in self._active_pulls:
             return 0
-        return self._pool.num_exclusive(self._holders[request.id])
+        return self._pool.num_exclusive_blocks(self._holders[request.id])
 
     def check_invariants(self) -> None:
         """Assert that each block has as many holders as block tables (quarantined ones too) and pins list it."""
@@ -334,16 +334,16 @@ class KVManager:
         assert self._pool.num_free + self._pool.num_idle + len(held) == self._pool.total
         for name, table in self._block_tables.items():
             alone = sum(1 for block in table if self._pool.num_holders(block) == 1)
-            assert self._pool.num_exclusive(self._holders[name]) == alone
+            assert self._pool.num_exclusive_blocks(self._holders[name]) == alone
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the blocks that the request need not compute if they are found."""
-        if not self._can_share(request) or request.params.prompt_logprobs is not None:
+        if not self._can_share_blocks(request) or request.params.prompt_logprobs is not None:
             return []  # prompt logprobs need logits, which cached blocks do not have
         full = (request.num_known - 1) // self.block_size  # the last token is always computed, for its logits
         return self._block_hashes(request, full)
 
-    def _can_share(self, request: Request) -> bool:
+    def _can_share_blocks(self, request: Request) -> bool:
         """Return whether other requests can share these blocks.
 
         Without a prefix cache, only the n choices of one request share blocks.

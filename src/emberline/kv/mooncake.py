@@ -1,6 +1,7 @@
 """The only module that imports Mooncake: the parts of its Transfer Engine and its Store that we use.
 
-A Mooncake wheel that does not fit the machine may crash the importing process, so `probe` tries it in another process.
+A Mooncake wheel that does not fit the machine may crash the importing process, so `check_mooncake_usable`
+tries it in another process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def installed_distribution() -> str | None:
     return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
 
 
-def probe(host: str = "127.0.0.1", protocol: str = "tcp", timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
+def check_mooncake_usable(
+    host: str = "127.0.0.1", protocol: str = "tcp", timeout_s: float = PROBE_TIMEOUT_S
+) -> str | None:
     """Return why Mooncake cannot be used, or None if it can.
 
     Tries it in another process, which may crash or hang.
@@ -103,15 +106,15 @@ class MooncakeStore(Protocol):
     def close(self) -> int: ...
 
 
-def best_protocol() -> str:
+def fastest_protocol() -> str:
     """Return the fastest protocol that this machine supports: rdma or tcp."""
     devices = Path("/sys/class/infiniband")
     return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"
 
 
-def new_engine(port: int = 0) -> MooncakeTransferEngine:
+def new_engine(first_port: int = 0) -> MooncakeTransferEngine:
     """Create a Transfer Engine that listens at `port` and `port` + 1; 0: at any free ports."""
-    _set_environment(port)
+    _set_mooncake_environment(first_port)
     try:
         from mooncake.engine import TransferEngine
     except (ImportError, OSError) as error:
@@ -120,9 +123,9 @@ def new_engine(port: int = 0) -> MooncakeTransferEngine:
     return engine
 
 
-def new_store(port: int = 0) -> MooncakeStore:
+def new_store(first_port: int = 0) -> MooncakeStore:
     """Create a store client that listens at `port` and `port` + 1; 0: at any free ports."""
-    _set_environment(port)
+    _set_mooncake_environment(first_port)
     try:
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
@@ -131,11 +134,11 @@ def new_store(port: int = 0) -> MooncakeStore:
     return store
 
 
-def _set_environment(port: int) -> None:
+def _set_mooncake_environment(first_port: int) -> None:
     """Set the variables that Mooncake reads when it starts. Without a log level it logs every call."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    if port:
-        os.environ.update(zip(PORT_RANGE_VARIABLES, (str(port), str(port + 1)), strict=True))
+    if first_port:
+        os.environ.update(zip(PORT_RANGE_VARIABLES, (str(first_port), str(first_port + 1)), strict=True))
 
 
 def _missing_error(error: Exception) -> MooncakeMissing:

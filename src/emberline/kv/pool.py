@@ -48,11 +48,11 @@ class BlockPool:
     def num_holders(self, block: int) -> int:
         return self._holders[block]
 
-    def num_exclusive(self, holder: int) -> int:
+    def num_exclusive_blocks(self, holder: int) -> int:
         """Return how many blocks have this holder and no other."""
         return self._exclusive[holder]
 
-    def allocate(self, holder: int = 0) -> int:
+    def allocate_block(self, holder: int = 0) -> int:
         """Return a block for new content; evict the longest idle block if none is free."""
         assert self.num_available, "the caller checks `available`"
         if self._free:
@@ -81,19 +81,19 @@ class BlockPool:
         self._holders[block] = count + 1
         self._holder_sums[block] += holder
 
-    def drop_holder_number(self, block: int, holder: int) -> None:
+    def make_holder_anonymous(self, block: int, holder: int) -> None:
         """Keep the hold on the block, but count it under number 0 from now on."""
         if self._holders[block] == 1:
             self._exclusive[holder] -= 1
             self._exclusive[0] += 1
         self._holder_sums[block] -= holder
 
-    def remove_holder(self, holder: int) -> None:
+    def forget_holder(self, holder: int) -> None:
         """Forget the number of a holder that holds no block."""
         assert not self._exclusive[holder]
         del self._exclusive[holder]
 
-    def release(self, block: int, holder: int = 0, *, keep: bool) -> None:
+    def release_block(self, block: int, holder: int = 0, *, keep_content: bool) -> None:
         """Remove one holder. Without holders the block becomes idle if `keep`, otherwise free."""
         assert self._holders[block] > 0
         count = self._holders[block] = self._holders[block] - 1
@@ -102,7 +102,7 @@ class BlockPool:
             self._exclusive[remaining_sum] += 1
         elif count == 0:
             self._exclusive[holder] -= 1
-            if keep:
+            if keep_content:
                 self._idle[block] = None
                 self._residency.record_idle(block)
             else:

@@ -34,13 +34,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def insert(self, digest: bytes, parent: bytes, block: int) -> None:
+    def insert(self, block_hash: bytes, parent_hash: bytes, block: int) -> None:
         """Add a block, unless another block has this hash: equal content may be computed twice at once."""
-        if digest not in self._block_of and block not in self._hash_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest, parent
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash, parent_hash
             if self._changes is not None:
-                self._changes[digest] = parent
+                self._changes[block_hash] = parent_hash
 
     def remove(self, block: int) -> None:
         digest, _ = self._hash_of.pop(block)
@@ -48,7 +48,7 @@ class PrefixIndex:
         if self._changes is not None:
             self._changes[digest] = None
 
-    def parents_by_hash(self) -> dict[bytes, bytes]:
+    def parent_hashes(self) -> dict[bytes, bytes]:
         """Return the parent hash of each indexed hash."""
         return dict(self._hash_of.values())
 

@@ -39,7 +39,7 @@ class PullSource(Protocol):
     region: Region
 
     def pull(
-        self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
+        self, ticket: Ticket, target_blocks: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
     ) -> PullProgress: ...
 
     def renew(self, ticket: Ticket, deadline: float) -> None: ...
@@ -70,7 +70,7 @@ class Pull:
         return max(self.progress.confirmed_blocks, self.first_missing_block) * self.ticket.peer.layout.tokens
 
     @property
-    def note(self) -> PrefillResult | None:
+    def prefill_result(self) -> PrefillResult | None:
         """The peer's note about the finished prefill, if the pull is complete."""
         ticket = self.progress.ticket
         return PrefillResult.parse(ticket.note) if self.progress.complete and ticket is not None else None
@@ -85,7 +85,7 @@ class WaitingLease:
     renewed_at: float  # time of the last renewal
 
 
-def _covered_tokens(ticket: Ticket, request: Request) -> int:
+def _count_covered_tokens(ticket: Ticket, request: Request) -> int:
     """Return how many of the request's tokens the ticket covers: its prompt, or all that it arrived with.
 
     Raises BadTransfer if the ticket is for other tokens.
@@ -96,7 +96,7 @@ def _covered_tokens(ticket: Ticket, request: Request) -> int:
     raise BadTransfer("the KV ticket is for another prompt than the request's")
 
 
-def start_thread(work: Callable[[], None]) -> None:
+def start_daemon_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="kv-pulls", daemon=True).start()
 
 
@@ -112,7 +112,7 @@ class PullManager:
         self._source = source
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock or SystemClock()
-        self._start_thread = start_thread
+        self._start_thread = start_daemon_thread
         self._lock = threading.Lock()  # guards the next three attributes
         self._stats = TransferStats()
         self._waiting_leases: dict[str, WaitingLease] = {}  # by request
@@ -126,7 +126,7 @@ class PullManager:
         assert request.source is not None
         try:
             ticket = Ticket.parse(request.source)
-            covered = _covered_tokens(ticket, request)
+            covered = _count_covered_tokens(ticket, request)
             self._source.region.layout.check_compatible(ticket.peer.layout)
         except TransferError as error:
             self._record_failure(error)
@@ -153,7 +153,7 @@ class PullManager:
         pull = Pull(
             ticket, list(target_blocks), lease.covered_tokens, request.num_cached // size, request.deadline, now
         )
-        self._source.region.fence()
+        self._source.region.wait_for_started_work()
         if not self._run_in_background(lambda: self._run_pull(pull)):
             self._record_failure(TransferError("no thread could be started for the KV transfer"))
             return None
@@ -189,9 +189,9 @@ class PullManager:
         """Count tokens that a request got from a peer."""
         self._stats.hit_tokens += tokens
 
-    def wait_for_progress(self, seconds: float) -> None:
+    def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until a pull has ended, or until the timeout."""
-        self._progress_event.wait(seconds)
+        self._progress_event.wait(timeout_s)
         self._progress_event.clear()
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class PullManager:
             failure = TransferError(f"the KV transfer failed: {error!r}")
         ended, moved = self._clock.now(), pull.progress
         pull.failure = pull.failure or failure  # a stall was recorded before the pull was cancelled for it
-        why, note = pull.failure.code if pull.failure is not None else "", pull.note
+        why, note = pull.failure.code if pull.failure is not None else "", pull.prefill_result
         took = note.seconds if note is not None else None
         pull.summary = BlockPull(
             pull.ticket.peer.name, began, ended, moved.transfer_seconds, moved.arrived_bytes, why, took
@@ -247,7 +247,7 @@ class PullManager:
         pull.ended = True
         self._progress_event.set()
         if pull.failure is None:
-            self._notify_peer(self._source.acknowledge, pull.ticket)
+            self._send_to_peer(self._source.acknowledge, pull.ticket)
         elif not isinstance(pull.failure, TicketEnded):
             self._release_lease(pull.ticket)
 
@@ -259,11 +259,11 @@ class PullManager:
             self._stats.recomputed += 1
 
     def _release_lease(self, ticket: Ticket) -> None:
-        self._notify_peer(self._source.release, ticket)
+        self._send_to_peer(self._source.release, ticket)
 
-    def _notify_peer(self, notify: Callable[[Ticket, float], None], ticket: Ticket) -> None:
+    def _send_to_peer(self, send: Callable[[Ticket, float], None], ticket: Ticket) -> None:
         with suppress(TransferError):  # without the message the lease expires
-            notify(ticket, self._clock.now() + LEASE_END_TIMEOUT_S)
+            send(ticket, self._clock.now() + LEASE_END_TIMEOUT_S)
 
     def _renew_while_waiting(self) -> None:
         """Renew the leases while any request waits for its pull to start."""
@@ -282,4 +282,4 @@ class PullManager:
             now = self._clock.now()
             if now - lease.renewed_at >= lease.ticket.lease / 3:
                 lease.renewed_at = now
-                self._notify_peer(self._source.renew, lease.ticket)
+                self._send_to_peer(self._source.renew, lease.ticket)

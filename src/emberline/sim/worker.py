@@ -100,9 +100,9 @@ class SimWorker:
             return
         # An idle link saves up one second of transfers at most.
         self._store_link_free_at = max(self._store_link_free_at, self.clock.time - 1.0)
-        while self._store_link_free_at + self._store.seconds_per_block <= now and self._tiers.read_next():
+        while self._store_link_free_at + self._store.seconds_per_block <= now and self._tiers.load_next_block():
             self._store_link_free_at += self._store.seconds_per_block
-        while self._tiers.write_next():
+        while self._tiers.write_next_block():
             pass
 
 

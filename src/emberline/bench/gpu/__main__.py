@@ -27,7 +27,7 @@ BENCHES = ("engine", "open", "cold", "handoff", "kernels", "all")
 PEER_FIGURES_NOTE = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
 
 
-class LiveReport(BenchReport):
+class AppendingReport(BenchReport):
     """A report that also appends every figure to a file at once, so that a crash does not lose figures."""
 
     def __init__(self, bench: str, lines: Path) -> None:
@@ -38,12 +38,12 @@ class LiveReport(BenchReport):
         super().add(name, values, unit, **more)
         result = self.results[name]
         print(f"  {name} {result.value:,.4g} {unit}", file=sys.stderr, flush=True)
-        self._append({"name": name, "result": asdict(result)})
+        self._append_line({"name": name, "result": asdict(result)})
 
     def close(self) -> None:
-        self._append({"config": self.config})
+        self._append_line({"config": self.config})
 
-    def _append(self, message: dict[str, Any]) -> None:
+    def _append_line(self, message: dict[str, Any]) -> None:
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(message, default=str) + "\n")
 
@@ -65,16 +65,16 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     rates, seconds, rounds = args.rates, args.seconds, args.rounds
     selected: list[BenchPart] = []
     if args.what in ("engine", "all") and any(
-        engine.is_selected(name, only) for name in (*engine.NAMES, *sampled_decode.NAMES)
+        engine.is_measurement_selected(name, only) for name in (*engine.NAMES, *sampled_decode.NAMES)
     ):
-        work = partial(engine.measure, only=only, settings=settings, rounds=rounds)
+        work = partial(engine.measure, name_patterns=only, settings=settings, rounds=rounds)
         selected.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
     if args.what in ("open", "all") and any(
-        engine.is_selected(name, only) for name in openloop.measurement_names(rates)
+        engine.is_measurement_selected(name, only) for name in openloop.measurement_names(rates)
     ):
-        flow = partial(openloop.measure, only=only, settings=settings, rates=rates, seconds=seconds)
+        flow = partial(openloop.measure, name_patterns=only, settings=settings, rates=rates, duration_s=seconds)
         selected.append(BenchPart("open", 60.0 + len(rates) * (seconds + 2 * openloop.DRAIN_TIMEOUT_S), flow))
-    if args.what in ("cold", "all") and engine.is_selected("cold", only):
+    if args.what in ("cold", "all") and engine.is_measurement_selected("cold", only):
         start = partial(cold.measure, directory=args.checkpoint, settings=settings, rounds=rounds)
         selected.append(BenchPart("cold", 90.0 + cold.WRITE_TIMEOUT_S + 60.0 * (rounds or cold.ROUNDS), start))
     if args.what == "handoff":  # needs two processes on the GPU, so it is not part of "all"
@@ -83,17 +83,19 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
         selected.append(BenchPart("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
     if args.what in ("kernels", "all"):
         selected += [
-            BenchPart(f"kernels.{name}", 100.0, _kernel_bench(name))
+            BenchPart(f"kernels.{name}", 100.0, _load_kernel_bench(name))
             for name in KERNEL_BENCHES
             if not only or name in only
         ]
     for name in args.peers:
-        peer = partial(peers.measure, peer=name, only=only, rounds=rounds, rates=rates, seconds=seconds)
+        peer = partial(
+            peers.measure, peer_name=name, name_patterns=only, rounds=rounds, rates=rates, duration_s=seconds
+        )
         selected.append(BenchPart(f"peers.{name}", 400.0, peer))
     return selected
 
 
-def _kernel_bench(name: str) -> Callable[[BenchReport], None]:
+def _load_kernel_bench(name: str) -> Callable[[BenchReport], None]:
     module = f"emberline.bench.gpu.{name}"
 
     def measure(report: BenchReport) -> None:
@@ -105,18 +107,18 @@ def _kernel_bench(name: str) -> Callable[[BenchReport], None]:
     return measure
 
 
-def run_part(part: BenchPart, lines: Path) -> None:
+def run_part(part: BenchPart, lines_file: Path) -> None:
     """Run a part in this child process and write its figures, and the reason of a failure, to `lines`."""
     from emberline.bench.gpu.engine import run_measurement
 
-    report = LiveReport(part.name, lines)
+    report = AppendingReport(part.name, lines_file)
     run_measurement(report, part.name, partial(part.measure, report))
     if "torch" in sys.modules:
-        report.config["gpu"] = _gpu_facts()
+        report.config["gpu"] = _describe_gpu()
     report.close()
 
 
-def _gpu_facts() -> dict[str, Any]:
+def _describe_gpu() -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
@@ -135,13 +137,13 @@ def _gpu_facts() -> dict[str, Any]:
         return {"error": str(error)[:200]}
 
 
-def run_part_in_child(part: BenchPart, command: list[str], report: BenchReport, timeout: float) -> None:
+def run_part_in_child(part: BenchPart, command: list[str], report: BenchReport, timeout_s: float) -> None:
     """Run a part in a child process with a timeout, and merge the figures it wrote, however it ended."""
-    print(f"part started: name={part.name} timeout_s={timeout:.0f}", file=sys.stderr, flush=True)
+    print(f"part started: name={part.name} timeout_s={timeout_s:.0f}", file=sys.stderr, flush=True)
     with TemporaryDirectory() as directory:
         lines = Path(directory) / "lines"
-        error = _run_command([*command, "--part", part.name, "--lines", str(lines)], timeout)
-        config = merge_child_lines(lines, report)
+        error = _run_command([*command, "--part", part.name, "--lines", str(lines)], timeout_s)
+        config = merge_child_results(lines, report)
     failed: dict[str, str] = dict(config.get("failed", {}))
     if error:
         failed[part.name] = error
@@ -150,27 +152,27 @@ def run_part_in_child(part: BenchPart, command: list[str], report: BenchReport, 
     report.config["failed"] |= failed
 
 
-def _run_command(command: list[str], seconds: float) -> str:
+def _run_command(command: list[str], timeout_s: float) -> str:
     """Run the command and return why it failed, or an empty string.
 
     Its output goes to stderr, since the last line of our stdout is the result.
     """
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as child:
         try:
-            code = child.wait(timeout=max(1.0, seconds))
+            code = child.wait(timeout=max(1.0, timeout_s))
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)  # the child has its own session: kills it and its children
-            return f"timed out after {seconds:.0f} s"
+            return f"timed out after {timeout_s:.0f} s"
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)
             raise
     return f"exited with status {code}" if code else ""
 
 
-def merge_child_lines(lines: Path, report: BenchReport) -> dict[str, Any]:
+def merge_child_results(lines_file: Path, report: BenchReport) -> dict[str, Any]:
     """Add the figures that a child wrote to the report, and return its config if it got that far."""
     config: dict[str, Any] = {}
-    for line in lines.read_text("utf-8").splitlines() if lines.exists() else ():
+    for line in lines_file.read_text("utf-8").splitlines() if lines_file.exists() else ():
         try:
             message = json.loads(line)
         except ValueError:  # the child was killed during a write
@@ -201,7 +203,7 @@ def _argument_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu", description=__doc__)
     parser.add_argument("what", nargs="?", choices=BENCHES, default="all")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     parser.add_argument(
         "--only",
         type=names,
@@ -242,7 +244,7 @@ def main() -> None:
             report.config["failed"][part.name] = "skipped: the deadline was reached"
             continue
         run_part_in_child(part, command, report, min(part.timeout, left))
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
     for name, reason in report.config["failed"].items():
         print(f"measurement failed: name={name} reason={reason}", file=sys.stderr)
     sys.exit(1 if report.config["failed"] else 0)

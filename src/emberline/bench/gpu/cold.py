@@ -61,12 +61,15 @@ def measure(
     chosen = SETTINGS | (settings or {})
     packed = chosen.get("weights") == "packed"  # then the checkpoint's files are packed too
     directory = _ensure_checkpoint(report, directory or default_directory(), packed)
-    size = sum(file.stat().st_size for file in _shards(directory))
+    size = sum(file.stat().st_size for file in _shard_files(directory))
     starts = {"rehearsal": [_measure_start(directory, chosen, size)], "ready": [], "ready_libraries_cached": []}
-    imports = {"alone": _measure_import(directory, noted=False), "noted": _measure_import(directory, noted=True)}
+    imports = {
+        "alone": _measure_import(directory, preload_recorded_files=False),
+        "noted": _measure_import(directory, preload_recorded_files=True),
+    }
     for _ in range(rounds or ROUNDS):
         starts["ready"].append(_measure_start(directory, chosen, size))
-        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, all_files=False))
+        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, drop_all_files=False))
     report.config |= {"settings": chosen, "rules": PROTOCOL, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
     prefix = ("cached" if warm else "cold") + {"packed": "_packed", "both": "_both"}.get(chosen.get("weights", ""), "")
@@ -90,32 +93,36 @@ def _ensure_checkpoint(report: BenchReport, directory: Path, packed: bool) -> Pa
     for action, checkpoint in (("write", directory), ("pack", target)):
         if not any((candidate / "model.safetensors.index.json").exists() for candidate in (checkpoint, target)):
             began = time.monotonic()
-            result = _child(action, directory, {}, deadline - began)
+            result = _run_child(action, directory, {}, deadline - began)
             report.config |= {f"{action}_s": time.monotonic() - began, **result}
     return target
 
 
-def _measure_start(directory: Path, settings: dict[str, Any], size: int, all_files: bool = True) -> dict[str, Any]:
-    dropped = drop_page_cache(directory, all_files)
+def _measure_start(
+    directory: Path, settings: dict[str, Any], checkpoint_bytes: int, drop_all_files: bool = True
+) -> dict[str, Any]:
+    dropped = drop_page_cache(directory, drop_all_files)
     before = time.monotonic()  # all processes share this clock
-    result = _child("start", directory, settings, START_TIMEOUT_S)
+    result = _run_child("start", directory, settings, START_TIMEOUT_S)
     result["ready"] -= before
     result["seconds"] = {"python": result.pop("entered") - before} | result["seconds"]
-    return result | {"cold": result["read_bytes"] >= MIN_READ_SHARE * size, "dropped_all_caches": dropped}
+    return result | {"cold": result["read_bytes"] >= MIN_READ_SHARE * checkpoint_bytes, "dropped_all_caches": dropped}
 
 
-def _measure_import(directory: Path, *, noted: bool) -> dict[str, Any]:
-    dropped = drop_page_cache(directory, all_files=True)
-    return _child("import", directory, {"noted": noted}, IMPORT_TIMEOUT_S) | {"dropped_all_caches": dropped}
+def _measure_import(directory: Path, *, preload_recorded_files: bool) -> dict[str, Any]:
+    dropped = drop_page_cache(directory, drop_all_files=True)
+    return _run_child("import", directory, {"preload_recorded_files": preload_recorded_files}, IMPORT_TIMEOUT_S) | {
+        "dropped_all_caches": dropped
+    }
 
 
-def drop_page_cache(directory: Path, all_files: bool) -> bool:
+def drop_page_cache(directory: Path, drop_all_files: bool) -> bool:
     """Drop the checkpoint from the page cache, or all files; return whether all files were dropped."""
-    for file in _shards(directory):
+    for file in _shard_files(directory):
         with file.open("rb") as f:
             os.fsync(f.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if not all_files:
+    if not drop_all_files:
         return False
     with contextlib.suppress(OSError):  # only root may do this
         os.sync()
@@ -124,17 +131,17 @@ def drop_page_cache(directory: Path, all_files: bool) -> bool:
     return False
 
 
-def _shards(directory: Path) -> list[Path]:
+def _shard_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def _child(action: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _run_child(action: str, directory: Path, settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Run an action of this module in a child process and return the JSON object on its last line."""
     command = [sys.executable, "-m", "emberline.bench.gpu.cold", action, str(directory), json.dumps(settings)]
     try:
-        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as e:
-        raise EmberlineError(f"cold start action {action} timed out after {seconds:.0f} s") from e
+        raise EmberlineError(f"cold start action {action} timed out after {timeout_s:.0f} s") from e
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
     if child.returncode or not lines:
         status, output = child.returncode, child.stdout[-200:]
@@ -143,20 +150,20 @@ def _child(action: str, directory: Path, settings: dict[str, Any], seconds: floa
     return result
 
 
-def write_plain(directory: Path) -> dict[str, Any]:
+def write_plain_checkpoint(directory: Path) -> dict[str, Any]:
     from emberline.bench.gpu.model import write_checkpoint
 
     write_checkpoint(directory)
     return {}
 
 
-def write_packed(directory: Path) -> dict[str, Any]:
+def write_packed_checkpoint(directory: Path) -> dict[str, Any]:
     from emberline.bench.gpu.model import pack_checkpoint
 
     return {"codec": pack_checkpoint(directory, packed_directory(directory))}
 
 
-def time_import(noted: bool) -> dict[str, Any]:
+def time_import(preload_recorded_files: bool) -> dict[str, Any]:
     """Import torch and return its times, without a checkpoint to read.
 
     The bytes read from disk during the import show which files the recorded list misses.
@@ -165,14 +172,14 @@ def time_import(noted: bool) -> dict[str, Any]:
     from emberline.models.reader import FileReader
 
     began = time.monotonic()
-    first = preload.recorded_ranges() if noted else []
+    first = preload.recorded_ranges() if preload_recorded_files else []
     with FileReader.start([], prefetch=first) as reader:
         reader.wait_for_prefetch(preload.MAX_PRELOAD_WAIT_S)
-    before, entered = io_usage(), time.monotonic()
+    before, entered = read_io_counters(), time.monotonic()
     preload.skip_unused_torch_imports()
     importlib.import_module("torch")
     ready = time.monotonic()
-    spent = {name: count - before[name] for name, count in io_usage().items()}
+    spent = {name: count - before[name] for name, count in read_io_counters().items()}
     known = preload.read_record()
     return {
         "entered": entered,
@@ -199,19 +206,19 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     reader = preload.start_preload(directory)
     preload.skip_unused_torch_imports()
     mark("first_files")
-    before = io_usage()
+    before = read_io_counters()
     for phase, module in IMPORTS.items():
         importlib.import_module(module)
         mark(f"import_{phase}")
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     read_by_then = reader.stats
-    imported = {f"import_{name}": count - before[name] for name, count in io_usage().items()}
+    imported = {f"import_{name}": count - before[name] for name, count in read_io_counters().items()}
     booted = boot_from_checkpoint(directory, EngineConfig.build("", **settings).for_gpu(), reader=reader)
     mark("boot")
-    _generate(booted.engine, 1)
+    _generate_tokens(booted.engine, 1)
     mark("first_token")
-    _generate(booted.engine, 2)
+    _generate_tokens(booted.engine, 2)
     mark("second_request")  # its second token comes from a captured step
     seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(marks)}
     seconds |= {f"boot_{name}": spent for name, spent in booted.seconds.items()}
@@ -222,7 +229,7 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "reader": type(reader).__name__,
         **imported,
-        "read_bytes": io_usage()["read_bytes"],
+        "read_bytes": read_io_counters()["read_bytes"],
         "read_when_imported": read_by_then.bytes,
         "read_seconds": reader.stats.seconds,
         "read_rate": reader.stats.gigabytes_per_second,
@@ -230,21 +237,21 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _generate(engine: Engine, count: int) -> None:
-    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-    engine.add(Submission(f"{count} tokens", PROMPT, params))
+def _generate_tokens(engine: Engine, num_tokens: int) -> None:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    engine.add(Submission(f"{num_tokens} tokens", PROMPT, params))
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         for output in engine.step():
             if output.error is not None:
                 raise EmberlineError(output.error)
-            count -= len(output.tokens)
-            if count <= 0:
+            num_tokens -= len(output.tokens)
+            if num_tokens <= 0:
                 return
     raise EmberlineError(f"no token within {START_TIMEOUT_S:.0f} s")
 
 
-def io_usage() -> dict[str, int]:
+def read_io_counters() -> dict[str, int]:
     """Return the bytes that this process read from storage, and its major page faults.
 
     Reads count whether direct or through the page cache. Child processes count once they have ended.
@@ -258,7 +265,7 @@ def io_usage() -> dict[str, int]:
 
 def main(action: str, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if action in ("write", "pack"):
-        return write_plain(directory) if action == "write" else write_packed(directory)
+        return write_plain_checkpoint(directory) if action == "write" else write_packed_checkpoint(directory)
     if action == "import":
         return time_import(**settings)
     return time_start(directory, settings)

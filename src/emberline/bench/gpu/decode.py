@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels import worklist
 from emberline.kernels.cuda.decode import DecodeCache, DecodeScratch, DecodeWork, count_sms, decode_attention
@@ -37,8 +37,11 @@ def measure(report: BenchReport) -> None:
 
 def _measure_batch(report: BenchReport, name: str, lengths: list[int], dtype: torch.dtype) -> None:
     size = count_bytes_read(lengths, dtype)
-    layers = DecodeLayers(lengths, dtype, max(MIN_LAYERS, count_copies(size)))
-    ours, alone = time_replay(layers.make_calls()), time_replay(layers.make_calls(pdl=False))
+    layers = DecodeInputs(lengths, dtype, max(MIN_LAYERS, count_input_sets(size)))
+    ours, alone = (
+        time_graph_replay(layers.make_attention_calls()),
+        time_graph_replay(layers.make_attention_calls(use_pdl=False)),
+    )
     limit = size / BYTES_PER_US
     report.add(name, ours, "us", limit=limit)
     report.add(f"{name} without pdl", alone, "us", limit=limit)
@@ -51,7 +54,7 @@ def count_bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
     return 2 * sum(lengths) * KV_HEADS * HEAD_DIM * dtype.itemsize
 
 
-class DecodeLayers:
+class DecodeInputs:
     """Rows of given lengths in several layers, more than the L2 cache holds."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int) -> None:
@@ -61,22 +64,24 @@ class DecodeLayers:
         for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts), strict=True):
             row[: len(blocks)] = blocks
         shape = (layers, sum(counts), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        keys, values = (_random(shape, dtype) for _ in range(2))
+        keys, values = (_random_tensor(shape, dtype) for _ in range(2))
         self._caches = [DecodeCache(k, v) for k, v in zip(keys, values, strict=True)]
-        self._qkv = _random((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
+        self._qkv = _random_tensor((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
         self._out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
         context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - 1
         self._tables_and_context = tables.to(self._device), context
 
-    def make_calls(self, *, pdl: bool = True, part_tiles: int | None = None) -> list[Callable[[], Tensor]]:
+    def make_attention_calls(
+        self, *, use_pdl: bool = True, tiles_per_part: int | None = None
+    ) -> list[Callable[[], Tensor]]:
         """Return a call for each layer's attention.
 
         `part_tiles`: tiles of a part; by default chosen as in a step.
         """
         rows, sms = len(self.lengths), count_sms(self._device)
-        parts = 0 if part_tiles is None else int((-(-self.lengths // (worklist.TILE_KEYS * part_tiles))).sum())
+        parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
         capacity = max(parts, worklist.item_capacity(rows, KV_HEADS, sms))
-        items = worklist.plan_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=part_tiles)
+        items = worklist.plan_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part)
         work = DecodeWork(torch.from_numpy(items.data).to(self._device), rows, capacity)
         scratch = DecodeScratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
         heads, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._tables_and_context
@@ -84,13 +89,13 @@ class DecodeLayers:
         def make_call(cached: DecodeCache) -> Callable[[], Tensor]:
             return lambda: decode_attention(
                 self._qkv, cached, tables, context, work, HEAD_DIM**-0.5, *heads,
-                out=self._out, scratch=scratch, pdl=pdl,
+                out=self._out, scratch=scratch, pdl=use_pdl,
             )  # fmt: skip
 
         return [make_call(cached) for cached in self._caches]
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return random numbers, drawn layer by layer, because float32 for all layers would not fit."""
     numbers = torch.empty(shape, device="cuda", dtype=dtype)
     for part in numbers:
@@ -101,7 +106,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def main() -> None:
     report = BenchReport("gpu_decode")
     measure(report)
-    report.emit()
+    report.print_and_save()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
 from emberline.kernels.triton.activation import silu_mul
@@ -30,39 +30,39 @@ Call = Callable[[], object]
 def measure(report: BenchReport) -> None:
     for rows in ROWS:
         for name, make, size in (
-            ("norm", _norm, 4 * HIDDEN),
-            ("rope", _rope, 4 * (HEADS[0] + 2 * HEADS[1]) * HEADS[2]),
-            ("silu_mul", _silu, 6 * FFN),
+            ("norm", _norm_calls, 4 * HIDDEN),
+            ("rope", _rope_calls, 4 * (HEADS[0] + 2 * HEADS[1]) * HEADS[2]),
+            ("silu_mul", _silu_calls, 6 * FFN),
         ):
-            pairs = [make(rows) for _ in range(min(MAX_COPIES, count_copies(size * rows)))]
+            pairs = [make(rows) for _ in range(min(MAX_COPIES, count_input_sets(size * rows)))]
             peers = [peer for _, peer in pairs if peer is not None]
-            us = time_replay([ours for ours, _ in pairs])
-            peer = time_replay(peers) if peers else None
+            us = time_graph_replay([ours for ours, _ in pairs])
+            peer = time_graph_replay(peers) if peers else None
             report.add(f"{name}_{rows}", us, "us", limit=size * rows / BYTES_PER_US, peer=peer)
 
 
-def _norm(rows: int) -> tuple[Call, Call]:
-    x, weight = _random(rows, HIDDEN), torch.rand(HIDDEN, device="cuda")
+def _norm_calls(rows: int) -> tuple[Call, Call]:
+    x, weight = _random_tensor(rows, HIDDEN), torch.rand(HIDDEN, device="cuda")
     out, same = torch.empty_like(x), weight.bfloat16()
     return lambda: rms_norm(x, weight, 1e-5, out, pdl=True), lambda: F.rms_norm(x, (HIDDEN,), same, 1e-5)
 
 
-def _rope(rows: int) -> tuple[Call, None]:
+def _rope_calls(rows: int) -> tuple[Call, None]:
     q_heads, kv_heads, dim = HEADS
-    qkv = _random(rows, (q_heads + 2 * kv_heads) * dim)
+    qkv = _random_tensor(rows, (q_heads + 2 * kv_heads) * dim)
     layer = AttentionLayer(*HEADS, scale=1.0, cos_sin=torch.rand(rows, dim, device="cuda"))
     positions, slots = torch.arange(rows, device="cuda", dtype=torch.int32), torch.arange(rows, device="cuda")
-    keys, values = _random(2, -(-rows // BLOCK_SIZE), kv_heads, BLOCK_SIZE, dim)
+    keys, values = _random_tensor(2, -(-rows // BLOCK_SIZE), kv_heads, BLOCK_SIZE, dim)
     unused = torch.empty(0, dtype=torch.int32, device="cuda")  # only attention reads these
     metadata = AttentionMetadata(positions, slots, query_start=unused, context=unused, block_tables=unused)
     return lambda: rope_and_cache(qkv, layer, keys, values, metadata, pdl=True), None
 
 
-def _silu(rows: int) -> tuple[Call, Call]:
-    gate_up, out = _random(rows, 2 * FFN), _random(rows, FFN)
+def _silu_calls(rows: int) -> tuple[Call, Call]:
+    gate_up, out = _random_tensor(rows, 2 * FFN), _random_tensor(rows, FFN)
     gate, up = gate_up.chunk(2, dim=1)
     return lambda: silu_mul(gate_up, out, 16, pdl=True), lambda: F.silu(gate) * up
 
 
-def _random(*shape: int) -> Tensor:
+def _random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

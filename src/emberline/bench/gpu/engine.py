@@ -72,7 +72,7 @@ _runs = count()  # numbers the runs, so that request ids are unique
 Clock = Callable[[], float]
 
 
-class BenchedEngine(Protocol):
+class MeasuredEngine(Protocol):
     """An engine under test: ours, or a peer with the same interface."""
 
     @property
@@ -113,7 +113,7 @@ class SteadyPhase:
 
     @staticmethod
     def from_timeline(job: BenchJob, timeline: TokenTimeline) -> SteadyPhase:
-        begin, end = timeline.full
+        begin, end = timeline.full_batch_period
         # A peer returns the tokens of one step at slightly different times. The request that is first in each step has
         # all its tokens within the bounds.
         steps = max(sum(begin < t <= end for t in times) for times in timeline.times)
@@ -132,17 +132,19 @@ class SteadyPhase:
         return (self.end - self.begin) / self.steps
 
 
-def make_submission(name: str, prompt: list[int], output: int, base_params: SamplingParams = GREEDY) -> Submission:
-    params = replace(base_params, max_tokens=output, temperature=0.0, ignore_eos=True)
-    return Submission(name, prompt, params, timeout=math.inf)
+def make_submission(
+    request_id: str, prompt: list[int], max_tokens: int, base_params: SamplingParams = GREEDY
+) -> Submission:
+    params = replace(base_params, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Submission(request_id, prompt, params, timeout=math.inf)
 
 
 def run_job(
-    engine: BenchedEngine,
+    engine: MeasuredEngine,
     job: BenchJob,
-    timeout: float = JOB_TIMEOUT_S,
+    timeout_s: float = JOB_TIMEOUT_S,
     clock: Clock = time.perf_counter,
-    cpu: Clock = time.process_time,
+    cpu_clock: Clock = time.process_time,
     params: SamplingParams = GREEDY,
 ) -> JobRun:
     """Submit all requests at once and step the engine to the end.
@@ -154,39 +156,39 @@ def run_job(
     run = next(_runs)
     index = {f"job{run}-{i}": i for i in range(len(job.prompts))}
     times: list[list[float]] = [[] for _ in index]
-    began, cpu_began = clock(), cpu()
+    began, cpu_began = clock(), cpu_clock()
     marks = [(0.0, 0.0)]
     for name, i in index.items():
         engine.add(make_submission(name, job.prompts[i], job.outputs[i], params))
     while not engine.idle:
         outputs = engine.step()
         now = clock() - began
-        marks.append((now, cpu() - cpu_began))
+        marks.append((now, cpu_clock() - cpu_began))
         for output in outputs:
             if (at := index.get(output.id)) is None:
                 continue  # the end of a request of an earlier, aborted run
             if output.error is not None:
                 raise EmberlineError(output.error)
             times[at] += [now] * len(output.tokens)
-        if now > timeout:
-            _abort_all(engine, index)
+        if now > timeout_s:
+            _abort_requests(engine, index)
             done = f"{sum(map(len, times))} of {sum(job.outputs)} tokens"
             raise EmberlineError(f"job timed out after {now:.0f} s with {done}")
     timeline = TokenTimeline(times)
-    timeline.check(job)
+    timeline.check_token_counts(job)
     return JobRun(timeline, marks)
 
 
-def _abort_all(engine: BenchedEngine, names: dict[str, int], steps: int = 100) -> None:
+def _abort_requests(engine: MeasuredEngine, request_ids: dict[str, int], max_steps: int = 100) -> None:
     """Abort the requests and wait for their end, so that they do not affect the next measurement."""
-    for name in names:
+    for name in request_ids:
         engine.abort(name)
-    while (engine.step() or not engine.idle) and (steps := steps - 1):
+    while (engine.step() or not engine.idle) and (max_steps := max_steps - 1):
         pass
 
 
-def model_cost(settings: dict[str, Any]) -> TokenCost:
-    total = TokenCost.of(CONFIG)
+def token_cost(settings: dict[str, Any]) -> TokenCost:
+    total = TokenCost.from_config(CONFIG)
     if settings.get("weights") in ("packed", "both"):
         total = replace(total, width=PACKED_WEIGHT_BYTES)
     if "8" in str(settings.get("kv_dtype", "")):
@@ -194,14 +196,14 @@ def model_cost(settings: dict[str, Any]) -> TokenCost:
     return total
 
 
-def decode_limit_ms(batch: int, context: float, cost: TokenCost) -> float:
+def min_decode_step_ms(batch: int, context_tokens: float, cost: TokenCost) -> float:
     """Return the least time of a step: one read of all weights, keys and values, or the arithmetic."""
-    return 1e3 * batch / cost.decode_limit(H200, batch, round(context))
+    return 1e3 * batch / cost.max_decode_rate(H200, batch, round(context_tokens))
 
 
-def prefill_limit_ms(tokens: int, cost: TokenCost) -> float:
+def min_prefill_ms(tokens: int, cost: TokenCost) -> float:
     """Return the least time of a prompt: the arithmetic of the linear layers and of causal attention."""
-    return 1e3 * tokens / cost.prefill_limit(H200, tokens)
+    return 1e3 * tokens / cost.max_prefill_rate(H200, tokens)
 
 
 def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
@@ -221,45 +223,49 @@ class EngineBench:
     rounds: int = ROUNDS
     peer: str = ""
 
-    def measure(self, name: str) -> None:
+    def measure_by_name(self, name: str) -> None:
         kind, _, size = name.rpartition("_")
         if kind == "decode":
-            self.decode(int(size[1:]))
+            self.measure_decode(int(size[1:]))
         elif kind == "prefill":
-            self.prefill(int(size))
+            self.measure_prefill(int(size))
         else:
-            self.chat(int(name.removeprefix("chat")))
+            self.measure_chat(int(name.removeprefix("chat")))
 
-    def decode(self, batch: int) -> None:
-        self.run_job(workload.job([(32, 4)] * batch, VOCAB), JOB_TIMEOUT_S)
-        job = workload.job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, VOCAB)
+    def measure_decode(self, batch: int) -> None:
+        self.run_job(workload.make_job([(32, 4)] * batch, VOCAB), JOB_TIMEOUT_S)
+        job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, VOCAB)
         courses = [self.run_job(job, JOB_TIMEOUT_S) for _ in range(self.rounds)]
         parts = [SteadyPhase.from_timeline(job, course.timeline) for course in courses]
-        limit = decode_limit_ms(batch, parts[0].context, self.cost)
-        self._add(f"decode_b{batch}_ms", [1e3 * part.step_seconds for part in parts], "ms", limit)
+        limit = min_decode_step_ms(batch, parts[0].context, self.cost)
+        self._add_result(f"decode_b{batch}_ms", [1e3 * part.step_seconds for part in parts], "ms", limit)
         if batch in CPU_BATCHES and not self.peer:
-            self._add(
+            self._add_result(
                 f"decode_b{batch}_tok_s", [batch / part.step_seconds for part in parts], "tok/s", 1e3 * batch / limit
             )
             shares = [c.cpu_percent(p.begin, p.end) for c, p in zip(courses, parts, strict=True)]
-            self._add(f"decode_b{batch}_cpu", shares, "% of a core")
+            self._add_result(f"decode_b{batch}_cpu", shares, "% of a core")
 
-    def prefill(self, tokens: int) -> None:
-        jobs = [workload.job([(tokens, 1)], VOCAB, seed) for seed in range(PREFILL_ROUNDS + 1)]
-        walls = [self.run_job(job, JOB_TIMEOUT_S).timeline.wall for job in jobs]
-        self._add(f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", prefill_limit_ms(tokens, self.cost))
+    def measure_prefill(self, tokens: int) -> None:
+        jobs = [workload.make_job([(tokens, 1)], VOCAB, seed) for seed in range(PREFILL_ROUNDS + 1)]
+        walls = [self.run_job(job, JOB_TIMEOUT_S).timeline.wall_seconds for job in jobs]
+        self._add_result(
+            f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", min_prefill_ms(tokens, self.cost)
+        )
 
-    def chat(self, requests: int) -> None:
-        self.run_job(workload.job(warm_up_lengths(requests), VOCAB), JOB_TIMEOUT_S)
-        self.run_job(workload.job(workload.chat(min(128, requests), seed=1), VOCAB), JOB_TIMEOUT_S)
-        job = workload.job(workload.chat(requests), VOCAB)
+    def measure_chat(self, requests: int) -> None:
+        self.run_job(workload.make_job(warm_up_lengths(requests), VOCAB), JOB_TIMEOUT_S)
+        self.run_job(workload.make_job(workload.chat_lengths(min(128, requests), seed=1), VOCAB), JOB_TIMEOUT_S)
+        job = workload.make_job(workload.chat_lengths(requests), VOCAB)
         course = self.run_job(job, JOB_TIMEOUT_S)
         rate = course.timeline.output_rate()
-        self._add(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.output_limit(H200, job))
+        self._add_result(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.max_output_rate(H200, job))
         if not self.peer:
-            self._add(f"chat{requests}_cpu", course.cpu_percent(0.0, course.timeline.wall), "% of a core")
+            self._add_result(
+                f"chat{requests}_cpu", course.cpu_percent(0.0, course.timeline.wall_seconds), "% of a core"
+            )
 
-    def _add(self, name: str, values: float | list[float], unit: str, limit: float | None = None) -> None:
+    def _add_result(self, name: str, values: float | list[float], unit: str, limit: float | None = None) -> None:
         if self.peer:
             self.report.add(f"{name}/{self.peer}", values, unit)
         else:
@@ -267,7 +273,7 @@ class EngineBench:
 
 
 def measure(
-    report: BenchReport, only: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0
+    report: BenchReport, name_patterns: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0
 ) -> None:
     from emberline.bench.gpu import sampled_decode
 
@@ -281,18 +287,18 @@ def measure(
         "memory": asdict(booted.plan),
         "boot_s": {"all": time.perf_counter() - began, **booted.seconds},
     }
-    bench = EngineBench(report, partial(run_job, booted.engine), model_cost(chosen), rounds or ROUNDS)
+    bench = EngineBench(report, partial(run_job, booted.engine), token_cost(chosen), rounds or ROUNDS)
     for name in NAMES:
-        if is_selected(name, only):
-            run_measurement(report, name, partial(bench.measure, name))
+        if is_measurement_selected(name, name_patterns):
+            run_measurement(report, name, partial(bench.measure_by_name, name))
     for name in sampled_decode.NAMES:
-        if is_selected(name, only):
+        if is_measurement_selected(name, name_patterns):
             run = partial(_run_sampled_job, booted.engine)
             run_measurement(report, name, partial(sampled_decode.measure, report, run, name, rounds or ROUNDS))
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
 
 
-def _run_sampled_job(engine: BenchedEngine, job: BenchJob, params: SamplingParams) -> JobRun:
+def _run_sampled_job(engine: MeasuredEngine, job: BenchJob, params: SamplingParams) -> JobRun:
     return run_job(engine, job, params=params)
 
 
@@ -307,19 +313,21 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, compiler=grammar_compiler)
 
 
-def is_selected(name: str, only: Sequence[str]) -> bool:
+def is_measurement_selected(name: str, name_patterns: Sequence[str]) -> bool:
     """Return whether `only` selects a measurement: by name, by pattern or by one of its figures.
 
     Empty: all.
     """
-    return not only or any(fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in only)
+    return not name_patterns or any(
+        fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in name_patterns
+    )
 
 
-def run_measurement(report: BenchReport, name: str, work: Callable[[], None]) -> None:
+def run_measurement(report: BenchReport, name: str, measurement: Callable[[], None]) -> None:
     """Run a measurement and record a failure in the report, so that the others still run."""
     began = time.perf_counter()
     try:
-        work()
+        measurement()
     except Exception as error:
         traceback.print_exc()
         report.config.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import gemm
@@ -43,7 +43,7 @@ Call = Callable[[], object]
 def measure(report: BenchReport) -> None:
     """Add the time of a burst in microseconds and the rate under sustained load in TFLOP/s to the report."""
     for name, (k, n) in SHAPES.items():
-        weights = _weights(n, k)
+        weights = _make_weights(n, k)
         for m in ROWS:
             ours, theirs = [_gemm_calls(name, weights, m)], [_cublas_calls(name, weights, m)]
             flop = 2.0 * m * n * k
@@ -74,18 +74,18 @@ def measure_variants() -> None:
         (GATED_LAYER, 512),
     ):
         k, n = SHAPES[name]
-        weights, flop = _weights(n, k), 2.0 * m * n * k
-        for plan in dict.fromkeys(_plans(m, n, k)):
+        weights, flop = _make_weights(n, k), 2.0 * m * n * k
+        for plan in dict.fromkeys(_candidate_plans(m, n, k)):
             if time.monotonic() > end:
                 return
             calls = _gemm_calls(name, weights, m, plan)
             burst, load = flop / _time_burst(calls) / 1e6, flop / _time_sustained(calls, 0.4) / 1e6
-            print(f"{name} m={m} {_describe(plan)}: burst {burst:.0f}, sustained {load:.0f} TFLOP/s", flush=True)
+            print(f"{name} m={m} {_describe_plan(plan)}: burst {burst:.0f}, sustained {load:.0f} TFLOP/s", flush=True)
         del weights
         torch.cuda.empty_cache()
 
 
-def _plans(m: int, n: int, k: int) -> Iterator[gemm.GemmPlan]:
+def _candidate_plans(m: int, n: int, k: int) -> Iterator[gemm.GemmPlan]:
     rule = gemm.choose_plan(m, n, k)
     yield rule
     yield from (replace(rule, lag=lag) for lag in (0, 2))
@@ -93,15 +93,15 @@ def _plans(m: int, n: int, k: int) -> Iterator[gemm.GemmPlan]:
     yield from gemm.PLANS
 
 
-def _describe(plan: gemm.GemmPlan) -> str:
+def _describe_plan(plan: gemm.GemmPlan) -> str:
     return f"{plan.width}x{plan.cluster} band {plan.band} lag {plan.lag}"
 
 
 def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPlan | None = None) -> list[Call]:
     """Return calls of our GEMM. Outputs that are added to grow with every call, but never by much."""
-    x, n = _random(m, weights[0].k), weights[0].n
+    x, n = _random_matrix(m, weights[0].k), weights[0].n
     gated = name == GATED_LAYER
-    out = _random(m, n // 2 if gated else n)
+    out = _random_matrix(m, n // 2 if gated else n)
     residual = out if name in ADDING_LAYERS else None
 
     def call(weight: BF16Weight) -> Call:
@@ -111,8 +111,8 @@ def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPla
 
 
 def _cublas_calls(name: str, weights: list[BF16Weight], m: int) -> list[Call]:
-    x, n = _random(m, weights[0].k), weights[0].n
-    out = _random(m, n // 2 if name == GATED_LAYER else n)
+    x, n = _random_matrix(m, weights[0].k), weights[0].n
+    out = _random_matrix(m, n // 2 if name == GATED_LAYER else n)
 
     def call(w: Tensor) -> Call:
         if name == GATED_LAYER:
@@ -126,7 +126,7 @@ def _time_burst(calls: list[Call]) -> float:
     """Return the microseconds of a call after the GPU was idle."""
     torch.cuda.synchronize()
     time.sleep(REST_SECONDS)
-    return time_replay(calls, replays=3)
+    return time_graph_replay(calls, replays=3)
 
 
 def _time_sustained(calls: list[Call], seconds: float) -> float:
@@ -161,11 +161,11 @@ def _count_replays(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
     return max(1, round(seconds * 3e3 / float(begin.elapsed_time(end))))
 
 
-def _weights(n: int, k: int) -> list[BF16Weight]:
-    return [BF16Weight(_random(n, k)) for _ in range(max(MIN_COPIES, count_copies(2 * n * k)))]
+def _make_weights(n: int, k: int) -> list[BF16Weight]:
+    return [BF16Weight(_random_matrix(n, k)) for _ in range(max(MIN_COPIES, count_input_sets(2 * n * k)))]
 
 
-def _random(rows: int, columns: int) -> Tensor:
+def _random_matrix(rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(report.as_dict()), flush=True)
     else:
-        report.emit()
+        report.print_and_save()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from emberline.bench.gpu.engine import CONFIG, VOCAB
 from emberline.bench.gpu.model import GPURandomWeights
 from emberline.bench.report import BenchReport
-from emberline.bench.transfer import raw_sockets
+from emberline.bench.transfer import measure_raw_sockets
 from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Timing
@@ -39,7 +39,7 @@ from emberline.kv.checksum import select_crc
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.endpoint import TransferEndpoint, TransferOptions
 from emberline.kv.transfer.link import LinkOptions
-from emberline.kv.transfer.piece import cut_pieces
+from emberline.kv.transfer.piece import cut_into_pieces
 from emberline.kv.transfer.receiver import MAX_PIECE_BYTES, Receiver
 from emberline.kv.transfer.tcp import TcpTransport
 from emberline.kv.transfer.ticket import Ticket
@@ -64,13 +64,13 @@ def measure(report: BenchReport, rounds: int = 0) -> None:
 def _measure_blocks(report: BenchReport, rounds: int) -> None:
     """Add the rates of block transfers. A name ends with the number of connections; four are the default."""
     crc = select_crc(find_library())
-    with _other_process(_publish_blocks) as pipe:
-        region = _region()
+    with _child_process(_publish_blocks) as pipe:
+        region = _make_region()
         size = MOVED_BLOCKS * region.layout.block_bytes
         limits = _measure_copies(region, rounds)
         _measure_staging(report, region, limits["tcp"], rounds)
         for streams in CONNECTIONS:
-            peer = raw_sockets(report, size, rounds, streams)
+            peer = measure_raw_sockets(report, size, rounds, streams)
             transport = TcpTransport(region.layout, LinkOptions(streams, crc=crc))
             rates = _measure_transport(pipe, region, transport, rounds)
             report.add(f"handoff_tcp_{streams}", rates, "GB/s", peer=peer, limit=limits["tcp"])
@@ -80,10 +80,10 @@ def _measure_blocks(report: BenchReport, rounds: int) -> None:
 
 
 def _measure_transport(pipe: Connection, region: DeviceRegion, transport: Transport, rounds: int) -> list[float]:
-    receiver, into, rates = Receiver(region, [transport]), _random_blocks(1), []
+    receiver, into, rates = Receiver(region, [transport]), _random_block_ids(1), []
     for _ in range(rounds + 1):
         pipe.send("publish")
-        ticket = Ticket.parse(_receive(pipe))
+        ticket = Ticket.parse(_receive_message(pipe))
         began = time.perf_counter()
         progress = receiver.pull(ticket, into, time.monotonic() + TRANSFER_TIMEOUT_S)
         rates.append(progress.arrived_bytes / 1e9 / (time.perf_counter() - began))
@@ -94,15 +94,15 @@ def _measure_transport(pipe: Connection, region: DeviceRegion, transport: Transp
 
 def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, rounds: int) -> None:
     """Add the rates of the copies between cache and main memory that every connection makes."""
-    layout, blocks = region.layout, np.asarray(_random_blocks(1), np.int64)
-    pieces = list(cut_pieces(range(layout.layers), range(MOVED_BLOCKS), layout, MAX_PIECE_BYTES))
-    buffer = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
+    layout, blocks = region.layout, np.asarray(_random_block_ids(1), np.int64)
+    pieces = list(cut_into_pieces(range(layout.layers), range(MOVED_BLOCKS), layout, MAX_PIECE_BYTES))
+    buffer = memoryview(bytearray(max(piece.num_bytes(layout) for piece in pieces)))
     for name, move in (("gather", region.gather), ("scatter", region.scatter)):
         rates = []
         for _ in range(rounds + 1):
             began = time.perf_counter()
             for piece in pieces:
-                move(piece, blocks, layout, buffer[: piece.size(layout)])
+                move(piece, blocks, layout, buffer[: piece.num_bytes(layout)])
             rates.append(MOVED_BLOCKS * layout.block_bytes / 1e9 / (time.perf_counter() - began))
         report.add(f"handoff_{name}", rates[1:], "GB/s", limit=limit)
 
@@ -111,10 +111,10 @@ def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, ro
 
 
 def _measure_requests(report: BenchReport, rounds: int) -> None:
-    with _other_process(_compute_prompts) as pipe:
-        engine = _engine("here")
+    with _child_process(_compute_prompts) as pipe:
+        engine = _make_engine("here")
         for transport in TRANSPORTS:
-            moves = [_hand_off(engine, pipe, transport, i) for i in range(rounds + 1)][1:]  # the first one connects
+            moves = [_run_handoff(engine, pipe, transport, i) for i in range(rounds + 1)][1:]  # the first one connects
             alone = min(move.alone for move in moves)
             for name in ("ticket", "pulling", "computed", "landed", "first", "second"):
                 values = [getattr(move, name) for move in moves]
@@ -143,21 +143,24 @@ class HandoffTimes:
     second: float  # second token
 
 
-def _hand_off(engine: Engine, pipe: Connection, transport: str, number: int) -> HandoffTimes:
-    rng = random.Random(f"{transport} {number}")
+def _run_handoff(engine: Engine, pipe: Connection, transport: str, prompt_number: int) -> HandoffTimes:
+    rng = random.Random(f"{transport} {prompt_number}")
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     submission = Submission(
-        f"{transport}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], params, timeout=TRANSFER_TIMEOUT_S
+        f"{transport}{prompt_number}",
+        [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)],
+        params,
+        timeout=TRANSFER_TIMEOUT_S,
     )
     local = _run_request(engine, replace(submission, id=f"{submission.id}-alone", salt="alone"))
     before, sent = engine.stats().transfer, time.monotonic()
     pipe.send(submission)
-    ticket = Ticket.parse(_receive(pipe))
+    ticket = Ticket.parse(_receive_message(pipe))
     received = time.monotonic()
     by_transport = replace(ticket, peer=replace(ticket.peer, endpoints={transport: ticket.peer.endpoints[transport]}))
     timing, computed, after = (
         _run_request(engine, replace(submission, source=by_transport.as_dict())),
-        _receive(pipe),
+        _receive_message(pipe),
         engine.stats().transfer,
     )
     if before is None or after is None or after.pull_failures or timing.pulled is None:
@@ -207,11 +210,11 @@ def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
 
 def _publish_blocks(pipe: Connection) -> None:
     """Publish the same blocks on each request of the parent, in the other process."""
-    dock = _open_endpoint("there", _region())
+    dock = _open_endpoint("there", _make_region())
     pipe.send("ready")
     while pipe.recv() is not None:
-        dock.sender.collect()
-        pipe.send(dock.sender.publish(_random_blocks(2), TRANSFER_TIMEOUT_S).as_dict())
+        dock.sender.collect_ended_leases()
+        pipe.send(dock.sender.publish(_random_block_ids(2), TRANSFER_TIMEOUT_S).as_dict())
     dock.close()
 
 
@@ -220,7 +223,7 @@ def _compute_prompts(pipe: Connection) -> None:
 
     Send each one's first ticket, and the time of its first token.
     """
-    engine = _engine("there")
+    engine = _make_engine("there")
     pipe.send("ready")
     while True:
         while engine.needs_polling and not pipe.poll(0.002):
@@ -241,15 +244,15 @@ def _compute_prompts(pipe: Connection) -> None:
 
 
 @contextmanager
-def _other_process(work: Callable[[Connection], None]) -> Iterator[Connection]:
+def _child_process(child_main: Callable[[Connection], None]) -> Iterator[Connection]:
     """Run `work` in another process until the block ends, and yield the connection to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs,), daemon=True)
+    process = context.Process(target=child_main, args=(theirs,), daemon=True)
     process.start()
     theirs.close()  # so that the end of the process closes the pipe
     try:
-        _receive(ours)
+        _receive_message(ours)
         yield ours
         ours.send(None)
         process.join(TRANSFER_TIMEOUT_S)
@@ -257,13 +260,13 @@ def _other_process(work: Callable[[Connection], None]) -> Iterator[Connection]:
         process.kill()
 
 
-def _receive(pipe: Connection) -> Any:
+def _receive_message(pipe: Connection) -> Any:
     if not pipe.poll(2 * TRANSFER_TIMEOUT_S):
         raise EmberlineError(f"the other process sent nothing for {2 * TRANSFER_TIMEOUT_S:.0f} s")
     return pipe.recv()
 
 
-def _region() -> DeviceRegion:
+def _make_region() -> DeviceRegion:
     device, settings = CudaDevice(), EngineConfig.build("").for_gpu()
     shape = KVShape(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, settings.scheduler.block_size, torch.bfloat16)
     cache = KVCache(shape, CACHE_FACTOR * MOVED_BLOCKS, str(device.torch_device))
@@ -271,7 +274,7 @@ def _region() -> DeviceRegion:
     return DeviceRegion(shape.layout("bench", transposed_keys=False), cache, device)
 
 
-def _engine(name: str) -> Engine:
+def _make_engine(name: str) -> Engine:
     settings = EngineConfig.build(
         "", max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=TransferConfig(name)
     ).for_gpu()
@@ -285,5 +288,5 @@ def _open_endpoint(name: str, region: DeviceRegion) -> TransferEndpoint:
     return TransferEndpoint.open(TransferConfig(name), region, ipc.make_ipc_transport(region), transfer_options)
 
 
-def _random_blocks(seed: int) -> list[int]:
+def _random_block_ids(seed: int) -> list[int]:
     return random.Random(seed).sample(range(CACHE_FACTOR * MOVED_BLOCKS), MOVED_BLOCKS)

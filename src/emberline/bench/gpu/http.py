@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from emberline.bench import processes
 from emberline.bench import report as reports
 from emberline.bench.report import BenchReport
-from emberline.bench.streams import ClientProcesses, StreamPass, percentile
+from emberline.bench.streams import ClientProcesses, StreamsResult, quantile_of_sorted
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
@@ -35,19 +35,21 @@ SERVED_NAME = "model"
 
 
 @contextmanager
-def running_server(command: list[str], port: int, log: Path, packages: Path | None = None) -> Iterator[float]:
+def running_server(command: list[str], port: int, log_file: Path, packages_dir: Path | None = None) -> Iterator[float]:
     """Run a server until the block ends, and yield the seconds from its start until it lists its model.
 
     `packages`: a directory from which it imports packages first. Raises EmberlineError if it does not become ready.
     """
-    environment = os.environ if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
+    environment = os.environ if packages_dir is None else {**os.environ, "PYTHONPATH": str(packages_dir)}
     began = time.perf_counter()
-    with log.open("w") as output:
+    with log_file.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
     try:
         while not _lists_models(port):
             if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
-                raise EmberlineError(f"the server did not become ready, its log ends with: {log.read_text()[-1500:]}")
+                raise EmberlineError(
+                    f"the server did not become ready, its log ends with: {log_file.read_text()[-1500:]}"
+                )
             time.sleep(0.01)
         yield time.perf_counter() - began
     finally:
@@ -81,37 +83,45 @@ def vllm_command(model: str, port: int) -> list[str]:
     return [*start, "--served-model-name", SERVED_NAME, "--port", str(port), "--host", "127.0.0.1"]
 
 
-class ServerMeasurement:
+class ServerBench:
     """Measures one server program and adds its figures to the report; `suffix` marks a peer's figures."""
 
     def __init__(self, report: BenchReport, clients: ClientProcesses, suffix: str = "") -> None:
         self._report, self._clients, self._suffix = report, clients, suffix
         self.ready_seconds: list[float] = []
 
-    def add(self, name: str, value: float, unit: str) -> None:
+    def add_result(self, name: str, value: float, unit: str) -> None:
         self._report.add(name + self._suffix, value, unit)
         print(f"  {name}{self._suffix} {value:,.4g} {unit}", file=sys.stderr, flush=True)
 
-    def measure_fresh_starts(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
+    def measure_fresh_starts(
+        self, make_command: Callable[[int], list[str]], log_dir: Path, concurrencies: list[int]
+    ) -> None:
         """Start a new server for each concurrency, so that each has a first pass after a start."""
-        for streams in only:
+        for streams in concurrencies:
             port = free_port()
-            with running_server(make(port), port, logs / f"{streams}{self._suffix.replace('/', '-')}.log") as ready:
+            with running_server(
+                make_command(port), port, log_dir / f"{streams}{self._suffix.replace('/', '-')}.log"
+            ) as ready:
                 self.ready_seconds.append(ready)
-                self.measure_at(port, streams)
+                self.measure_concurrency(port, streams)
 
     def measure_one_start(
-        self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None
+        self,
+        make_command: Callable[[int], list[str]],
+        log_dir: Path,
+        concurrencies: list[int],
+        packages_dir: Path | None,
     ) -> None:
         """Start one server for all concurrencies, since it takes long to start; only its first pass is cold."""
         port = free_port()
-        log = logs / f"all{self._suffix.replace('/', '-')}.log"
-        with running_server(make(port), port, log, packages) as ready:
+        log = log_dir / f"all{self._suffix.replace('/', '-')}.log"
+        with running_server(make_command(port), port, log, packages_dir) as ready:
             self.ready_seconds.append(ready)
-            for streams in only:
-                self.measure_at(port, streams)
+            for streams in concurrencies:
+                self.measure_concurrency(port, streams)
 
-    def measure_at(self, port: int, streams: int) -> None:
+    def measure_concurrency(self, port: int, streams: int) -> None:
         if streams == MAX_LOAD_STREAMS:
             self.measure_max_load(port)
         else:
@@ -121,34 +131,40 @@ class ServerMeasurement:
         passes = [self._run_pass(port, streams, seed) for seed in range(3)]
         cold, warm = passes[0], passes[-1]
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            self.add(f"http_cold_ttft_{name}_{streams}", percentile(cold.first, share) * 1e3, "ms")
-            self.add(f"http_warm_ttft_{name}_{streams}", percentile(warm.first, share) * 1e3, "ms")
-        ratio = percentile(cold.first, 0.99) / percentile(warm.first, 0.99)
-        self.add(f"http_cold_ttft_p99_ratio_{streams}", ratio, "x")
-        self.add(f"http_cold_tok_s_{streams}", cold.tokens_per_second, "tok/s")
-        self.add(f"http_tok_s_{streams}", warm.tokens_per_second, "tok/s")
+            self.add_result(
+                f"http_cold_ttft_{name}_{streams}", quantile_of_sorted(cold.ttft_seconds, share) * 1e3, "ms"
+            )
+            self.add_result(
+                f"http_warm_ttft_{name}_{streams}", quantile_of_sorted(warm.ttft_seconds, share) * 1e3, "ms"
+            )
+        ratio = quantile_of_sorted(cold.ttft_seconds, 0.99) / quantile_of_sorted(warm.ttft_seconds, 0.99)
+        self.add_result(f"http_cold_ttft_p99_ratio_{streams}", ratio, "x")
+        self.add_result(f"http_cold_tok_s_{streams}", cold.tokens_per_second, "tok/s")
+        self.add_result(f"http_tok_s_{streams}", warm.tokens_per_second, "tok/s")
 
     def measure_max_load(self, port: int) -> None:
-        pids = processes.process_tree(pid) if (pid := processes.listener(port)) is not None else {}
+        pids = processes.find_process_tree(pid) if (pid := processes.find_listener_pid(port)) is not None else {}
         first = self._run_pass(port, MAX_LOAD_STREAMS, 0)
-        self.add(f"http_cold_tok_s_{MAX_LOAD_STREAMS}", first.tokens_per_second, "tok/s")
-        before = {name: processes.usage(pid) for name, pid in pids.items()}
+        self.add_result(f"http_cold_tok_s_{MAX_LOAD_STREAMS}", first.tokens_per_second, "tok/s")
+        before = {name: processes.read_usage(pid) for name, pid in pids.items()}
         warm = self._run_pass(port, MAX_LOAD_STREAMS, 1)
-        after = {name: processes.usage(pid) for name, pid in pids.items()}
-        gaps, tokens = warm.gaps, sum(s.tokens for s in warm.streams)
-        self.add(f"http_tok_s_{MAX_LOAD_STREAMS}", warm.tokens_per_second, "tok/s")
-        self.add(f"http_ttft_p90_{MAX_LOAD_STREAMS}", percentile(warm.first, 0.9) * 1e3, "ms")
+        after = {name: processes.read_usage(pid) for name, pid in pids.items()}
+        gaps, tokens = warm.inter_token_seconds, sum(s.tokens for s in warm.streams)
+        self.add_result(f"http_tok_s_{MAX_LOAD_STREAMS}", warm.tokens_per_second, "tok/s")
+        self.add_result(f"http_ttft_p90_{MAX_LOAD_STREAMS}", quantile_of_sorted(warm.ttft_seconds, 0.9) * 1e3, "ms")
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            self.add(f"http_itl_{name}_{MAX_LOAD_STREAMS}", percentile(gaps, share) * 1e3, "ms")
-        ratio = percentile(gaps, 0.9) / max(percentile(gaps, 0.5), 1e-6)
-        self.add(f"http_itl_p90_over_p50_{MAX_LOAD_STREAMS}", ratio, "x")
-        self.add(f"http_tokens_per_event_{MAX_LOAD_STREAMS}", tokens / (len(gaps) + len(warm.first)), "tokens")
+            self.add_result(f"http_itl_{name}_{MAX_LOAD_STREAMS}", quantile_of_sorted(gaps, share) * 1e3, "ms")
+        ratio = quantile_of_sorted(gaps, 0.9) / max(quantile_of_sorted(gaps, 0.5), 1e-6)
+        self.add_result(f"http_itl_p90_over_p50_{MAX_LOAD_STREAMS}", ratio, "x")
+        self.add_result(
+            f"http_tokens_per_event_{MAX_LOAD_STREAMS}", tokens / (len(gaps) + len(warm.ttft_seconds)), "tokens"
+        )
         for name, start in before.items():
             end = after[name]
             if start is not None and end is not None:
-                self.add(f"http_cpu_{name}_{MAX_LOAD_STREAMS}", (end.cpu - start.cpu) / tokens * 1e6, "us/token")
+                self.add_result(f"http_cpu_{name}_{MAX_LOAD_STREAMS}", (end.cpu - start.cpu) / tokens * 1e6, "us/token")
 
-    def _run_pass(self, port: int, streams: int, seed: int) -> StreamPass:
+    def _run_pass(self, port: int, streams: int, seed: int) -> StreamsResult:
         result = self._clients.run(f"http://127.0.0.1:{port}", SERVED_NAME, streams, ROUNDS, MAX_TOKENS, seed)
         if result.errors:
             raise EmberlineError(f"{len(result.errors)} of {len(result.streams)} streams failed: {result.errors[0]}")
@@ -160,22 +176,22 @@ def measure(
     model: str,
     server: str,
     clients: ClientProcesses,
-    logs: Path,
-    streams: list[int],
-    packages: Path | None = None,
+    log_dir: Path,
+    concurrencies: list[int],
+    packages_dir: Path | None = None,
 ) -> None:
-    measurement = ServerMeasurement(report, clients, "" if server == "emberline" else f"/{server}")
+    measurement = ServerBench(report, clients, "" if server == "emberline" else f"/{server}")
     if server == "emberline":
-        measurement.measure_fresh_starts(partial(emberline_command, model), logs, streams)
+        measurement.measure_fresh_starts(partial(emberline_command, model), log_dir, concurrencies)
     else:
-        measurement.measure_one_start(partial(vllm_command, model), logs, streams, packages)
-    measurement.add("http_ready_s", measurement.ready_seconds[-1], "s")
-    measurement.add("http_ready_first_start_s", measurement.ready_seconds[0], "s")
+        measurement.measure_one_start(partial(vllm_command, model), log_dir, concurrencies, packages_dir)
+    measurement.add_result("http_ready_s", measurement.ready_seconds[-1], "s")
+    measurement.add_result("http_ready_first_start_s", measurement.ready_seconds[0], "s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.http", description=__doc__)
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     parser.add_argument("model", help="a checkpoint directory")
     parser.add_argument("--peers", default="", help="other servers to measure: vllm, which must be installed")
     packages_help = "directory with the peer's Python packages, if it is not installed here"
@@ -197,7 +213,7 @@ def main() -> None:
                 raise SystemExit(f"{peer} is not installed (hint: name its packages with --peer-packages)")
             measure(report, args.model, peer, clients, logs, only, args.peer_packages)
     clients.close()
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.cuda import nvrtc, wide
 from emberline.kernels.cuda.linear import (
@@ -52,32 +52,32 @@ AnyWeight = BF16Weight | UW12Weight
 
 def measure(report: BenchReport) -> None:
     for name, (k, n) in SHAPES.items():
-        weights = _weights(n, k)
+        weights = _make_weights(n, k)
         packed = _packed_copies(weights)
         for m in ROWS:
             _measure_shape(report, f"{name} m={m}", weights, packed, m)
         _measure_packing(report, name, weights[0], packed[0])
         del weights, packed
         torch.cuda.empty_cache()
-    _measure_chain(report)
+    _measure_all_layers(report)
 
 
 def sweep_plans(seconds: float = SWEEP_SECONDS) -> None:
     """Print the fastest plans of each shape and the chosen plan, until the time is up."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
-        weights = _weights(n, k)
+        weights = _make_weights(n, k)
         for m in ROWS:
             if not is_skinny(m, n, k) or time.monotonic() > end:
                 continue
             rule = choose_plan(m, n, k)
-            plans = dict.fromkeys(_plans(m, n, k))
-            tried = {plan: _time_own(weights, m, plan=plan, replays=3) for plan in plans}
+            plans = dict.fromkeys(_candidate_plans(m, n, k))
+            tried = {plan: _time_our_linear(weights, m, plan=plan, replays=3) for plan in plans}
             best = sorted(tried, key=lambda plan: tried[plan])
-            print(f"{name} m={m}: limit {_limit_us(m, n, k):.2f}, rule {tried[rule]:.2f} {_describe(rule)}")
+            print(f"{name} m={m}: limit {_memory_limit_us(m, n, k):.2f}, rule {tried[rule]:.2f} {_describe_plan(rule)}")
             for warps in (WARPS, 2 * WARPS):
                 these = [plan for plan in best if plan.warps == warps][:4]
-                print("    " + "  ".join(f"{tried[plan]:.2f} {_describe(plan)}" for plan in these), flush=True)
+                print("    " + "  ".join(f"{tried[plan]:.2f} {_describe_plan(plan)}" for plan in these), flush=True)
         del weights
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
@@ -91,36 +91,39 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
     """
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
-        packed = _packed_copies(_weights(n, k))
+        packed = _packed_copies(_make_weights(n, k))
         torch.cuda.empty_cache()
         for m in (m for m in ROWS if is_skinny(m, n, k)):
             rule = choose_plan(m, n, k, header_stride=packed[0].header_stride)
-            plans = dict.fromkeys([rule, *_packed_plans(rule, n, k)])
-            _compile({plan.variant("STORE") for plan in plans})
+            plans = dict.fromkeys([rule, *_candidate_packed_plans(rule, n, k)])
+            _compile_variants({plan.variant("STORE") for plan in plans})
             tried: dict[SkinnyPlan, float] = {}
             for plan in plans:
                 if time.monotonic() < end or plan == rule:
-                    tried[plan] = _time_own(packed, m, plan=plan, replays=3)
+                    tried[plan] = _time_our_linear(packed, m, plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
-            print(f"{name} m={m}: limit {_limit_us(m, n, k, packed[0]):.2f}, rule {tried[rule]:.2f} {_describe(rule)}")
-            print("    " + "  ".join(f"{tried[plan]:.2f} {_describe(plan)}" for plan in best), flush=True)
+            limit_us = _memory_limit_us(m, n, k, packed[0])
+            print(f"{name} m={m}: limit {limit_us:.2f}, rule {tried[rule]:.2f} {_describe_plan(rule)}")
+            print("    " + "  ".join(f"{tried[plan]:.2f} {_describe_plan(plan)}" for plan in best), flush=True)
         del packed
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
 
-def _packed_plans(rule: SkinnyPlan, n: int, k: int) -> Iterator[SkinnyPlan]:
+def _candidate_packed_plans(chosen_plan: SkinnyPlan, n: int, k: int) -> Iterator[SkinnyPlan]:
     for (ctas, shared), blocks in product(
         ((NUM_SMS, MAX_SHARED_BYTES), (NUM_SMS, HALF_SHARED_BYTES), (2 * NUM_SMS, HALF_SHARED_BYTES)), (2, 3, 4, 1)
     ):
-        deep = make_plan(n, k, blocks, rule.tiles, ctas=ctas, shared_bytes=shared, header_stride=rule.header_stride)
+        deep = make_plan(
+            n, k, blocks, chosen_plan.tiles, ctas=ctas, shared_bytes=shared, header_stride=chosen_plan.header_stride
+        )
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)
         similar = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
         yield from (plan for plan in similar if plan.stages > 1 and plan.shared_bytes <= shared)
 
 
-def _compile(variants: set[str]) -> None:
+def _compile_variants(variants: set[str]) -> None:
     """Compile the variants in parallel, before they are needed."""
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(lambda variant: nvrtc.compile_cached(FILE, [variant]), variants))
@@ -130,29 +133,29 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
     """Print the fastest plans of `cuda.wide`, which vary in tile, split of k, stages and grid."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
-        weights = _weights(n, k)
+        weights = _make_weights(n, k)
         for m in ROWS:
             if not wide.supports(m, n, k):
                 continue
             rule = wide.choose_plan(64 if m <= 64 else 128, n, k)
             tried: dict[wide.WidePlan, float] = {}
-            for plan in dict.fromkeys([rule, *_wide_plans(rule, n, k)]):
+            for plan in dict.fromkeys([rule, *_candidate_wide_plans(rule, n, k)]):
                 if time.monotonic() < end:
-                    tried[plan] = _time_own(weights, m, wide_plan=plan, replays=3)
+                    tried[plan] = _time_our_linear(weights, m, wide_plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
-            texts = [f"{tried[plan]:.2f} {_describe_wide(plan)}" for plan in best]
+            texts = [f"{tried[plan]:.2f} {_describe_wide_plan(plan)}" for plan in best]
             rule_us = f"{tried[rule]:.2f}" if rule in tried else "no time"
-            print(f"{name} m={m}: limit {_limit_us(m, n, k):.2f}, rule {rule_us} {_describe_wide(rule)}")
+            print(f"{name} m={m}: limit {_memory_limit_us(m, n, k):.2f}, rule {rule_us} {_describe_wide_plan(rule)}")
             print("    " + "  ".join(texts), flush=True)
         del weights
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
 
-def _wide_plans(rule: wide.WidePlan, n: int, k: int) -> Iterator[wide.WidePlan]:
+def _candidate_wide_plans(chosen_plan: wide.WidePlan, n: int, k: int) -> Iterator[wide.WidePlan]:
     """Yield plans to measure, the best estimates first, since the time may not suffice for all."""
     tiles = product(wide.GROUPS, wide.MAX_CLUSTERS)
-    deep = [wide.make_plan(rule.columns, n, k, wide.TileConfig(groups, split)) for groups, split in tiles]
+    deep = [wide.make_plan(chosen_plan.columns, n, k, wide.TileConfig(groups, split)) for groups, split in tiles]
     deep = sorted((p for p in deep if p.grid <= NUM_SMS), key=lambda plan: wide.estimate_us(plan, n, k))[:9]
     yield from deep
     for plan in deep[:5]:
@@ -161,23 +164,23 @@ def _wide_plans(rule: wide.WidePlan, n: int, k: int) -> Iterator[wide.WidePlan]:
         )  # leaves room for the next kernel's CTA on the SM
         yield from (replace(plan, stages=stages) for stages in (plan.stages - 1, half) if 1 < stages < plan.stages)
         if plan.split == 1:
-            yield wide.make_plan(rule.columns, n, k, wide.TileConfig(plan.groups), ctas=112)
+            yield wide.make_plan(chosen_plan.columns, n, k, wide.TileConfig(plan.groups), ctas=112)
 
 
-def _describe_wide(plan: wide.WidePlan) -> str:
+def _describe_wide_plan(plan: wide.WidePlan) -> str:
     return f"G{plan.groups} K{plan.split} S{plan.stages} C{plan.grid}"
 
 
 def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], packed: list[UW12Weight], m: int) -> None:
     n, k = weights[0].n, weights[0].k
-    x = _random(m, k)
-    cublas = time_replay([_bind(F.linear, x, weight.data) for weight in weights])
-    ours, alone = _time_own(weights, m), _time_own(weights, m, pdl=False)
-    report.add(name, ours, "us", peer=cublas, limit=_limit_us(m, n, k))
-    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit_us(m, n, k))
+    x = _random_matrix(m, k)
+    cublas = time_graph_replay([_bind_arguments(F.linear, x, weight.data) for weight in weights])
+    ours, alone = _time_our_linear(weights, m), _time_our_linear(weights, m, pdl=False)
+    report.add(name, ours, "us", peer=cublas, limit=_memory_limit_us(m, n, k))
+    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_memory_limit_us(m, n, k))
     print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
-    limit = _limit_us(m, n, k, packed[0])
-    ours, alone = _time_own(packed, m), _time_own(packed, m, pdl=False)
+    limit = _memory_limit_us(m, n, k, packed[0])
+    ours, alone = _time_our_linear(packed, m), _time_our_linear(packed, m, pdl=False)
     report.add(f"{name} packed", ours, "us", peer=cublas, limit=limit)
     report.add(f"{name} packed without pdl", alone, "us", peer=cublas, limit=limit)
     print(f"{name} packed: {ours:.2f} us, without pdl {alone:.2f}, limit {limit:.2f}", flush=True)
@@ -187,7 +190,7 @@ def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, packed:
     """Measure how fast a weight is packed (once at load time) and unpacked (before a large batch)."""
     out = torch.empty_like(weight.data)
     limit = (packed.nbytes + weight.data.nbytes) / BYTES_PER_US
-    unpacking = time_replay([lambda: unpack(packed, out)])
+    unpacking = time_graph_replay([lambda: unpack(packed, out)])
     assert torch.equal(out.view(torch.int16), weight.data.view(torch.int16))
     begin = time.perf_counter()
     pack(weight.data)
@@ -199,7 +202,7 @@ def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, packed:
     print(f"{name}: unpack {unpacking:.2f} us (limit {limit:.2f}), pack {rate:.0f} GB/s, {bits:.3f} bit", flush=True)
 
 
-def _time_own(
+def _time_our_linear(
     weights: Sequence[AnyWeight],
     m: int,
     *,
@@ -208,24 +211,24 @@ def _time_own(
     pdl: bool = True,
     replays: int = 11,
 ) -> float:
-    x, out = _random(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
+    x, out = _random_matrix(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
 
     def call(weight: AnyWeight) -> Callable[[], Tensor]:
         if plan:
             return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
         if wide_plan:
             return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
-        return lambda: _product(weight, m)(x, weight, out=out, pdl=pdl)
+        return lambda: _select_linear(weight, m)(x, weight, out=out, pdl=pdl)
 
-    return time_replay([call(weight) for weight in weights], replays=replays)
+    return time_graph_replay([call(weight) for weight in weights], replays=replays)
 
 
-def _product(weight: AnyWeight, m: int) -> Callable[..., Tensor]:
+def _select_linear(weight: AnyWeight, m: int) -> Callable[..., Tensor]:
     """Return the product that a model would use."""
     return wide.linear if wide.supports(m, weight.n, weight.k, packed=isinstance(weight, UW12Weight)) else linear
 
 
-def _plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
+def _candidate_plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
     """Yield the chosen plan and similar ones, with other tiles, warps, CTAs per SM, buffers and stages."""
     rule = choose_plan(m, n, k)
     yield rule
@@ -238,17 +241,20 @@ def _plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
         yield from (plan for plan in similar if plan.stages > 1 and plan.shared_bytes <= shared)
 
 
-def _describe(plan: SkinnyPlan) -> str:
+def _describe_plan(plan: SkinnyPlan) -> str:
     return f"R{plan.blocks} W{plan.warps} S{plan.stages} B{plan.buffers} G{plan.grid}"
 
 
-def _measure_chain(report: BenchReport) -> None:
+def _measure_all_layers(report: BenchReport) -> None:
     """Measure all linear layers of one step in one CUDA graph, without the other kernels of a model."""
     torch.manual_seed(0)
     names = ("qkv", "o", "gate_up", "down")
-    layers = [[BF16Weight(_weight(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT_LAYERS)]
-    head = BF16Weight(_weight(128256, 4096))
-    packed_layers, packed_head = [[_pack(w) for w in layer] for layer in layers], _pack(head)
+    layers = [
+        [BF16Weight(_heavy_tailed_matrix(SHAPES[name][1], SHAPES[name][0])) for name in names]
+        for _ in range(DISTINCT_LAYERS)
+    ]
+    head = BF16Weight(_heavy_tailed_matrix(128256, 4096))
+    packed_layers, packed_head = [[_pack_weight(w) for w in layer] for layer in layers], _pack_weight(head)
     sizes = [
         (sum(weight.nbytes for layer in weights_by_layer for weight in layer) * LAYERS // DISTINCT_LAYERS + last.nbytes)
         / BYTES_PER_US
@@ -259,25 +265,27 @@ def _measure_chain(report: BenchReport) -> None:
         )
     ]
     for m in ROWS:
-        cublas = time_replay([_cublas_chain(layers, head, m)]) / 1e3
+        cublas = time_graph_replay([_cublas_layer_calls(layers, head, m)]) / 1e3
         print(f"chain m={m}: cublas {cublas:.3f} ms", flush=True)
         for label, pdl in (("", True), (" without pdl", False)):
-            ours = time_replay([_our_chain(layers, head, m, pdl=pdl)]) / 1e3
+            ours = time_graph_replay([_our_layer_calls(layers, head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=sizes[0])
             print(f"chain m={m}{label}: {ours:.3f} ms", flush=True)
-            ours = time_replay([_our_chain(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
+            ours = time_graph_replay([_our_layer_calls(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m} packed{label}", ours, "ms", peer=cublas, limit=sizes[1])
             print(f"chain m={m} packed{label}: {ours:.3f} ms, limit {sizes[1]:.3f}", flush=True)
 
 
-def _our_chain(layers: Sequence[Sequence[AnyWeight]], head: AnyWeight, m: int, *, pdl: bool) -> Callable[[], None]:
+def _our_layer_calls(
+    layers: Sequence[Sequence[AnyWeight]], head: AnyWeight, m: int, *, pdl: bool
+) -> Callable[[], None]:
     """Return a call of all layers with a model's epilogues. Inputs stay the same, so that no value grows."""
-    x, inner, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
+    x, inner, residual = _random_matrix(m, 4096), _random_matrix(m, 14336), _random_matrix(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
     logits = torch.empty(m, head.n, device="cuda")
 
     def product(x: Tensor, weight: AnyWeight, out: Tensor, **options: object) -> None:
-        _product(weight, m)(x, weight, out=out, pdl=pdl, **options)
+        _select_linear(weight, m)(x, weight, out=out, pdl=pdl, **options)
 
     def run() -> None:
         for layer in range(LAYERS):
@@ -291,8 +299,8 @@ def _our_chain(layers: Sequence[Sequence[AnyWeight]], head: AnyWeight, m: int, *
     return run
 
 
-def _cublas_chain(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> Callable[[], None]:
-    inputs = {k: _random(m, k) for k in (4096, 14336)}
+def _cublas_layer_calls(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> Callable[[], None]:
+    inputs = {k: _random_matrix(m, k) for k in (4096, 14336)}
 
     def run() -> None:
         for layer in range(LAYERS):
@@ -303,23 +311,23 @@ def _cublas_chain(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> C
     return run
 
 
-def _weights(n: int, k: int) -> list[BF16Weight]:
-    return [BF16Weight(_weight(n, k)) for _ in range(count_copies(2 * n * k))]
+def _make_weights(n: int, k: int) -> list[BF16Weight]:
+    return [BF16Weight(_heavy_tailed_matrix(n, k)) for _ in range(count_input_sets(2 * n * k))]
 
 
 def _packed_copies(weights: Sequence[BF16Weight]) -> list[UW12Weight]:
     """Return as many packed copies of the first weight, since a plan is made for headers of one size."""
-    packed = _pack(weights[0])
+    packed = _pack_weight(weights[0])
     return [replace(packed, planes=packed.planes.clone(), headers=packed.headers.clone()) for _ in weights]
 
 
-def _pack(weight: BF16Weight) -> UW12Weight:
+def _pack_weight(weight: BF16Weight) -> UW12Weight:
     packed = pack(weight.data)
     assert packed is not None, "these weights are all worth packing"
     return packed
 
 
-def _weight(n: int, k: int) -> Tensor:
+def _heavy_tailed_matrix(n: int, k: int) -> Tensor:
     """Return a random weight with the tails, and so the escapes, of trained ones (Student's t)."""
     weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in weight.split(4096):
@@ -330,15 +338,15 @@ def _weight(n: int, k: int) -> Tensor:
     return weight
 
 
-def _random(rows: int, columns: int) -> Tensor:
+def _random_matrix(rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
 
 
-def _bind(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
+def _bind_arguments(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
     return lambda: function(*arguments)
 
 
-def _limit_us(m: int, n: int, k: int, packed: UW12Weight | None = None) -> float:
+def _memory_limit_us(m: int, n: int, k: int, packed: UW12Weight | None = None) -> float:
     return ((2 * n * k if packed is None else packed.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
 
 
@@ -359,7 +367,7 @@ def main() -> None:
         return
     report = BenchReport("gpu-linear")
     measure(report)
-    report.emit()
+    report.print_and_save()
 
 
 if __name__ == "__main__":

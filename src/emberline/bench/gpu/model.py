@@ -140,7 +140,7 @@ def split_shapes(shapes: Shapes, shards: int) -> list[Shapes]:
 
 
 def write_checkpoint(
-    directory: Path, hf: Mapping[str, Any] = LLAMA_8B, *, device: str = "cuda", shards: int = SHARDS
+    directory: Path, hf_config: Mapping[str, Any] = LLAMA_8B, *, device: str = "cuda", shards: int = SHARDS
 ) -> None:
     """Write a checkpoint of random weights.
 
@@ -149,12 +149,12 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX_FILE).unlink(missing_ok=True)
-    parts = split_shapes(tensor_shapes(ModelConfig.from_hf(hf)), shards)
+    parts = split_shapes(tensor_shapes(ModelConfig.from_hf(hf_config)), shards)
     files = [directory / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     with ThreadPoolExecutor(len(parts)) as pool:
         seeds = range(len(parts))
         list(pool.map(lambda file, part, seed: _write_shard(file, part, device, seed), files, parts, seeds))
-    write_config(directory, hf)
+    write_config(directory, hf_config)
     weight_map = {name: file.name for file, part in zip(files, parts, strict=True) for name in part}
     total = 2 * sum(prod(shape) for part in parts for shape in part.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -182,16 +182,18 @@ def pack_checkpoint(source: Path, target: Path) -> str:
     return codec.name
 
 
-def write_config(directory: Path, hf: Mapping[str, Any] = LLAMA_8B) -> None:
-    (directory / "config.json").write_text(json.dumps(hf, indent=1), "utf-8")
+def write_config(directory: Path, hf_config: Mapping[str, Any] = LLAMA_8B) -> None:
+    (directory / "config.json").write_text(json.dumps(hf_config, indent=1), "utf-8")
 
 
 def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
     file.unlink(missing_ok=True)
-    write_tensors(file, {name: ("BF16", shape) for name, shape in shapes.items()}, _pieces(shapes, device, seed))
+    write_tensors(
+        file, {name: ("BF16", shape) for name, shape in shapes.items()}, _random_tensor_bytes(shapes, device, seed)
+    )
 
 
-def _pieces(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
+def _random_tensor_bytes(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
     """Yield the bytes of all tensors in pieces.
 
     They share a buffer: write each piece before taking the next.

@@ -15,10 +15,10 @@ import numpy as np
 from emberline.bench import workload
 from emberline.bench.gpu.engine import (
     VOCAB,
-    BenchedEngine,
     Clock,
+    MeasuredEngine,
     boot_engine,
-    is_selected,
+    is_measurement_selected,
     make_submission,
     run_job,
     run_measurement,
@@ -80,26 +80,26 @@ class OpenLoopRun:
         return [b - a for times in self.times for a, b in pairwise(times)]
 
 
-def draw_arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+def draw_arrivals(rate: float, duration_s: float, seed: int) -> list[float]:
     """Return the times of a Poisson process, whose gaps are independent and exponential."""
     rng = np.random.default_rng(seed)
     due: list[float] = []
     at = float(rng.exponential(1 / rate))
-    while at < seconds:
+    while at < duration_s:
         due.append(at)
         at += float(rng.exponential(1 / rate))
     return due
 
 
-def percentiles(values: Sequence[float]) -> list[float]:
+def latency_percentiles(values: Sequence[float]) -> list[float]:
     return [float(p) for p in np.percentile(values, PERCENTILES)]
 
 
 def run_open_loop(
-    engine: BenchedEngine,
+    engine: MeasuredEngine,
     job: BenchJob,
-    due: list[float],
-    timeout: float,
+    due_times: list[float],
+    timeout_s: float,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> OpenLoopRun:
@@ -108,19 +108,19 @@ def run_open_loop(
     At the timeout, return without aborting any request.
     """
     run = next(_runs)
-    index = {f"flow{run}-{i}": i for i in range(len(due))}
-    pending, times, added = deque(index.items()), [list[float]() for _ in due], list[float]()
+    index = {f"flow{run}-{i}": i for i in range(len(due_times))}
+    pending, times, added = deque(index.items()), [list[float]() for _ in due_times], list[float]()
     began = clock()
     while pending or not engine.idle:
         now = clock() - began
-        if now > timeout:
+        if now > timeout_s:
             break
-        while pending and due[pending[0][1]] <= now:
+        while pending and due_times[pending[0][1]] <= now:
             name, i = pending.popleft()
             engine.add(make_submission(name, job.prompts[i], job.outputs[i]))
             added.append(now)
         if engine.idle:
-            sleep(max(0.0, due[pending[0][1]] - now))
+            sleep(max(0.0, due_times[pending[0][1]] - now))
             continue
         outputs = engine.step()
         now = clock() - began
@@ -131,14 +131,14 @@ def run_open_loop(
                 raise EmberlineError(output.error)
             times[at] += [now] * len(output.tokens)
     unfinished = sum(len(t) < length for t, length in zip(times, job.outputs, strict=True))
-    return OpenLoopRun(due, added, times, unfinished)
+    return OpenLoopRun(due_times, added, times, unfinished)
 
 
-def make_load(
-    rate: float, seconds: float, seed: int, *, prompt: int = PROMPT_TOKENS, output: int = OUTPUT_TOKENS
+def make_open_loop_job(
+    rate: float, duration_s: float, seed: int, *, prompt_tokens: int = PROMPT_TOKENS, output_tokens: int = OUTPUT_TOKENS
 ) -> tuple[BenchJob, list[float]]:
-    due = draw_arrivals(rate, seconds, seed)
-    return workload.job([(prompt, output)] * len(due), VOCAB, seed), due
+    due = draw_arrivals(rate, duration_s, seed)
+    return workload.make_job([(prompt_tokens, output_tokens)] * len(due), VOCAB, seed), due
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class OpenLoopBench:
     """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
 
     report: BenchReport
-    engine: BenchedEngine
+    engine: MeasuredEngine
     seconds: float = LOAD_SECONDS
     peer: str = ""
 
@@ -155,26 +155,31 @@ class OpenLoopBench:
         self.measure(rate)
 
     def warm_up(self, rate: float) -> None:
-        run_job(self.engine, workload.job(warm_up_lengths(128), VOCAB))
-        run_job(self.engine, workload.job([(PROMPT_TOKENS, 16)] * 8, VOCAB))
-        self._check_finished(run_open_loop(self.engine, *make_load(rate, 5.0, seed=1), timeout=5.0 + DRAIN_TIMEOUT_S))
+        run_job(self.engine, workload.make_job(warm_up_lengths(128), VOCAB))
+        run_job(self.engine, workload.make_job([(PROMPT_TOKENS, 16)] * 8, VOCAB))
+        self._check_finished(
+            run_open_loop(self.engine, *make_open_loop_job(rate, 5.0, seed=1), timeout_s=5.0 + DRAIN_TIMEOUT_S)
+        )
 
     def measure(self, rate: float) -> None:
-        run = run_open_loop(self.engine, *make_load(rate, self.seconds, seed=0), timeout=self.seconds + DRAIN_TIMEOUT_S)
+        run = run_open_loop(
+            self.engine, *make_open_loop_job(rate, self.seconds, seed=0), timeout_s=self.seconds + DRAIN_TIMEOUT_S
+        )
         late = max((a - d for a, d in zip(run.added, run.due, strict=False)), default=0.0)
         facts = {"requests": len(run.due), "unfinished": run.unfinished, "waited_for_a_step_at_most_ms": 1e3 * late}
         self.report.config[f"open{rate:g}"] = facts
-        self._add(rate, "itl", run.token_gaps, 0)
-        self._add(rate, "ttft", run.first_token_seconds, 1)
+        self._add_percentiles(rate, "itl", run.token_gaps, 0)
+        self._add_percentiles(rate, "ttft", run.first_token_seconds, 1)
         self._check_finished(run)
 
-    def _add(self, rate: float, kind: str, seconds: list[float], which: int) -> None:
+    def _add_percentiles(self, rate: float, latency_kind: str, seconds: list[float], peer_figure_index: int) -> None:
         no_figures: Percentiles = (None,) * len(PERCENTILES)
         usual, small = (
-            table[rate][which] if rate in table else no_figures for table in (VLLM_FIGURES, VLLM_2048_FIGURES)
+            table[rate][peer_figure_index] if rate in table else no_figures
+            for table in (VLLM_FIGURES, VLLM_2048_FIGURES)
         )
-        for p, value, peer, other in zip(PERCENTILES, percentiles(seconds), usual, small, strict=True):
-            name = f"open{rate:g}_{kind}_p{p}_ms"
+        for p, value, peer, other in zip(PERCENTILES, latency_percentiles(seconds), usual, small, strict=True):
+            name = f"open{rate:g}_{latency_kind}_p{p}_ms"
             if self.peer:
                 self.report.add(f"{name}/{self.peer}", 1e3 * value, "ms")
                 continue
@@ -194,15 +199,17 @@ def measurement_names(rates: Sequence[float]) -> list[str]:
 
 def measure(
     report: BenchReport,
-    only: Sequence[str] = (),
+    name_patterns: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
     rates: Sequence[float] = RATES,
-    seconds: float = LOAD_SECONDS,
+    duration_s: float = LOAD_SECONDS,
 ) -> None:
     chosen = SETTINGS | (settings or {})
-    report.config |= {"settings": chosen, "warm_up": WARM_UP, "seconds": seconds}
-    bench = OpenLoopBench(report, boot_engine(chosen).engine, seconds)
+    report.config |= {"settings": chosen, "warm_up": WARM_UP, "seconds": duration_s}
+    bench = OpenLoopBench(report, boot_engine(chosen).engine, duration_s)
     failures: dict[str, str] = report.config.setdefault("failed", {})
     for rate, name in zip(rates, measurement_names(rates), strict=True):
-        if is_selected(name, only) and not failures:  # requests left over by a failed one would affect the next
+        if (
+            is_measurement_selected(name, name_patterns) and not failures
+        ):  # requests left over by a failed one would affect the next
             run_measurement(report, name, partial(bench, rate))

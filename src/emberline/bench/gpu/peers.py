@@ -16,7 +16,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from emberline.bench.gpu import engine, openloop
-from emberline.bench.gpu.engine import EngineBench, JobRun, is_selected, model_cost, run_job, run_measurement
+from emberline.bench.gpu.engine import (
+    EngineBench,
+    JobRun,
+    is_measurement_selected,
+    run_job,
+    run_measurement,
+    token_cost,
+)
 from emberline.bench.gpu.model import LLAMA_8B, write_config
 from emberline.bench.job import BenchJob
 from emberline.bench.peers.transformers import Transformers
@@ -87,47 +94,47 @@ class GPUTransformers(Transformers):
         self._model = self._library.AutoModelForCausalLM.from_config(config, dtype=self._torch.bfloat16).eval()
         self.facts = {"transformers": self._library.__version__}
 
-    def run_job(self, job: BenchJob, limit: float) -> JobRun:
+    def run_job(self, job: BenchJob, timeout_s: float) -> JobRun:
         timeline = self.run(job)
-        timeline.check(job)
+        timeline.check_token_counts(job)
         return JobRun(timeline, [])
 
 
 def measure(
     report: BenchReport,
-    peer: str,
-    only: Sequence[str] = (),
+    peer_name: str,
+    name_patterns: Sequence[str] = (),
     rounds: int = 0,
     rates: Sequence[float] = (),
-    seconds: float = 0,
+    duration_s: float = 0,
 ) -> None:
-    if peer not in PEERS:
-        report.config.setdefault("failed", {})[peer] = f"unknown peer (hint: use one of {', '.join(PEERS)})"
+    if peer_name not in PEERS:
+        report.config.setdefault("failed", {})[peer_name] = f"unknown peer (hint: use one of {', '.join(PEERS)})"
         return
-    if find_spec(peer) is None:
-        report.config["skipped"] = {peer: "not installed"}
-        print(f"peer skipped, not installed: peer={peer}", file=sys.stderr, flush=True)
+    if find_spec(peer_name) is None:
+        report.config["skipped"] = {peer_name: "not installed"}
+        print(f"peer skipped, not installed: peer={peer_name}", file=sys.stderr, flush=True)
         return
     began = time.perf_counter()
-    if peer == "transformers":
+    if peer_name == "transformers":
         library = GPUTransformers()
         report.config |= {"version": library.facts["transformers"], "boot_s": time.perf_counter() - began}
-        bench = EngineBench(report, library.run_job, model_cost({}), rounds or engine.ROUNDS, peer)
-        _measure_all(bench, TRANSFORMERS_NAMES, only)
+        bench = EngineBench(report, library.run_job, token_cost({}), rounds or engine.ROUNDS, peer_name)
+        _measure_selected(bench, TRANSFORMERS_NAMES, name_patterns)
         return
     with TemporaryDirectory() as directory:
         write_config(Path(directory))
         vllm = OfflineVLLM(Path(directory))
         report.config |= {"version": vllm.version, "boot_s": time.perf_counter() - began}
-        bench = EngineBench(report, partial(run_job, vllm), model_cost({}), rounds or engine.ROUNDS, peer)
-        _measure_all(bench, engine.NAMES, only)
-        loop = openloop.OpenLoopBench(report, vllm, seconds or openloop.LOAD_SECONDS, peer)
+        bench = EngineBench(report, partial(run_job, vllm), token_cost({}), rounds or engine.ROUNDS, peer_name)
+        _measure_selected(bench, engine.NAMES, name_patterns)
+        loop = openloop.OpenLoopBench(report, vllm, duration_s or openloop.LOAD_SECONDS, peer_name)
         for rate, name in zip(rates, openloop.measurement_names(rates), strict=True):
-            if is_selected(name, only):
+            if is_measurement_selected(name, name_patterns):
                 run_measurement(report, name, partial(loop, rate))
 
 
-def _measure_all(bench: EngineBench, names: Sequence[str], only: Sequence[str]) -> None:
+def _measure_selected(bench: EngineBench, names: Sequence[str], name_patterns: Sequence[str]) -> None:
     for name in names:
-        if is_selected(name, only):
-            run_measurement(bench.report, f"{name}/{bench.peer}", partial(bench.measure, name))
+        if is_measurement_selected(name, name_patterns):
+            run_measurement(bench.report, f"{name}/{bench.peer}", partial(bench.measure_by_name, name))

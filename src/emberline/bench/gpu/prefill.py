@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from emberline.bench.gpu.timing import time_replay
+from emberline.bench.gpu.timing import time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.cuda import prefill
 
@@ -34,40 +34,40 @@ def measure(report: BenchReport) -> None:
     rates = report.config.setdefault("prefill_tflops", {})
     for name, (batch, new, before) in SHAPES.items():
         flop = causal_flop(batch, new, before)
-        ms = time_replay([_attention_call(cached, max_blocks, batch, new, before)]) / 1e3
-        theirs = None if before else _cudnn_ms(batch, new)
+        ms = time_graph_replay([_attention_call(cached, max_blocks, batch, new, before)]) / 1e3
+        theirs = None if before else _time_cudnn_ms(batch, new)
         rates[name] = round(flop / ms / 1e9)
         report.add(f"prefill_{name}", ms, "ms", limit=flop / FLOPS * 1e3, peer=theirs)
         note = "" if theirs is None else f"; cuDNN {theirs:.4g} ms, {flop / theirs / 1e9:.0f} TFLOP/s"
         print(f"prefill_{name}: {ms:.4g} ms, {rates[name]} TFLOP/s{note}", file=sys.stderr, flush=True)
 
 
-def causal_flop(batch: int, new: int, before: int) -> float:
+def causal_flop(batch: int, new_tokens: int, cached_tokens: int) -> float:
     """Return the FLOP of the unmasked scores only: two products of HEAD_DIM for each."""
-    return 4.0 * HEAD_DIM * Q_HEADS * batch * (new * before + new * (new + 1) / 2)
+    return 4.0 * HEAD_DIM * Q_HEADS * batch * (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2)
 
 
 def _attention_call(
-    cached: prefill.PrefillCache, blocks: int, batch: int, new: int, before: int
+    cache: prefill.PrefillCache, blocks: int, batch: int, new_tokens: int, cached_tokens: int
 ) -> Callable[[], Tensor]:
-    row_blocks = -(-(new + before) // BLOCK_SIZE)
+    row_blocks = -(-(new_tokens + cached_tokens) // BLOCK_SIZE)
     device = torch.device("cuda")
     tables = torch.randperm(blocks, device=device, dtype=torch.int32)[: batch * row_blocks].view(batch, row_blocks)
-    bounds = torch.arange(0, batch * new + 1, new, device=device, dtype=torch.int32)
-    context = torch.full((batch,), before, device=device, dtype=torch.int32)
-    work = torch.from_numpy(prefill.make_tiles(np.full(batch, new), np.full(batch, before))).to(device)
+    bounds = torch.arange(0, batch * new_tokens + 1, new_tokens, device=device, dtype=torch.int32)
+    context = torch.full((batch,), cached_tokens, device=device, dtype=torch.int32)
+    work = torch.from_numpy(prefill.make_tiles(np.full(batch, new_tokens), np.full(batch, cached_tokens))).to(device)
     columns = (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
-    qkv = torch.randn(batch * new, columns, device=device, dtype=torch.bfloat16)
-    out = torch.empty(batch * new, Q_HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
+    qkv = torch.randn(batch * new_tokens, columns, device=device, dtype=torch.bfloat16)
+    out = torch.empty(batch * new_tokens, Q_HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
     scale = HEAD_DIM**-0.5
-    return lambda: prefill.prefill_attention(qkv, cached, tables, bounds, context, work, scale, Q_HEADS, out=out)
+    return lambda: prefill.prefill_attention(qkv, cache, tables, bounds, context, work, scale, Q_HEADS, out=out)
 
 
-def _cudnn_ms(batch: int, new: int) -> float | None:
+def _time_cudnn_ms(batch: int, new_tokens: int) -> float | None:
     """Return cuDNN's milliseconds, with KV heads repeated if it does not support grouped heads."""
     for kv_heads in (KV_HEADS, Q_HEADS):
         q, k, v = (
-            torch.randn(batch, heads, new, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+            torch.randn(batch, heads, new_tokens, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
             for heads in (Q_HEADS, kv_heads, kv_heads)
         )
 
@@ -76,7 +76,7 @@ def _cudnn_ms(batch: int, new: int) -> float | None:
                 return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         try:
-            return time_replay([attend]) / 1e3
+            return time_graph_replay([attend]) / 1e3
         except RuntimeError as error:
             print(f"cuDNN attention failed: kv_heads={kv_heads} error={error}", file=sys.stderr, flush=True)
     return None

@@ -18,7 +18,7 @@ PROFILED_STEPS = 20
 
 def profile_decode(engine: Engine, batch: int) -> None:
     """Profile decode steps of so many requests, after a warm-up."""
-    job = workload.job([(PROMPT_TOKENS, 4 * PROFILED_STEPS)] * batch, VOCAB)
+    job = workload.make_job([(PROMPT_TOKENS, 4 * PROFILED_STEPS)] * batch, VOCAB)
     for i, prompt in enumerate(job.prompts):
         engine.add(make_submission(f"decode-{batch}-{i}", prompt, 4 * PROFILED_STEPS))
     for _ in range(2 * PROFILED_STEPS):  # prefill, and the capture of CUDA graphs
@@ -32,7 +32,7 @@ def profile_decode(engine: Engine, batch: int) -> None:
 
 def profile_prefill(engine: Engine, tokens: int) -> None:
     def run_once(name: str) -> None:
-        prompt = workload.job([(tokens, 1)], VOCAB).prompts[0]
+        prompt = workload.make_job([(tokens, 1)], VOCAB).prompts[0]
         engine.add(make_submission(name, prompt, 1))
         while not engine.idle:
             engine.step()
@@ -41,9 +41,9 @@ def profile_prefill(engine: Engine, tokens: int) -> None:
     _print_profile(f"prefill {tokens}", lambda: run_once(f"prefill-{tokens}"), 1)
 
 
-def _print_profile(title: str, work: Callable[[], object], times: int) -> None:
+def _print_profile(title: str, step: Callable[[], object], repeats: int) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        work()
+        step()
         torch.cuda.synchronize()
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     first, last, busy = float("inf"), 0.0, 0.0
@@ -54,9 +54,9 @@ def _print_profile(title: str, work: Callable[[], object], times: int) -> None:
             total[event.name][0] += us
             total[event.name][1] += 1
             first, last, busy = min(first, span.start), max(last, span.end), busy + us
-    print(f"{title}: {(last - first) / times:.0f} us from first to last, {busy / times:.0f} us of kernels")
+    print(f"{title}: {(last - first) / repeats:.0f} us from first to last, {busy / repeats:.0f} us of kernels")
     for name, (us, count) in sorted(total.items(), key=lambda item: -item[1][0])[:16]:
-        print(f"  {us / times:9.1f} us {count / times:7.1f} x {us / count:8.2f}  {name[:90]}")
+        print(f"  {us / repeats:9.1f} us {count / repeats:7.1f} x {us / count:8.2f}  {name[:90]}")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.cuda.sample import apply_penalties, count_tokens, log_probs, sample
 
@@ -29,24 +29,24 @@ Calls = list[Callable[[], object]]
 
 def measure(report: BenchReport) -> None:
     for rows in ROWS:
-        copies = min(MAX_COPIES, count_copies(4 * rows * VOCAB))
+        copies = min(MAX_COPIES, count_input_sets(4 * rows * VOCAB))
         inputs = [_random_logits(rows) for _ in range(copies)]
         limit = 4 * rows * VOCAB / BYTES_PER_US
-        greedy = _sample_calls(inputs, 0.0), [_bind(torch.argmax, x, -1) for x in inputs]
-        top = _sample_calls(inputs, 1.0, TOP_K, TOP_P), [_bind(_sample_by_sorting, x) for x in inputs]
-        _compare(report, f"sample_greedy_{rows}", *greedy, limit)
-        _compare(report, f"sample_top_{rows}", *top, limit)
+        greedy = _sample_calls(inputs, 0.0), [_bind_arguments(torch.argmax, x, -1) for x in inputs]
+        top = _sample_calls(inputs, 1.0, TOP_K, TOP_P), [_bind_arguments(_sample_by_sorting, x) for x in inputs]
+        _add_comparison(report, f"sample_greedy_{rows}", *greedy, limit)
+        _add_comparison(report, f"sample_top_{rows}", *top, limit)
         for name, settings in {"top_p": (1.0, 0, TOP_P), "plain": (1.0, 0, 1.0), "hot": (20.0, 0, 1.0)}.items():
-            report.add(f"sample_{name}_{rows}", time_replay(_sample_calls(inputs, *settings)), "us", limit=limit)
-        report.add(f"penalties_{rows}", time_replay(_penalty_calls(inputs)), "us")
-        report.add(f"log_probs_{rows}", time_replay(_log_prob_calls(inputs)), "us", limit=limit)
+            report.add(f"sample_{name}_{rows}", time_graph_replay(_sample_calls(inputs, *settings)), "us", limit=limit)
+        report.add(f"penalties_{rows}", time_graph_replay(_penalty_calls(inputs)), "us")
+        report.add(f"log_probs_{rows}", time_graph_replay(_log_prob_calls(inputs)), "us", limit=limit)
         print(f"sample {rows}: done", flush=True)
         del inputs, greedy, top
         torch.cuda.empty_cache()
 
 
-def _compare(report: BenchReport, name: str, ours: Calls, torch_calls: Calls, limit: float) -> None:
-    report.add(name, time_replay(ours), "us", peer=time_replay(torch_calls, replays=5), limit=limit)
+def _add_comparison(report: BenchReport, name: str, our_calls: Calls, torch_calls: Calls, limit: float) -> None:
+    report.add(name, time_graph_replay(our_calls), "us", peer=time_graph_replay(torch_calls, replays=5), limit=limit)
 
 
 def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_p: float = 1.0) -> Calls:
@@ -58,7 +58,7 @@ def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_
     seed, position = torch.arange(rows, device="cuda"), full(7, torch.int32)
     settings = full(temperature), full(top_k, torch.int32), full(top_p), full(0.0), seed, position
     out = full(0, torch.int64)
-    return [_bind(sample, logits, *settings, out) for logits in inputs]
+    return [_bind_arguments(sample, logits, *settings, out) for logits in inputs]
 
 
 def _log_prob_calls(inputs: list[Tensor]) -> Calls:
@@ -79,7 +79,7 @@ def _penalty_calls(inputs: list[Tensor]) -> Calls:
         apply_penalties(logits, rows, rows, settings, counts)
         count_tokens(counts, rows, rows, tokens)
 
-    return [_bind(call, x) for x in inputs]
+    return [_bind_arguments(call, x) for x in inputs]
 
 
 def _sample_by_sorting(logits: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _sample_by_sorting(logits: Tensor) -> Tensor:
     return ids.gather(1, drawn)
 
 
-def _bind(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+def _bind_arguments(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
     return lambda: function(*arguments)
 
 

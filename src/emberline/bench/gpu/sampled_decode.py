@@ -42,23 +42,26 @@ NAMES = tuple(f"{kind}_b{batch}" for kind in SAMPLING_KINDS for batch in BATCHES
 
 
 def measure(
-    report: BenchReport, run_job: Callable[[BenchJob, SamplingParams], engine.JobRun], name: str, rounds: int
+    report: BenchReport,
+    run_job: Callable[[BenchJob, SamplingParams], engine.JobRun],
+    measurement_name: str,
+    rounds: int,
 ) -> None:
     """Add the step times of one kind and of plain decoding, and the extra time per row, to the report."""
-    kind, _, size = name.rpartition("_b")
+    kind, _, size = measurement_name.rpartition("_b")
     batch = int(size)
-    job = workload.job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, engine.VOCAB)
+    job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, engine.VOCAB)
 
     def measure_steps(params: SamplingParams) -> list[float]:
-        run_job(workload.job([(32, 4)] * batch, engine.VOCAB), params)  # warm-up
+        run_job(workload.make_job([(32, 4)] * batch, engine.VOCAB), params)  # warm-up
         return [
             engine.SteadyPhase.from_timeline(job, run_job(job, params).timeline).step_seconds for _ in range(rounds)
         ]
 
     plain, ours = measure_steps(SamplingParams()), measure_steps(SAMPLING_KINDS[kind])
-    report.add(f"{name}_ms", [1e3 * step for step in ours], "ms", peer=1e3 * min(plain))
-    report.add(f"{name}_plain_ms", [1e3 * step for step in plain], "ms")
-    report.add(f"{name}_us_per_row", 1e6 * (min(ours) - min(plain)) / batch, "us")
+    report.add(f"{measurement_name}_ms", [1e3 * step for step in ours], "ms", peer=1e3 * min(plain))
+    report.add(f"{measurement_name}_plain_ms", [1e3 * step for step in plain], "ms")
+    report.add(f"{measurement_name}_us_per_row", 1e6 * (min(ours) - min(plain)) / batch, "us")
 
 
 @cache
@@ -72,19 +75,21 @@ def grammar_compiler() -> GrammarCompiler:
         return GrammarCompiler(file, engine.CONFIG.vocab, engine.CONFIG.eos)
 
 
-def _make_tokenizer(words: int, vocab: int) -> dict[str, object]:
+def _make_tokenizer(num_words: int, vocab_size: int) -> dict[str, object]:
     from tokenizers import pre_tokenizers
 
     rng = np.random.default_rng(0)
     found = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    drawn = rng.integers(0, len(WORD_LETTERS), (2 * words, 8)).tolist()
-    for letters, size, spaced in zip(drawn, rng.integers(2, 9, 2 * words), rng.random(2 * words) < 0.5, strict=True):
-        if len(found) < words:
+    drawn = rng.integers(0, len(WORD_LETTERS), (2 * num_words, 8)).tolist()
+    for letters, size, spaced in zip(
+        drawn, rng.integers(2, 9, 2 * num_words), rng.random(2 * num_words) < 0.5, strict=True
+    ):
+        if len(found) < num_words:
             found[SPACE * bool(spaced) + "".join(WORD_LETTERS[i] for i in letters[:size])] = None
     special = [
         {"id": i, "content": f"<|special_{i}|>", "special": True, "single_word": False, "lstrip": False,
          "rstrip": False, "normalized": False}
-        for i in range(words, vocab)
+        for i in range(num_words, vocab_size)
     ]  # fmt: skip
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {

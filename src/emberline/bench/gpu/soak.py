@@ -23,7 +23,7 @@ CHECK_INTERVAL_STEPS = 50  # steps between two checks of the block counts
 TIGHT_SETTINGS = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}
 
 
-def run_soak(engine: Engine, seconds: float, rate: float = REQUESTS_PER_SECOND) -> dict[str, int]:
+def run_soak(engine: Engine, duration_s: float, requests_per_second: float = REQUESTS_PER_SECOND) -> dict[str, int]:
     """Send random requests to the engine and return counts of what happened.
 
     Raises EmberlineError if a request fails, does not end, or ends twice.
@@ -32,11 +32,11 @@ def run_soak(engine: Engine, seconds: float, rate: float = REQUESTS_PER_SECOND) 
     opened: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     shared = [rng.randrange(1, VOCAB) for _ in range(2048)]
-    end, next_arrival, steps, refused = time.perf_counter() + seconds, 0.0, 0, 0
+    end, next_arrival, steps, refused = time.perf_counter() + duration_s, 0.0, 0, 0
     began = time.perf_counter()
     while (now := time.perf_counter()) < end or not engine.idle:
         while now < end and now - began >= next_arrival:
-            next_arrival += rng.expovariate(rate)
+            next_arrival += rng.expovariate(requests_per_second)
             submission = _draw_request(rng, f"r{len(opened) + refused}", shared)
             try:
                 engine.add(submission)
@@ -59,13 +59,13 @@ def run_soak(engine: Engine, seconds: float, rate: float = REQUESTS_PER_SECOND) 
         raise EmberlineError(
             f"requests and their completions do not match: {len(opened)} requests opened, {len(ended)} ended"
         )
-    leaked = engine.kv.num_blocks - engine.kv.num_free - engine.kv.num_cached
+    leaked = engine.kv.num_blocks - engine.kv.num_free_blocks - engine.kv.num_cached_blocks
     completions = sum(ended.values())
     return {"requests": len(opened), "refused": refused, "completions": completions, "steps": steps, "leaked": leaked}
 
 
-def _draw_request(rng: random.Random, name: str, shared: list[int]) -> Submission:
-    prompt = shared[: rng.choice((0, 0, 64, 500, 1500))] + [
+def _draw_request(rng: random.Random, request_id: str, shared_prefix: list[int]) -> Submission:
+    prompt = shared_prefix[: rng.choice((0, 0, 64, 500, 1500))] + [
         rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 1200))
     ]
     params = SamplingParams(
@@ -79,13 +79,13 @@ def _draw_request(rng: random.Random, name: str, shared: list[int]) -> Submissio
         seed=rng.randrange(1 << 40),
         ignore_eos=True,
     )
-    return Submission(name, prompt, params, rng.choice(list(Priority)), timeout=1e9)
+    return Submission(request_id, prompt, params, rng.choice(list(Priority)), timeout=1e9)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="seconds during which requests arrive")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     args = parser.parse_args()
     settings: dict[str, Any] = SETTINGS | TIGHT_SETTINGS
     engine = boot_engine(settings).engine
@@ -96,7 +96,7 @@ def main() -> None:
     for name, count in run_soak(engine, args.seconds).items():
         report.add(name, count, "")
     report.add("preemptions", engine.scheduler.preemptions, "times")
-    report.emit(args.json, args.commit)
+    report.print_and_save(args.json, args.commit)
 
 
 if __name__ == "__main__":

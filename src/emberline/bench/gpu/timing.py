@@ -12,7 +12,7 @@ REPLAYS = 11
 MIN_REPLAY_US = 1000.0
 
 
-def time_replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
+def time_graph_replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
     """Return the median microseconds of one call.
 
     `calls` do the same on different inputs. They are captured one after the other, repeatedly until a replay takes
@@ -23,7 +23,7 @@ def time_replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS
     with torch.cuda.stream(stream):
         for call in calls:  # compiles kernels and creates handles
             call()
-        once = _time(lambda: [call() for call in calls])
+        once = _time_on_gpu_us(lambda: [call() for call in calls])
         rounds = max(1, round(MIN_REPLAY_US / once))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -31,17 +31,17 @@ def time_replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS
                 for call in calls:
                     call()
         graph.replay()
-        times = [_time(graph.replay) for _ in range(replays)]
+        times = [_time_on_gpu_us(graph.replay) for _ in range(replays)]
     torch.cuda.current_stream().wait_stream(stream)
     return median(times) / (rounds * len(calls))
 
 
-def count_copies(bytes_each: int) -> int:
+def count_input_sets(bytes_per_set: int) -> int:
     """Return how many sets of inputs are needed so that the L2 cache never holds the next one."""
-    return max(1, -(-ROTATED_INPUT_BYTES // bytes_each))
+    return max(1, -(-ROTATED_INPUT_BYTES // bytes_per_set))
 
 
-def _time(work: Callable[[], object]) -> float:
+def _time_on_gpu_us(work: Callable[[], object]) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()

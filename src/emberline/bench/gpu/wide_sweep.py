@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.bench.gpu.linear import SHAPES
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import nvrtc, wide
 from emberline.kernels.cuda.driver import CudaDriverError
@@ -60,42 +60,58 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
 
 
 def sweep_shape(
-    name: str, plain: list[BF16Weight], swept: Sequence[AnyWeight], m: int, deadline: float
+    shape_name: str, plain_weights: list[BF16Weight], candidate_weights: Sequence[AnyWeight], m: int, deadline: float
 ) -> wide.TileConfig | None:
-    n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], UW12Weight)
+    n, k, packed = plain_weights[0].n, plain_weights[0].k, isinstance(candidate_weights[0], UW12Weight)
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    labels = {"shape": name, "m": m, "packed": packed}
-    cublas = time_replay([_bind(F.linear, x, weight.data) for weight in plain])
-    ours = time_replay([_bind(wide.linear, x, weight, out=out) for weight in plain])
-    read = swept[0].nbytes if isinstance(swept[0], UW12Weight) else swept[0].data.nbytes
-    _print_line(labels, cublas=cublas, plain=ours, limit=read / wide.MEMORY_BYTES_PER_US)
+    labels = {"shape": shape_name, "m": m, "packed": packed}
+    cublas = time_graph_replay([_bind_arguments(F.linear, x, weight.data) for weight in plain_weights])
+    ours = time_graph_replay([_bind_arguments(wide.linear, x, weight, out=out) for weight in plain_weights])
+    read = (
+        candidate_weights[0].nbytes
+        if isinstance(candidate_weights[0], UW12Weight)
+        else candidate_weights[0].data.nbytes
+    )
+    _print_json_line(labels, cublas=cublas, plain=ours, limit=read / wide.MEMORY_BYTES_PER_US)
     rule, known = wide.choose_plan(m, n, k, packed=packed), candidate_plans(m, n, k, packed=packed)
     tried: dict[wide.WidePlan, float] = {}
     for plan in dict.fromkeys([rule, *known]):
         if time.monotonic() > deadline and tried:
             break
         try:
-            tried[plan] = time_replay(
-                [_bind(wide.linear, x, weight, out=out, plan=plan) for weight in swept], replays=5
+            tried[plan] = time_graph_replay(
+                [_bind_arguments(wide.linear, x, weight, out=out, plan=plan) for weight in candidate_weights], replays=5
             )
-            _print_line(labels, plan=asdict(plan), us=tried[plan])
+            _print_json_line(labels, plan=asdict(plan), us=tried[plan])
         except CudaDriverError as error:  # clusters of this size may not fit
-            _print_line(labels, plan=asdict(plan), refused=str(error))
+            _print_json_line(labels, plan=asdict(plan), refused=str(error))
     best = min((plan for plan in tried if plan in known), key=lambda plan: tried[plan])
-    fastest_us = time_replay([_bind(wide.linear, x, weight, out=out, plan=best) for weight in swept])
-    alone = time_replay([_bind(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
+    fastest_us = time_graph_replay(
+        [_bind_arguments(wide.linear, x, weight, out=out, plan=best) for weight in candidate_weights]
+    )
+    alone = time_graph_replay(
+        [_bind_arguments(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in candidate_weights]
+    )
     speedup = cublas / fastest_us
-    _print_line(labels, best=asdict(best), us=fastest_us, without_pdl=alone, rule=tried.get(rule), over_cublas=speedup)
-    beats_cublas = m < wide.LARGE_COLUMNS or compare_with_epilogue(labels, plain, swept, x, best) > 1
+    _print_json_line(
+        labels, best=asdict(best), us=fastest_us, without_pdl=alone, rule=tried.get(rule), over_cublas=speedup
+    )
+    beats_cublas = (
+        m < wide.LARGE_COLUMNS or compare_with_epilogue(labels, plain_weights, candidate_weights, x, best) > 1
+    )
     return known[best] if packed or beats_cublas else None
 
 
 def compare_with_epilogue(
-    labels: dict[str, object], plain: list[BF16Weight], swept: Sequence[AnyWeight], x: Tensor, plan: wide.WidePlan
+    labels: dict[str, object],
+    plain_weights: list[BF16Weight],
+    candidate_weights: Sequence[AnyWeight],
+    x: Tensor,
+    plan: wide.WidePlan,
 ) -> float:
     """Return how much faster the product with its fused epilogue is than cuBLAS with separate kernels."""
-    m, n, name = len(x), plain[0].n, labels["shape"]
+    m, n, name = len(x), plain_weights[0].n, labels["shape"]
     kind = torch.float32 if name == "lm_head" else torch.bfloat16
     out = torch.zeros(m, n // 2 if name == "gate_up" else n, device="cuda", dtype=kind)
     options: dict[str, object] = {"gated": name == "gate_up", "residual": out if name in ("o", "down") else None}
@@ -107,16 +123,18 @@ def compare_with_epilogue(
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return F.linear(x, weight) if name == "qkv" else out.addmm_(x, weight.t())
 
-    ours = time_replay([_bind(wide.linear, x, weight, out=out, plan=plan, **options) for weight in swept])
-    cublas = time_replay([_bind(by_cublas, weight.data) for weight in plain])
-    _print_line(labels, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
+    ours = time_graph_replay(
+        [_bind_arguments(wide.linear, x, weight, out=out, plan=plan, **options) for weight in candidate_weights]
+    )
+    cublas = time_graph_replay([_bind_arguments(by_cublas, weight.data) for weight in plain_weights])
+    _print_json_line(labels, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
     return cublas / ours
 
 
 def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.WidePlan, wide.TileConfig]:
     """Return the plans to measure with the configuration of each, the best estimates first."""
     result = {}
-    for row in _configs(columns, packed):
+    for row in _tile_configs(columns, packed):
         if row.split > k // 64 or (row.split * row.share > MAX_CLUSTER_CTAS and not row.unclustered):
             continue
         plan = wide.make_plan(columns, n, k, row, packed=packed)
@@ -128,7 +146,7 @@ def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.
     return dict(sorted(result.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
 
 
-def _configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
+def _tile_configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
     shares = wide.SHARES if columns == wide.LARGE_COLUMNS else (1,)
     for groups in (groups for groups, wide_ in (wide.PACKED_TILES if packed else wide.PLAIN_TILES) if wide_ == columns):
         two = packed and groups <= 2 and groups * columns <= wide.MAX_SIZE_OF_TWO_CTAS
@@ -148,8 +166,8 @@ def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:
         rows.copy_(0.02 * torch.randn_like(spread) / spread.sqrt_())
     packed = pack(data)
     assert packed is not None
-    plain = [BF16Weight(data)] + [BF16Weight(data.clone()) for _ in range(1, count_copies(data.nbytes))]
-    count = count_copies(packed.nbytes)
+    plain = [BF16Weight(data)] + [BF16Weight(data.clone()) for _ in range(1, count_input_sets(data.nbytes))]
+    count = count_input_sets(packed.nbytes)
     copies = [UW12Weight(packed.planes.clone(), packed.headers.clone(), n, k) for _ in range(1, count)]
     return plain, [packed, *copies]
 
@@ -160,11 +178,11 @@ def compile_all_variants() -> None:
         list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), wide.VARIANTS))
 
 
-def _bind(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
+def _bind_arguments(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
     return lambda: function(*arguments, **options)
 
 
-def _print_line(labels: dict[str, object], **more: object) -> None:
+def _print_json_line(labels: dict[str, object], **more: object) -> None:
     rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in more.items()}
     print(json.dumps(labels | rounded), flush=True)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from emberline.bench.gpu.decode import MIN_LAYERS, UNEVEN_LENGTHS, DecodeLayers, count_bytes_read
-from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.gpu.decode import MIN_LAYERS, UNEVEN_LENGTHS, DecodeInputs, count_bytes_read
+from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.kernels import worklist
 
 # length of each row: numbers of rows
@@ -25,7 +25,7 @@ MAX_PARTS = 2500  # parts of all rows together
 REPLAYS = 5
 
 
-def batch_cases() -> dict[str, list[int]]:
+def sequence_lengths_by_case() -> dict[str, list[int]]:
     rng = np.random.default_rng(0)
     chat = np.clip(rng.lognormal(5.4, 1.0, 600), 20, 4000).astype(int).tolist()
     even = {f"{rows}x{length}": [length] * rows for length, counts in BATCHES.items() for rows in counts}
@@ -35,16 +35,19 @@ def batch_cases() -> dict[str, list[int]]:
 
 def measure_part_sizes(lengths: list[int]) -> dict[int, float]:
     """Return the microseconds for each part size that is not too large and gives few enough parts."""
-    layers = DecodeLayers(
-        lengths, torch.bfloat16, max(MIN_LAYERS, count_copies(count_bytes_read(lengths, torch.bfloat16)))
+    layers = DecodeInputs(
+        lengths, torch.bfloat16, max(MIN_LAYERS, count_input_sets(count_bytes_read(lengths, torch.bfloat16)))
     )
     tiles = -(-np.array(lengths) // worklist.TILE_KEYS)
     sizes = (size for size in worklist.PART_SIZES if size <= 2 * tiles.max())
     likely = [size for size in sizes if int((-(-tiles // size)).sum()) <= MAX_PARTS]
-    return {size: round(time_replay(layers.make_calls(part_tiles=size), replays=REPLAYS), 2) for size in likely}
+    return {
+        size: round(time_graph_replay(layers.make_attention_calls(tiles_per_part=size), replays=REPLAYS), 2)
+        for size in likely
+    }
 
 
-def keep_faster(old: dict[str, float], new: dict[int, float]) -> dict[str, float]:
+def keep_shorter_times(old: dict[str, float], new: dict[int, float]) -> dict[str, float]:
     """Return the lesser time of two runs for each part size, since disturbances only add time."""
     return {str(size): min(us, old.get(str(size), us)) for size, us in new.items()}
 
@@ -55,8 +58,8 @@ def main() -> None:
     file = parser.parse_args().file
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
     lines = []
-    for name, lengths in batch_cases().items():
-        us = keep_faster(before.get(name, {}).get("us", {}), measure_part_sizes(lengths))
+    for name, lengths in sequence_lengths_by_case().items():
+        us = keep_shorter_times(before.get(name, {}).get("us", {}), measure_part_sizes(lengths))
         lines.append(f" {json.dumps(name)}: {json.dumps({'rows': [*Counter(lengths).items()], 'us': us})}")
         print(lines[-1], flush=True)
         torch.cuda.empty_cache()

@@ -22,10 +22,10 @@ class BenchContender(Protocol):
         ...
 
 
-def serve(make: Callable[[dict[str, Any]], BenchContender]) -> None:
+def serve_jobs(make_contender: Callable[[dict[str, Any]], BenchContender]) -> None:
     """Serve jobs until stdin ends. `make` gets the settings from the command line."""
-    out = _take_stdout()
-    contender = make(json.loads(sys.argv[-1]))
+    out = _reserve_stdout()
+    contender = make_contender(json.loads(sys.argv[-1]))
     _write_message(out, {"ready": contender.facts})
     for line in sys.stdin:
         job = BenchJob(**json.loads(line))
@@ -38,21 +38,21 @@ def serve(make: Callable[[dict[str, Any]], BenchContender]) -> None:
         _write_message(out, {**answer, "counters": {name: after[name] - before[name] for name in after}})
 
 
-class TokenTicks:
+class TokenTimeRecorder:
     """Records when the tokens of a job arrive."""
 
     def __init__(self, job: BenchJob) -> None:
         self.times: list[list[float]] = [[] for _ in job.prompts]
         self._began = time.perf_counter()
 
-    def mark(self, request: int, count: int = 1) -> None:
-        self.times[request] += [time.perf_counter() - self._began] * count
+    def record_tokens(self, request_index: int, count: int = 1) -> None:
+        self.times[request_index] += [time.perf_counter() - self._began] * count
 
     def timeline(self) -> TokenTimeline:
         return TokenTimeline(self.times)
 
 
-def _take_stdout() -> TextIO:
+def _reserve_stdout() -> TextIO:
     """Return stdout for messages and redirect print output of libraries to stderr."""
     mine = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

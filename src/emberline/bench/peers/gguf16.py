@@ -8,18 +8,18 @@ from typing import Any
 KINDS = {"bf16": "BF16", "f16": "F16"}
 
 
-def widen(source: Path, target: Path, kind: str) -> Path:
+def widen_gguf(source: Path, target: Path, tensor_type: str) -> Path:
     """Write matrices as `kind` and vectors as float32, like llama.cpp's converter."""
     if target.exists():
         return target
     import gguf
 
-    wanted = gguf.GGMLQuantizationType[KINDS[kind]]
+    wanted = gguf.GGMLQuantizationType[KINDS[tensor_type]]
     reader = gguf.GGUFReader(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     writer = gguf.GGUFWriter(part, str(reader.fields["general.architecture"].contents()))
-    _copy_metadata(reader, writer, int(gguf.LlamaFileType[f"MOSTLY_{KINDS[kind]}"]))
+    _copy_metadata(reader, writer, int(gguf.LlamaFileType[f"MOSTLY_{KINDS[tensor_type]}"]))
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if values.ndim > 1:

@@ -8,7 +8,7 @@ from threading import Thread
 from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
-from emberline.bench.peers.child_protocol import TokenTicks, serve
+from emberline.bench.peers.child_protocol import TokenTimeRecorder, serve_jobs
 
 SPARE_TOKENS = 16  # tokens of context beyond the job's need
 MIN_CONTEXT_TOKENS = 512
@@ -27,9 +27,9 @@ class LlamaCpp:
 
     def run(self, job: BenchJob) -> TokenTimeline:
         # A new server for each job: no unused slots, and no cache filled by earlier jobs.
-        server = self._server(len(job.prompts), max(job.longest + SPARE_TOKENS, MIN_CONTEXT_TOKENS))
-        ticks = TokenTicks(job)
-        threads = [Thread(target=self._complete, args=(server, job, i, ticks)) for i in range(len(job.prompts))]
+        server = self._start_server(len(job.prompts), max(job.max_request_tokens + SPARE_TOKENS, MIN_CONTEXT_TOKENS))
+        ticks = TokenTimeRecorder(job)
+        threads = [Thread(target=self._run_request, args=(server, job, i, ticks)) for i in range(len(job.prompts))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -39,28 +39,33 @@ class LlamaCpp:
     def counters(self) -> Mapping[str, float]:
         return {}
 
-    def _server(self, slots: int, context: int) -> Any:
+    def _start_server(self, slots: int, context_tokens: int) -> Any:
         params = self._library.CommonParams()
         params.model.path = self._settings["model"]
         params.n_parallel = slots
-        params.n_ctx = slots * -(-context // 256) * 256
+        params.n_ctx = slots * -(-context_tokens // 256) * 256
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._settings["threads"]
         params.cache_prompt = False
         params.cache_ram_mib = 0
         params.verbosity = 1
         return self._library.Server(params)
 
-    def _complete(self, server: Any, job: BenchJob, i: int, ticks: TokenTicks) -> None:
+    def _run_request(self, server: Any, job: BenchJob, request_index: int, recorder: TokenTimeRecorder) -> None:
         def tick(chunk: dict[str, Any]) -> None:
             # Text may wait for the rest of a character, so the token count is used.
             count = chunk.get("timings", {}).get("predicted_n", 0)
-            if count > len(ticks.times[i]):
-                ticks.mark(i, count - len(ticks.times[i]))
+            if count > len(recorder.times[request_index]):
+                recorder.record_tokens(request_index, count - len(recorder.times[request_index]))
 
-        body = {"prompt": job.prompts[i], "n_predict": job.outputs[i], "max_tokens": job.outputs[i], "stream": True}
+        body = {
+            "prompt": job.prompts[request_index],
+            "n_predict": job.outputs[request_index],
+            "max_tokens": job.outputs[request_index],
+            "stream": True,
+        }
         more = {"temperature": 0.0, "ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
         server.handle_completions(body | more, tick)
 
 
 if __name__ == "__main__":
-    serve(LlamaCpp)
+    serve_jobs(LlamaCpp)

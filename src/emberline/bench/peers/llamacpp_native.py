@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
-from emberline.bench.peers.child_protocol import TokenTicks, serve
+from emberline.bench.peers.child_protocol import TokenTimeRecorder, serve_jobs
 
 BATCH = 2048  # llama.cpp's default; it divides a call into parts of 512
 STEP = 256  # contexts are multiples of this
@@ -34,19 +34,19 @@ class LlamaCppNative:
         }
 
     def run(self, job: BenchJob) -> TokenTimeline:
-        context = self._context(len(job.prompts), job.longest)
+        context = self._create_context(len(job.prompts), job.max_request_tokens)
         batch = self._library.llama_batch_init(BATCH, 0, 1)
         known = [list(prompt) for prompt in job.prompts]
         fed = [0] * len(known)
-        ticks = TokenTicks(job)
+        ticks = TokenTimeRecorder(job)
         while todo := [i for i, output in enumerate(job.outputs) if len(ticks.times[i]) < output]:
             todo.sort(key=lambda i: len(known[i]) - fed[i])  # sequences that need one token first
-            sampled = self._fill(batch, todo, known, fed)
+            sampled = self._fill_batch(batch, todo, known, fed)
             if status := self._library.llama_decode(context, batch):
                 raise RuntimeError(f"llama_decode gave {status}")
             for i, row in sampled.items():
-                known[i].append(self._best(context, row))
-                ticks.mark(i)
+                known[i].append(self._most_likely_token(context, row))
+                ticks.record_tokens(i)
         self._library.llama_batch_free(batch)
         self._library.llama_free(context)
         return ticks.timeline()
@@ -54,37 +54,39 @@ class LlamaCppNative:
     def counters(self) -> Mapping[str, float]:
         return {}
 
-    def _context(self, sequences: int, longest: int) -> Any:
+    def _create_context(self, sequences: int, max_tokens: int) -> Any:
         params = self._library.llama_context_default_params()
-        params.n_ctx = sequences * -(-longest // STEP) * STEP
+        params.n_ctx = sequences * -(-max_tokens // STEP) * STEP
         params.n_seq_max = sequences
         params.n_batch = BATCH
         params.n_threads = params.n_threads_batch = self._threads
         return self._library.llama_init_from_model(self._model, params)
 
-    def _fill(self, batch: Any, todo: list[int], known: list[list[int]], fed: list[int]) -> dict[int, int]:
+    def _fill_batch(
+        self, batch: Any, pending_sequences: list[int], known_tokens: list[list[int]], num_computed: list[int]
+    ) -> dict[int, int]:
         """Fill the batch and return the row of every sequence that is complete and can be sampled."""
         rows: dict[int, int] = {}
         batch.n_tokens = 0
-        for i in todo:
-            end = min(len(known[i]), fed[i] + BATCH - batch.n_tokens)
-            for position in range(fed[i], end):
+        for i in pending_sequences:
+            end = min(len(known_tokens[i]), num_computed[i] + BATCH - batch.n_tokens)
+            for position in range(num_computed[i], end):
                 row = batch.n_tokens
-                batch.token[row] = known[i][position]
+                batch.token[row] = known_tokens[i][position]
                 batch.pos[row] = position
                 batch.n_seq_id[row] = 1
                 batch.seq_id[row][0] = i
-                batch.logits[row] = position == len(known[i]) - 1
+                batch.logits[row] = position == len(known_tokens[i]) - 1
                 batch.n_tokens += 1
-            if fed[i] < end == len(known[i]):
+            if num_computed[i] < end == len(known_tokens[i]):
                 rows[i] = batch.n_tokens - 1
-            fed[i] = end
+            num_computed[i] = end
         return rows
 
-    def _best(self, context: Any, row: int) -> int:
+    def _most_likely_token(self, context: Any, row: int) -> int:
         logits = self._library.llama_get_logits_ith(context, row)
         return int(self._numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax())
 
 
 if __name__ == "__main__":
-    serve(LlamaCppNative)
+    serve_jobs(LlamaCppNative)

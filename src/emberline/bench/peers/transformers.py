@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
-from emberline.bench.peers.child_protocol import TokenTicks, serve
+from emberline.bench.peers.child_protocol import TokenTimeRecorder, serve_jobs
 
 
 class Transformers:
@@ -27,11 +27,11 @@ class Transformers:
         if len({len(prompt) for prompt in job.prompts}) > 1 or len(set(job.outputs)) > 1:
             raise NotImplementedError("requests of different lengths would be padded")
         ids = self._torch.tensor(job.prompts)
-        ticks = TokenTicks(job)
+        ticks = TokenTimeRecorder(job)
 
         def tick(*_: Any) -> Any:
             for i in range(len(job.prompts)):
-                ticks.mark(i)
+                ticks.record_tokens(i)
             return self._torch.zeros(len(job.prompts), dtype=self._torch.bool)
 
         with self._torch.inference_mode():
@@ -51,4 +51,4 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    serve(Transformers)
+    serve_jobs(Transformers)

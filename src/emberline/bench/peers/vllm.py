@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from emberline.bench.job import BenchJob, TokenTimeline
-from emberline.bench.peers.child_protocol import TokenTicks, serve
+from emberline.bench.peers.child_protocol import TokenTimeRecorder, serve_jobs
 
 
 class VLLM:
@@ -21,7 +21,7 @@ class VLLM:
     def run(self, job: BenchJob) -> TokenTimeline:
         self._jobs += 1
         index: dict[str, int] = {}
-        ticks = TokenTicks(job)
+        ticks = TokenTimeRecorder(job)
         for i, (prompt, output) in enumerate(zip(job.prompts, job.outputs, strict=True)):
             params = self._vllm.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
             name = f"{self._jobs}-{i}"
@@ -30,7 +30,7 @@ class VLLM:
         while self._engine.has_unfinished_requests():
             for output_event in self._engine.step():
                 i = index[output_event.request_id]
-                ticks.mark(i, len(output_event.outputs[0].token_ids) - len(ticks.times[i]))
+                ticks.record_tokens(i, len(output_event.outputs[0].token_ids) - len(ticks.times[i]))
         return ticks.timeline()
 
     def counters(self) -> Mapping[str, float]:
@@ -38,4 +38,4 @@ class VLLM:
 
 
 if __name__ == "__main__":
-    serve(VLLM)
+    serve_jobs(VLLM)

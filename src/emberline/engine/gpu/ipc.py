@@ -69,11 +69,11 @@ class IpcServer(TransferServer):
         self._parts = parts
         super().__init__(sender, listener)
 
-    def _attach(self, channel: MessageChannel, transfer: int) -> None:
+    def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
         unix.check_same_user(channel)
         parts = [(part.handle.hex(), part.offset) for part in self._parts]
         reply = {"parts": parts, "blocks": self._sender.region.blocks}
-        channel.send_json(MessageKind.OKAY, transfer, reply, time.monotonic() + IO_TIMEOUT_S)
+        channel.send_json(MessageKind.OKAY, transfer_id, reply, time.monotonic() + IO_TIMEOUT_S)
 
 
 class PeerMemory:
@@ -119,9 +119,9 @@ class IpcLink(StreamLink):
         self._region = region
         super().__init__(peer, region.layout, dial, LinkOptions(connections=1), deadline)
 
-    def _prepare(self, deadline: float) -> None:
-        with self._channel(deadline) as channel:
-            reply = self._exchange(channel, MessageKind.ATTACH, {}, deadline)
+    def _prepare_first_fetch(self, deadline: float) -> None:
+        with self._borrow_channel(deadline) as channel:
+            reply = self._send_and_receive(channel, MessageKind.ATTACH, {}, deadline)
         try:
             self._memory = self._open(reply)
         except CudaDriverError as error:

@@ -65,13 +65,13 @@ class DeviceRegion(Region):
         self._step_stream = device.step_stream
         self._fence_event = self._step_stream.record_event()
 
-    def fence(self) -> None:
+    def wait_for_started_work(self) -> None:
         """Let later writes wait for all steps launched so far. Waiting for more than needed does no harm."""
         self._fence_event = self._step_stream.record_event()
 
     @torch.inference_mode()
-    def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
-        for layers, width, index, part in self._split_by_slot(piece, blocks, wire, out):
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
+        for layers, width, index, part in self._split_by_slot(piece, blocks, wire_layout, out):
             with self._take_slot(self._out_slots) as slot:
                 with self._on_stream(slot):
                     indexes, scratch, pinned = self._slot_views(slot, layers, width, index)
@@ -81,8 +81,8 @@ class DeviceRegion(Region):
                 slot.read(part)
 
     @torch.inference_mode()
-    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
-        for layers, width, index, part in self._split_by_slot(piece, blocks, wire, data):
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
+        for layers, width, index, part in self._split_by_slot(piece, blocks, wire_layout, data):
             with self._take_slot(self._in_slots) as slot:
                 slot.write(part)
                 with self._on_stream(slot):

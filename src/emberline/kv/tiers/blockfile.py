@@ -46,11 +46,13 @@ class BlockFiles:
     uses_direct_io: bool = field(default=bool(O_DIRECT))  # cleared when the file system rejects it
     _scratch_buffers: list[memoryview] = field(default_factory=list)  # unused ones, kept for the next call
 
-    def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview, *, coded: bool = False) -> int:
+    def write(
+        self, path: Path, temporary_path: Path, block_hash: bytes, buffer: memoryview, *, encode: bool = False
+    ) -> int:
         """Write a block to `temporary`, which may be an old file, rename it to `path`, and return its length."""
         with self._scratch_buffer() as scratch:
             payload = self.format.write(
-                digest, buffer, scratch, coded=coded, max_coded_bytes=len(buffer) - self._length_step
+                block_hash, buffer, scratch, encode=encode, max_encoded_bytes=len(buffer) - self._padding_bytes
             )
             size = self._padded_length(len(payload))
             body = buffer
@@ -58,14 +60,14 @@ class BlockFiles:
                 body = scratch[PAGE_BYTES : PAGE_BYTES + size]
                 body[len(payload) :] = bytes(size - len(payload))
             try:
-                self._write(temporary, [scratch[:PAGE_BYTES], body])
-                temporary.rename(path)
+                self._write_file(temporary_path, [scratch[:PAGE_BYTES], body])
+                temporary_path.rename(path)
             except OSError:
-                temporary.unlink(missing_ok=True)
+                temporary_path.unlink(missing_ok=True)
                 raise
             return PAGE_BYTES + len(body)
 
-    def read(self, path: Path, digest: bytes, buffer: memoryview) -> BlockReadTiming | None:
+    def read(self, path: Path, block_hash: bytes, buffer: memoryview) -> BlockReadTiming | None:
         """Read a block into the buffer and return the timing; None if the file is damaged or is another block.
 
         After None the buffer is undefined. Raises FileNotFoundError if the file is missing or was evicted meanwhile.
@@ -76,21 +78,21 @@ class BlockFiles:
                 status = os.fstat(handle)
                 plain = status.st_size == self.format.plain_bytes
                 body = buffer if plain else scratch[PAGE_BYTES : max(PAGE_BYTES, status.st_size)]
-                complete = self.is_valid_length(status.st_size)
+                complete = self.is_possible_length(status.st_size)
                 complete = (
                     complete and self._run_vector_io(os.readv, handle, [scratch[:PAGE_BYTES], body]) == status.st_size
                 )
                 if not os.path.samestat(status, path.lstat()):
                     raise FileNotFoundError(errno.ENOENT, "evicted while being read", str(path))
                 seconds = time.perf_counter() - began
-                if not complete or not self.format.read(digest, scratch[:PAGE_BYTES], body, buffer):
+                if not complete or not self.format.read(block_hash, scratch[:PAGE_BYTES], body, buffer):
                     return None
             os.utime(handle)  # after a restart, blocks are evicted in the order of these times
             return BlockReadTiming(status.st_size, seconds, 0.0 if plain else time.perf_counter() - began - seconds)
         finally:
             os.close(handle)
 
-    def is_valid_length(self, size: int) -> bool:
+    def is_possible_length(self, size: int) -> bool:
         """Return whether a complete block file can have this length."""
         coded = (
             PAGE_BYTES < size < self.format.plain_bytes and self._padded_length(size - PAGE_BYTES) == size - PAGE_BYTES
@@ -98,11 +100,11 @@ class BlockFiles:
         return size == self.format.plain_bytes or (coded and self.format.codec is not None)
 
     @property
-    def _length_step(self) -> int:
+    def _padding_bytes(self) -> int:
         return -(-self.format.buffer_bytes // (NUM_CODED_LENGTHS * PAGE_BYTES)) * PAGE_BYTES
 
     def _padded_length(self, size: int) -> int:
-        return -(-size // self._length_step) * self._length_step
+        return -(-size // self._padding_bytes) * self._padding_bytes
 
     @contextmanager
     def _scratch_buffer(self) -> Iterator[memoryview]:
@@ -113,7 +115,7 @@ class BlockFiles:
         yield scratch
         self._scratch_buffers.append(scratch)
 
-    def _write(self, path: Path, parts: list[memoryview]) -> None:
+    def _write_file(self, path: Path, parts: list[memoryview]) -> None:
         handle = self._open(path, WRITE_FLAGS)
         try:
             size, written = sum(map(len, parts)), self._run_vector_io(os.writev, handle, parts)
@@ -136,12 +138,12 @@ class BlockFiles:
                     path.unlink(missing_ok=True)
         return os.open(path, flags, 0o600)
 
-    def _run_vector_io(self, call: _VectorIO, descriptor: int, buffers: list[memoryview]) -> int:
+    def _run_vector_io(self, vector_io: _VectorIO, descriptor: int, buffers: list[memoryview]) -> int:
         try:
-            return call(descriptor, buffers)
+            return vector_io(descriptor, buffers)
         except OSError as e:
             if e.errno != errno.EINVAL or not self.uses_direct_io:
                 raise
             self.uses_direct_io = False  # O_DIRECT was accepted at open, but not for buffers of this alignment
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~O_DIRECT)
-        return call(descriptor, buffers)
+        return vector_io(descriptor, buffers)

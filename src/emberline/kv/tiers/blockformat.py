@@ -48,24 +48,24 @@ class BlockFormat:
         return PAGE_BYTES + max(self.buffer_bytes, self.codec.max_encoded_bytes(self.buffer_bytes) if self.codec else 0)
 
     def write(
-        self, digest: bytes, buffer: memoryview, scratch: memoryview, *, coded: bool, max_coded_bytes: int
+        self, block_hash: bytes, buffer: memoryview, scratch: memoryview, *, encode: bool, max_encoded_bytes: int
     ) -> memoryview:
         """Write the header page to `scratch` and return the payload that follows it.
 
         The payload is encoded behind the page in `scratch` if `coded` is set and the result has at most
         `max_coded_bytes`; otherwise it is the buffer itself.
         """
-        assert max_coded_bytes < self.buffer_bytes
+        assert max_encoded_bytes < self.buffer_bytes
         payload, name = buffer, b""
-        if coded and self.codec is not None:
+        if encode and self.codec is not None:
             size = self.codec.encode(buffer, scratch[PAGE_BYTES:])
-            if size <= max_coded_bytes:
+            if size <= max_encoded_bytes:
                 payload, name = scratch[PAGE_BYTES : PAGE_BYTES + size], self.codec.name.encode()
-        header = self._header(name, digest, len(payload), self.crc(payload, 0))
+        header = self._pack_header(name, block_hash, len(payload), self.crc(payload, 0))
         scratch[:PAGE_BYTES] = header.ljust(PAGE_BYTES, b"\0")
         return payload
 
-    def read(self, digest: bytes, header_page: memoryview, body: memoryview, buffer: memoryview) -> bool:
+    def read(self, block_hash: bytes, header_page: memoryview, body: memoryview, buffer: memoryview) -> bool:
         """Verify and decode a stored block into the buffer; return False if it is damaged or another block.
 
         `body` may be the buffer itself, for a plain block.
@@ -75,7 +75,7 @@ class BlockFormat:
         if length > len(body) or (codec is None and not plain):
             return False
         name = codec.name.encode() if codec and not plain else b""
-        header = self._header(name, digest, length, self.crc(body[:length], 0))
+        header = self._pack_header(name, block_hash, length, self.crc(body[:length], 0))
         if header_page[: len(header)] != header:
             return False
         if codec and not plain:
@@ -84,6 +84,6 @@ class BlockFormat:
             buffer[:] = body
         return True
 
-    def _header(self, name: bytes, digest: bytes, length: int, crc: int) -> bytes:
-        header = HEADER_FIELDS.pack(MAGIC, VERSION, name, self.layout, digest, length, crc)
+    def _pack_header(self, codec_name: bytes, block_hash: bytes, length: int, crc: int) -> bytes:
+        header = HEADER_FIELDS.pack(MAGIC, VERSION, codec_name, self.layout, block_hash, length, crc)
         return header + HEADER_CRC.pack(self.crc(memoryview(bytearray(header)), 0))

@@ -16,13 +16,13 @@ class BlockReadTiming:
     decode_seconds: float  # 0 for a block stored without encoding
 
 
-class CodingGain:
+class EncodingBenefit:
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._seconds_per_byte: float | None = None  # average seconds to read a stored byte
         self._coded: tuple[float, float] | None = None  # averages of an encoded block: bytes, seconds to decode
 
-    def record(self, timing: BlockReadTiming) -> None:
+    def record_read(self, timing: BlockReadTiming) -> None:
         self._seconds_per_byte = _moving_average(self._seconds_per_byte, timing.read_seconds / timing.stored_bytes)
         if timing.decode_seconds:
             size, seconds = self._coded or (None, None)
@@ -31,7 +31,7 @@ class CodingGain:
                 _moving_average(seconds, timing.decode_seconds),
             )
 
-    def is_worthwhile(self) -> bool:
+    def is_encoding_faster(self) -> bool:
         """Return whether encoding makes loads faster; True until measured, since more encoded blocks fit."""
         if self._seconds_per_byte is None or self._coded is None:
             return True

@@ -38,8 +38,8 @@ from emberline.kv.codec import KVCodec
 from emberline.kv.tiers.base import buffer_bytes_for
 from emberline.kv.tiers.blockfile import BlockFiles
 from emberline.kv.tiers.blockformat import BlockFormat, layout_hash
-from emberline.kv.tiers.coding_gain import CodingGain
-from emberline.kv.tiers.policy import make_policy
+from emberline.kv.tiers.coding_gain import EncodingBenefit
+from emberline.kv.tiers.policy import make_eviction_policy
 
 log = logging.getLogger("emberline.kv")
 
@@ -63,7 +63,7 @@ class DiskTier:
         policy: str = "lru",
         crc: Crc | None = None,
         codec: KVCodec | None = None,
-        coding: str = "auto",
+        codec_choice: str = "auto",
         clock: Clock | None = None,
     ) -> None:
         """Open or create the directory and index its blocks. `coding`, of new blocks: auto, uw or none.
@@ -73,7 +73,7 @@ class DiskTier:
         digest = layout_hash(layout)
         form = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
         self._files = BlockFiles(form)
-        self._coding, self._gain = coding, CodingGain(form.buffer_bytes)
+        self._coding, self._gain = codec_choice, EncodingBenefit(form.buffer_bytes)
         self._quota_bytes = quota_bytes
         self.capacity = quota_bytes // form.plain_bytes  # in plain blocks
         if self.capacity < 1:
@@ -84,7 +84,7 @@ class DiskTier:
             )
         self._root = directory / digest.hex()
         self._clock = clock or SystemClock()
-        self._policy = make_policy(policy, self.capacity)
+        self._policy = make_eviction_policy(policy, self.capacity)
         self._lock = threading.Lock()  # guards everything below; not held while files are read or written
         self._sizes: dict[bytes, int] = {}  # file length of each block in the policy
         self._used_bytes = 0  # sum of these
@@ -98,7 +98,7 @@ class DiskTier:
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._device = self._root.stat().st_dev
-            self._scan()
+            self._scan_changed_folders()
         except OSError as e:
             hint = "set --kv-disk to a directory that this user may write to"
             message = f"KV disk directory {directory} cannot be used: {e.strerror or e}"
@@ -122,20 +122,20 @@ class DiskTier:
 
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         pairs = zip(hashes, buffers, strict=True)
-        return next((i for i, pair in enumerate(pairs) if not self._load(*pair)), len(hashes))
+        return next((i for i, pair in enumerate(pairs) if not self._load_block(*pair)), len(hashes))
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        return sum(self._store(*pair) for pair in zip(hashes, buffers, strict=True))
+        return sum(self._store_block(*pair) for pair in zip(hashes, buffers, strict=True))
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         for digest in hashes:
             self._remove_entry(digest)
-            self._unlink(digest)
+            self._delete_file(digest)
 
     def refresh(self) -> None:
         if not self._is_paused():
             try:
-                self._scan()
+                self._scan_changed_folders()
             except OSError as e:
                 self._turn_off(e)
 
@@ -153,62 +153,62 @@ class DiskTier:
 
     # -- one block ---------------------------------------------------------------------------------------------------
 
-    def _load(self, digest: bytes, buffer: memoryview) -> bool:
+    def _load_block(self, block_hash: bytes, buffer: memoryview) -> bool:
         if self._is_paused():
             return False
         began = time.perf_counter()
         try:
-            found = self._files.read(self._path(digest), digest, buffer)
+            found = self._files.read(self._block_path(block_hash), block_hash, buffer)
         except FileNotFoundError:  # another process evicted it
-            self._remove_entry(digest)
+            self._remove_entry(block_hash)
             return False
         except OSError as e:
-            self._remove_entry(digest)
+            self._remove_entry(block_hash)
             self._turn_off(e)
             return False
         if found is None:
-            self._remove_entry(digest)
-            self._unlink(digest)
+            self._remove_entry(block_hash)
+            self._delete_file(block_hash)
         with self._lock:
             if found is None:
                 self._stats.damaged_blocks += 1
                 return False
-            if digest in self._policy:
-                self._policy.touch(digest)
-            self._gain.record(found)
+            if block_hash in self._policy:
+                self._policy.record_use(block_hash)
+            self._gain.record_read(found)
             self._stats.loaded_blocks += 1
             self._stats.loaded_bytes += found.stored_bytes
             self._stats.load_seconds += time.perf_counter() - began
         self._turn_on()
         return True
 
-    def _store(self, digest: bytes, buffer: memoryview) -> bool:
+    def _store_block(self, block_hash: bytes, buffer: memoryview) -> bool:
         began = time.perf_counter()
         paused = self._is_paused() or self._clock.now() < self._stores_off_until
-        size = None if paused else self._write(digest, buffer)
+        size = None if paused else self._write_block(block_hash, buffer)
         if size is None:
             with self._lock:
                 self._stats.dropped_blocks += 1
             return False
         with self._lock:
-            self._add_entry(digest, size)
+            self._add_entry(block_hash, size)
             self._stats.stored_blocks += 1
             self._stats.stored_bytes += size
             self._stats.store_seconds += time.perf_counter() - began
         self._turn_on()
         return True
 
-    def _write(self, digest: bytes, buffer: memoryview) -> int | None:
+    def _write_block(self, block_hash: bytes, buffer: memoryview) -> int | None:
         """Return the bytes written, or None after an error, or if the disk is full in spite of evictions."""
         for evicted in range(1 + MAX_EVICTIONS_PER_WRITE):
             try:
-                size = self._write_once(digest, buffer)
+                size = self._try_write_block(block_hash, buffer)
             except OSError as e:
                 if e.errno not in DISK_FULL_ERRNOS:
                     self._turn_off(e)
                     return None
-                self._record_full(e)
-                if evicted == MAX_EVICTIONS_PER_WRITE or not self._evict_one(digest):
+                self._record_full_disk(e)
+                if evicted == MAX_EVICTIONS_PER_WRITE or not self._evict_block(block_hash):
                     break
             else:
                 self._is_full = evicted > 0
@@ -216,31 +216,31 @@ class DiskTier:
         self._stores_off_until = self._clock.now() + RETRY_INTERVAL_S
         return None
 
-    def _write_once(self, digest: bytes, buffer: memoryview) -> int:
-        path = self._path(digest)
+    def _try_write_block(self, block_hash: bytes, buffer: memoryview) -> int:
+        path = self._block_path(block_hash)
         self._make_folder(path.parent)  # before evicting: a deleted directory has nothing left to evict
-        spare = self._evict_for(digest, self._files.format.plain_bytes)
+        spare = self._evict_to_fit(block_hash, self._files.format.plain_bytes)
         self._num_writes += 1
         temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._num_writes}{TEMPORARY_SUFFIX}")
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):  # another process took it first
                 os.utime(spare, follow_symlinks=False)  # otherwise it could count as stale
                 spare.rename(temporary)
-        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.is_worthwhile())
-        return self._files.write(path, temporary, digest, buffer, coded=coded)
+        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.is_encoding_faster())
+        return self._files.write(path, temporary, block_hash, buffer, encode=coded)
 
-    def _evict_one(self, incoming: bytes) -> bool:
+    def _evict_block(self, incoming_hash: bytes) -> bool:
         """Remove the block that the policy evicts for `incoming`; return False if there is none."""
         with self._lock:
-            evicted = self._policy.evict(incoming, lambda key: True) if len(self._policy) else None
+            evicted = self._policy.evict(incoming_hash, lambda key: True) if len(self._policy) else None
             if evicted is None:
                 return False
             self._used_bytes -= self._sizes.pop(evicted)
             self._stats.evicted_blocks += 1
-        self._unlink(evicted)
+        self._delete_file(evicted)
         return True
 
-    def _evict_for(self, incoming: bytes, size: int) -> Path | None:
+    def _evict_to_fit(self, incoming_hash: bytes, size: int) -> Path | None:
         """Evict blocks until `size` more bytes fit the quota.
 
         Return the file of the last evicted block, which the caller overwrites or deletes, or None.
@@ -248,44 +248,44 @@ class DiskTier:
         spare: bytes | None = None
         while True:
             with self._lock:
-                if incoming in self._policy or self._used_bytes + size <= self._quota_bytes:
-                    return self._path(spare) if spare is not None else None
-                evicted = self._policy.evict(incoming, lambda key: True)
+                if incoming_hash in self._policy or self._used_bytes + size <= self._quota_bytes:
+                    return self._block_path(spare) if spare is not None else None
+                evicted = self._policy.evict(incoming_hash, lambda key: True)
                 assert evicted is not None
                 self._used_bytes -= self._sizes.pop(evicted)
                 self._stats.evicted_blocks += 1
             if spare is not None:
-                self._unlink(spare)
+                self._delete_file(spare)
             spare = evicted
 
-    def _remove_entry(self, digest: bytes) -> None:
+    def _remove_entry(self, block_hash: bytes) -> None:
         with self._lock:
-            if digest in self._policy:
-                self._policy.remove(digest)
-                self._used_bytes -= self._sizes.pop(digest)
+            if block_hash in self._policy:
+                self._policy.remove(block_hash)
+                self._used_bytes -= self._sizes.pop(block_hash)
 
-    def _add_entry(self, digest: bytes, size: int) -> None:
+    def _add_entry(self, block_hash: bytes, size: int) -> None:
         """Add or update a block's entry. The caller holds the lock."""
-        if digest not in self._policy:
-            self._policy.insert(digest)
-        self._used_bytes += size - self._sizes.get(digest, 0)
-        self._sizes[digest] = size
+        if block_hash not in self._policy:
+            self._policy.insert(block_hash)
+        self._used_bytes += size - self._sizes.get(block_hash, 0)
+        self._sizes[block_hash] = size
 
-    def _unlink(self, digest: bytes) -> None:
+    def _delete_file(self, block_hash: bytes) -> None:
         with contextlib.suppress(OSError):
-            self._path(digest).unlink()
+            self._block_path(block_hash).unlink()
 
-    def _path(self, digest: bytes) -> Path:
-        name = digest.hex()
+    def _block_path(self, block_hash: bytes) -> Path:
+        name = block_hash.hex()
         return self._root / name[:2] / name
 
     # -- the directory -----------------------------------------------------------------------------------------------
 
-    def _scan(self) -> None:
+    def _scan_changed_folders(self) -> None:
         """Index the folders that changed since the last scan, least recently used files first."""
         listed: dict[str, dict[bytes, tuple[float, int]]] = {}
         seen: dict[str, int] = {}  # applied at the end: reading one folder may fail, and the scan is then repeated
-        entries = self._folders()
+        entries = self._list_folders()
         for folder in entries:
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
             if changed is not None and self._folder_mtimes.get(folder.name) != changed:
@@ -298,7 +298,7 @@ class DiskTier:
         with self._lock:
             removed = [key for key in self._policy if key not in listed.get(key.hex()[:2], (key,))]
         for digest in removed:
-            if not self._path(digest).exists():  # and not written since
+            if not self._block_path(digest).exists():  # and not written since
                 self._remove_entry(digest)
         for (_, size), digest in sorted(
             (found, digest) for entries in listed.values() for digest, found in entries.items()
@@ -306,28 +306,28 @@ class DiskTier:
             with self._lock:
                 if digest in self._policy:
                     continue
-            if (spare := self._evict_for(digest, size)) is not None:
+            if (spare := self._evict_to_fit(digest, size)) is not None:
                 spare.unlink(missing_ok=True)
             with self._lock:
                 self._add_entry(digest, size)
         self._folder_mtimes |= seen
 
-    def _folders(self) -> list[os.DirEntry[str]]:
+    def _list_folders(self) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(self._root) as found:
                 return list(found)
         except FileNotFoundError:
-            self._recreate()
+            self._recreate_directory()
             return []
 
     def _make_folder(self, folder: Path) -> None:
         try:
             folder.mkdir(exist_ok=True)
         except FileNotFoundError:
-            self._recreate()
+            self._recreate_directory()
             folder.mkdir(exist_ok=True)
 
-    def _recreate(self) -> None:
+    def _recreate_directory(self) -> None:
         """Create a deleted directory again.
 
         Raises OSError if its file system was unmounted: the one below the mount point must not fill up instead.
@@ -356,7 +356,7 @@ class DiskTier:
                     if time.time() - status.st_mtime > STALE_FILE_S:
                         Path(entry.path).unlink()
                 elif (digest := _parse_digest(entry.name)) is not None:
-                    if self._files.is_valid_length(status.st_size) and entry.name[:2] == folder.name:
+                    if self._files.is_possible_length(status.st_size) and entry.name[:2] == folder.name:
                         blocks[digest] = status.st_mtime, status.st_size
                     else:
                         Path(entry.path).unlink()
@@ -376,7 +376,7 @@ class DiskTier:
         if first:
             log.warning("KV disk is off, retrying every %.0f s: path=%s error=%s", RETRY_INTERVAL_S, self._root, error)
 
-    def _record_full(self, error: OSError) -> None:
+    def _record_full_disk(self, error: OSError) -> None:
         with self._lock:
             first, self._is_full = not self._is_full, True
             self._stats.errors += first

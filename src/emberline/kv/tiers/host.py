@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TierStats
 from emberline.kv.tiers.base import buffer_bytes_for
-from emberline.kv.tiers.policy import make_policy
+from emberline.kv.tiers.policy import make_eviction_policy
 
 MIN_BUFFERS = 2  # one to fill, one to read
 
@@ -38,56 +38,56 @@ class HostTier:
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
-        self._policy = make_policy(policy, self.capacity)
+        self._policy = make_eviction_policy(policy, self.capacity)
         self._lock = threading.Lock()
         self._num_stored = self._num_loaded = self._num_evicted = 0
 
     # -- buffers: reserve, publish, pin ------------------------------------------------------------------------------
 
-    def reserve(self, digest: bytes) -> memoryview | None:
+    def reserve_buffer(self, block_hash: bytes) -> memoryview | None:
         """Return a buffer to fill, or None if the block is stored or being filled, or all buffers are in use."""
         with self._lock:
-            if digest in self._kept or digest in self._filling:
+            if block_hash in self._kept or block_hash in self._filling:
                 return None
-            if not self._free and not self._evict_for(digest):
+            if not self._free and not self._evict_to_fit(block_hash):
                 return None
-            slot = self._filling[digest] = self._free.pop()
-            return self._buffer(slot)
+            slot = self._filling[block_hash] = self._free.pop()
+            return self._buffer_at(slot)
 
-    def publish(self, digest: bytes, *, pin: bool = False) -> None:
+    def publish_buffer(self, block_hash: bytes, *, pin: bool = False) -> None:
         """Make the filled buffer available to lookups, pinned once if `pin`."""
         with self._lock:
-            self._kept[digest] = self._filling.pop(digest)
-            self._policy.insert(digest)
+            self._kept[block_hash] = self._filling.pop(block_hash)
+            self._policy.insert(block_hash)
             self._num_stored += 1
             if pin:
-                self._pins[digest] = 1
+                self._pins[block_hash] = 1
 
-    def abandon(self, digest: bytes) -> None:
+    def release_reserved(self, block_hash: bytes) -> None:
         """Free a reserved buffer that could not be filled."""
         with self._lock:
-            self._free.append(self._filling.pop(digest))
+            self._free.append(self._filling.pop(block_hash))
 
-    def pin(self, digest: bytes) -> memoryview | None:
+    def pin_block(self, block_hash: bytes) -> memoryview | None:
         """Return the block's buffer and keep it from eviction until `unpin`; None if the block is not stored."""
         with self._lock:
-            slot = self._kept.get(digest)
+            slot = self._kept.get(block_hash)
             if slot is None:
                 return None
-            self._policy.touch(digest)
-            self._pins[digest] = self._pins.get(digest, 0) + 1
-            return self._buffer(slot)
+            self._policy.record_use(block_hash)
+            self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
+            return self._buffer_at(slot)
 
-    def unpin(self, digest: bytes) -> None:
+    def unpin_block(self, block_hash: bytes) -> None:
         with self._lock:
-            count = self._pins.pop(digest) - 1
+            count = self._pins.pop(block_hash) - 1
             if count:
-                self._pins[digest] = count
+                self._pins[block_hash] = count
 
-    def __contains__(self, digest: bytes) -> bool:
+    def __contains__(self, block_hash: bytes) -> bool:
         """Return whether the block is stored or being filled."""
         with self._lock:
-            return digest in self._kept or digest in self._filling
+            return block_hash in self._kept or block_hash in self._filling
 
     # -- the Tier interface ------------------------------------------------------------------------------------------
 
@@ -100,11 +100,11 @@ class HostTier:
 
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         for i, (digest, buffer) in enumerate(zip(hashes, buffers, strict=True)):
-            kept = self.pin(digest)
+            kept = self.pin_block(digest)
             if kept is None:
                 return i
             buffer[:] = kept
-            self.unpin(digest)
+            self.unpin_block(digest)
             with self._lock:
                 self._num_loaded += 1
         return len(hashes)
@@ -112,9 +112,9 @@ class HostTier:
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         count = 0
         for digest, buffer in zip(hashes, buffers, strict=True):
-            if (target := self.reserve(digest)) is not None:
+            if (target := self.reserve_buffer(digest)) is not None:
                 target[:] = buffer
-                self.publish(digest)
+                self.publish_buffer(digest)
                 count += 1
         return count
 
@@ -157,13 +157,13 @@ class HostTier:
         with self._lock:
             return len(self._pins) + len(self._filling)
 
-    def _evict_for(self, incoming: bytes) -> bool:
-        digest = self._policy.evict(incoming, lambda key: key not in self._pins)
+    def _evict_to_fit(self, incoming_hash: bytes) -> bool:
+        digest = self._policy.evict(incoming_hash, lambda key: key not in self._pins)
         if digest is None:
             return False
         self._free.append(self._kept.pop(digest))
         self._num_evicted += 1
         return True
 
-    def _buffer(self, slot: int) -> memoryview:
+    def _buffer_at(self, slot: int) -> memoryview:
         return self.memory[slot * self.buffer_bytes : (slot + 1) * self.buffer_bytes]

@@ -21,53 +21,53 @@ CanEvict = Callable[[bytes], bool]  # returns whether a block may be evicted now
 class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
-    def __contains__(self, key: bytes) -> bool: ...
+    def __contains__(self, block_hash: bytes) -> bool: ...
 
     def __iter__(self) -> Iterator[bytes]: ...
 
-    def touch(self, key: bytes) -> None:
+    def record_use(self, block_hash: bytes) -> None:
         """Record a use of a stored block."""
         ...
 
-    def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
+    def evict(self, incoming_hash: bytes, can_evict: CanEvict) -> bytes | None:
         """Remove and return the block to evict for `incoming`, or None if no block may be evicted."""
         ...
 
-    def insert(self, key: bytes) -> None: ...
+    def insert(self, block_hash: bytes) -> None: ...
 
-    def remove(self, key: bytes) -> None:
+    def remove(self, block_hash: bytes) -> None:
         """Remove a block that was deleted without `evict`."""
         ...
 
 
-class LRU:
+class LRUPolicy:
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._keys
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
 
-    def touch(self, key: bytes) -> None:
-        self._keys.move_to_end(key)
+    def record_use(self, block_hash: bytes) -> None:
+        self._keys.move_to_end(block_hash)
 
-    def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
-        return _evict_first(self._keys, can_evict)
+    def evict(self, incoming_hash: bytes, can_evict: CanEvict) -> bytes | None:
+        return _evict_first_allowed(self._keys, can_evict)
 
-    def insert(self, key: bytes) -> None:
-        assert key not in self._keys
-        self._keys[key] = None
+    def insert(self, block_hash: bytes) -> None:
+        assert block_hash not in self._keys
+        self._keys[block_hash] = None
 
-    def remove(self, key: bytes) -> None:
-        del self._keys[key]
+    def remove(self, block_hash: bytes) -> None:
+        del self._keys[block_hash]
 
 
-class ARC:
+class ARCPolicy:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
@@ -79,21 +79,21 @@ class ARC:
     def __len__(self) -> int:
         return len(self._used_once) + len(self._used_again)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._used_once or key in self._used_again
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._used_once or block_hash in self._used_again
 
     def __iter__(self) -> Iterator[bytes]:
         yield from self._used_once
         yield from self._used_again
 
-    def touch(self, key: bytes) -> None:
-        self._used_once.pop(key, None)
-        self._used_again[key] = None
-        self._used_again.move_to_end(key)
+    def record_use(self, block_hash: bytes) -> None:
+        self._used_once.pop(block_hash, None)
+        self._used_again[block_hash] = None
+        self._used_again.move_to_end(block_hash)
 
-    def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
-        was_evicted = incoming in self._evicted_again
-        if incoming in self._evicted_once:
+    def evict(self, incoming_hash: bytes, can_evict: CanEvict) -> bytes | None:
+        was_evicted = incoming_hash in self._evicted_again
+        if incoming_hash in self._evicted_once:
             step = max(len(self._evicted_again) / len(self._evicted_once), 1.0)
             self._target_once = min(self._target_once + step, float(self._capacity))
         elif was_evicted:
@@ -104,34 +104,34 @@ class ARC:
         )
         lists = [(self._used_once, self._evicted_once), (self._used_again, self._evicted_again)]
         for stored, evicted in lists if self._used_once and exceeds_target else reversed(lists):
-            if (key := _evict_first(stored, can_evict)) is not None:
+            if (key := _evict_first_allowed(stored, can_evict)) is not None:
                 evicted[key] = None
                 return key
         return None
 
-    def insert(self, key: bytes) -> None:
-        assert key not in self
-        was_evicted = key in self._evicted_once or key in self._evicted_again
-        self._evicted_once.pop(key, None)
-        self._evicted_again.pop(key, None)
-        (self._used_again if was_evicted else self._used_once)[key] = None
+    def insert(self, block_hash: bytes) -> None:
+        assert block_hash not in self
+        was_evicted = block_hash in self._evicted_once or block_hash in self._evicted_again
+        self._evicted_once.pop(block_hash, None)
+        self._evicted_again.pop(block_hash, None)
+        (self._used_again if was_evicted else self._used_once)[block_hash] = None
         if len(self._used_once) + len(self._evicted_once) > self._capacity and self._evicted_once:
             self._evicted_once.popitem(last=False)
         if len(self) + len(self._evicted_once) + len(self._evicted_again) > 2 * self._capacity and self._evicted_again:
             self._evicted_again.popitem(last=False)
 
-    def remove(self, key: bytes) -> None:
-        del (self._used_once if key in self._used_once else self._used_again)[key]
+    def remove(self, block_hash: bytes) -> None:
+        del (self._used_once if block_hash in self._used_once else self._used_again)[block_hash]
 
 
-def make_policy(name: str, capacity: int) -> EvictionPolicy:
+def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
     if name not in ("lru", "arc"):
         raise InvalidRequest(f"kv_policy is {name!r}; it must be lru or arc", param="kv_policy")
-    return LRU() if name == "lru" else ARC(capacity)
+    return LRUPolicy() if name == "lru" else ARCPolicy(capacity)
 
 
-def _evict_first(keys: OrderedDict[bytes, None], can_evict: CanEvict) -> bytes | None:
-    key = next((key for key in keys if can_evict(key)), None)
+def _evict_first_allowed(hashes: OrderedDict[bytes, None], can_evict: CanEvict) -> bytes | None:
+    key = next((key for key in hashes if can_evict(key)), None)
     if key is not None:
-        del keys[key]
+        del hashes[key]
     return key

@@ -22,7 +22,7 @@ from emberline.kv.checksum import Crc, select_crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.tiers.base import PAGE_BYTES, buffer_bytes_for
 from emberline.kv.tiers.blockformat import BlockFormat, layout_hash
-from emberline.kv.tiers.coding_gain import BlockReadTiming, CodingGain
+from emberline.kv.tiers.coding_gain import BlockReadTiming, EncodingBenefit
 from emberline.kv.tiers.storeclient import (
     NO_MEMORY,
     NOT_FOUND,
@@ -51,14 +51,14 @@ class RemoteTier:
         *,
         crc: Crc | None = None,
         codec: KVCodec | None = None,
-        coding: str = "auto",
+        codec_choice: str = "auto",
         clock: Clock | None = None,
         client: StoreClient | None = None,
     ) -> None:
         """`master`: HOST:PORT. `memory_bytes`: contributed to the store. `coding`: auto, uw or none."""
         digest = layout_hash(layout)
         self._format = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
-        self._coding, self._gain = coding, CodingGain(self._format.buffer_bytes)
+        self._coding, self._gain = codec_choice, EncodingBenefit(self._format.buffer_bytes)
         self._key_prefix = digest.hex()
         self._clock = clock or SystemClock()
         self._client = client or StoreClient(master, memory_bytes, self._format.scratch_bytes, listen_address)
@@ -88,23 +88,23 @@ class RemoteTier:
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         pairs = zip(hashes, buffers, strict=True)
         with self._load_lock:
-            return next((i for i, pair in enumerate(pairs) if not self._load(*pair)), len(hashes))
+            return next((i for i, pair in enumerate(pairs) if not self._load_block(*pair)), len(hashes))
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        return sum(self._store(*pair) for pair in zip(hashes, buffers, strict=True))
+        return sum(self._store_block(*pair) for pair in zip(hashes, buffers, strict=True))
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         for digest in hashes:
-            self._remember(digest, present=False)
+            self._remember_presence(digest, present=False)
             if self._is_on:
                 with contextlib.suppress(StoreUnavailable):
-                    self._client.remove(self._key(digest))
+                    self._client.remove(self._store_key(digest))
 
     def refresh(self) -> None:
         if self._is_on:
             return
         try:
-            self._client.check()
+            self._client.ensure_running()
         except StoreUnavailable as error:
             self._turn_off(error)
             return
@@ -126,47 +126,47 @@ class RemoteTier:
 
     # -- one block ---------------------------------------------------------------------------------------------------
 
-    def _load(self, digest: bytes, buffer: memoryview) -> bool:
+    def _load_block(self, block_hash: bytes, buffer: memoryview) -> bool:
         if not self._is_on:
             return False
         began = time.perf_counter()
         try:
-            value = self._client.get(self._key(digest))
+            value = self._client.get(self._store_key(block_hash))
         except StoreUnavailable as error:
             self._turn_off(error)
             return False
         if isinstance(value, int):
-            self._remember(digest, present=False)
+            self._remember_presence(block_hash, present=False)
             with self._lock:
                 self._stats.errors += value not in (NOT_FOUND, NOT_READY)
             return False
         seconds, size = time.perf_counter() - began, len(value)
-        intact = size > PAGE_BYTES and self._format.read(digest, value[:PAGE_BYTES], value[PAGE_BYTES:], buffer)
+        intact = size > PAGE_BYTES and self._format.read(block_hash, value[:PAGE_BYTES], value[PAGE_BYTES:], buffer)
         if not intact:
-            self.discard([digest])
+            self.discard([block_hash])
             with self._lock:
                 self._stats.damaged_blocks += 1
             return False
         decoding = 0.0 if size == self._format.plain_bytes else time.perf_counter() - began - seconds
-        self._remember(digest, present=True)
+        self._remember_presence(block_hash, present=True)
         with self._lock:
-            self._gain.record(BlockReadTiming(size, seconds, decoding))
+            self._gain.record_read(BlockReadTiming(size, seconds, decoding))
             self._stats.loaded_blocks += 1
             self._stats.loaded_bytes += size
             self._stats.load_seconds += time.perf_counter() - began
         return True
 
-    def _store(self, digest: bytes, buffer: memoryview) -> bool:
+    def _store_block(self, block_hash: bytes, buffer: memoryview) -> bool:
         began, result, size = time.perf_counter(), NO_MEMORY, 0
         if self._is_on:
             try:
                 result, size = self._client.put(
-                    self._key(digest), lambda target: self._write_value(digest, buffer, target)
+                    self._store_key(block_hash), lambda target: self._write_value(block_hash, buffer, target)
                 )
             except StoreUnavailable as error:
                 self._turn_off(error)
         if result == 0:
-            self._remember(digest, present=True)
+            self._remember_presence(block_hash, present=True)
         with self._lock:
             self._stats.dropped_blocks += result == NO_MEMORY
             self._stats.errors += result not in (0, NO_MEMORY)
@@ -176,26 +176,26 @@ class RemoteTier:
                 self._stats.store_seconds += time.perf_counter() - began
         return result == 0
 
-    def _write_value(self, digest: bytes, buffer: memoryview, target: memoryview) -> int:
-        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.is_worthwhile())
-        payload = self._format.write(digest, buffer, target, coded=coded, max_coded_bytes=len(buffer) * 31 // 32)
+    def _write_value(self, block_hash: bytes, buffer: memoryview, target: memoryview) -> int:
+        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.is_encoding_faster())
+        payload = self._format.write(block_hash, buffer, target, encode=coded, max_encoded_bytes=len(buffer) * 31 // 32)
         if payload is buffer:
             target[PAGE_BYTES : PAGE_BYTES + len(buffer)] = buffer
         return PAGE_BYTES + len(payload)
 
-    def _key(self, digest: bytes) -> str:
-        return f"{self._key_prefix}/{digest.hex()}"
+    def _store_key(self, block_hash: bytes) -> str:
+        return f"{self._key_prefix}/{block_hash.hex()}"
 
     # -- known and missing blocks, failures --------------------------------------------------------------------------
 
-    def _remember(self, digest: bytes, *, present: bool) -> None:
+    def _remember_presence(self, block_hash: bytes, *, present: bool) -> None:
         with self._lock:
-            self._known.pop(digest, None)
-            self._missing.pop(digest, None)
+            self._known.pop(block_hash, None)
+            self._missing.pop(block_hash, None)
             if present:
-                self._known[digest] = None
+                self._known[block_hash] = None
             else:
-                self._missing[digest] = self._clock.now()
+                self._missing[block_hash] = self._clock.now()
             for remembered in (self._known, self._missing):
                 if len(remembered) > MAX_REMEMBERED_BLOCKS:
                     remembered.popitem(last=False)

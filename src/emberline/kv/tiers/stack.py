@@ -32,7 +32,7 @@ STUCK_READ_S = 1.0  # while one block takes longer to read, lower tiers are not 
 class FetchedBlock:
     """A block in a host buffer, pinned until TierStack.release_fetched."""
 
-    digest: bytes
+    block_hash: bytes
     buffer: memoryview
     tier: str  # name of the tier that held it
 
@@ -51,7 +51,7 @@ class TierStack:
     def __init__(
         self, host: HostTier, lower_tiers: Sequence[Tier] = (), *, clock: Clock | None = None, threads: bool = True
     ) -> None:
-        """Without `threads`, blocks move only when `read_next` or `write_next` is called, as tests do."""
+        """Without `threads`, blocks move only when `load_next_block` or `write_next_block` is called, as tests do."""
         self.host = host
         self.lower_tiers = list(lower_tiers)
         self._clock = clock or SystemClock()
@@ -81,10 +81,10 @@ class TierStack:
             count += more
         return count
 
-    def fetch(self, hashes: Sequence[bytes]) -> TierFetch:
+    def start_fetch(self, hashes: Sequence[bytes]) -> TierFetch:
         fetch = TierFetch(hashes)
         for digest in hashes:
-            buffer = self.host.pin(digest)
+            buffer = self.host.pin_block(digest)
             if buffer is None:
                 break
             fetch.ready.append(FetchedBlock(digest, buffer, self.host.name))
@@ -102,18 +102,18 @@ class TierStack:
             arrivals, fetch.ready = fetch.ready, []
             return arrivals, fetch.ended
 
-    def release_fetched(self, digest: bytes) -> None:
+    def release_fetched(self, block_hash: bytes) -> None:
         """Unpin the buffer of a fetched block."""
-        self.host.unpin(digest)
+        self.host.unpin_block(block_hash)
         self._read_event.set()
 
-    def cancel(self, fetch: TierFetch) -> None:
+    def cancel_fetch(self, fetch: TierFetch) -> None:
         with self._lock:
             arrivals, fetch.ready, fetch.ended = fetch.ready, [], True
             if fetch in self._fetches:
                 self._fetches.remove(fetch)
         for arrival in arrivals:
-            self.release_fetched(arrival.digest)
+            self.release_fetched(arrival.block_hash)
 
     def count_hit(self, tier: str, tokens: int) -> None:
         """Count a block, with its tokens, that a request got from a tier."""
@@ -127,45 +127,45 @@ class TierStack:
 
     # -- stores: called by the engine's loop --------------------------------------------------------------------------
 
-    def reserve(self, digest: bytes) -> memoryview | None:
+    def reserve_host_buffer(self, block_hash: bytes) -> memoryview | None:
         """Return a host buffer to copy the block to, or None if host memory has the block or no free buffer."""
-        buffer = self.host.reserve(digest)
-        if buffer is None and digest in self.host:
-            self._queue_write(digest)  # the lower tiers may not have it
+        buffer = self.host.reserve_buffer(block_hash)
+        if buffer is None and block_hash in self.host:
+            self._queue_write(block_hash)  # the lower tiers may not have it
         elif buffer is None:
             self._dropped["host"] += 1
         return buffer
 
-    def finish_save(self, digest: bytes) -> None:
+    def finish_save(self, block_hash: bytes) -> None:
         """Publish a filled buffer and queue it for the lower tiers."""
-        self.host.publish(digest)
-        self._queue_write(digest)
+        self.host.publish_buffer(block_hash)
+        self._queue_write(block_hash)
         self._read_event.set()
 
-    def _queue_write(self, digest: bytes) -> None:
-        if all(tier.lookup([digest]) for tier in self.lower_tiers):
+    def _queue_write(self, block_hash: bytes) -> None:
+        if all(tier.lookup([block_hash]) for tier in self.lower_tiers):
             return
         with self._lock:
-            if digest in self._writes:
+            if block_hash in self._writes:
                 return
             if len(self._writes) >= self._max_queued_writes:
                 self._dropped["below"] += 1
-            elif (buffer := self.host.pin(digest)) is not None:
-                self._writes[digest] = buffer
+            elif (buffer := self.host.pin_block(block_hash)) is not None:
+                self._writes[block_hash] = buffer
         self._write_event.set()
 
     # -- run by the threads -------------------------------------------------------------------------------------------
 
-    def read_next(self) -> bool:
+    def load_next_block(self) -> bool:
         """Load one block into host memory. Return False if no fetch needs one, or no buffer is free."""
         with self._lock:
             if not self._fetches:
                 return False
             fetch = self._fetches[0]
             digest = fetch.hashes[fetch.num_fetched]
-        tier_name, buffer = self.host.name, self.host.pin(digest)
+        tier_name, buffer = self.host.name, self.host.pin_block(digest)
         if buffer is None:
-            reserved = self.host.reserve(digest)
+            reserved = self.host.reserve_buffer(digest)
             if reserved is None:
                 return False  # buffers are released when plans have run
             found_in = self._load_block(digest, reserved, fetch.hashes[fetch.num_fetched + 1 :])
@@ -179,11 +179,11 @@ class TierStack:
                 fetch.ended = True
                 self._fetches.remove(fetch)
         if buffer is not None and not wanted:
-            self.host.unpin(digest)
+            self.host.unpin_block(digest)
         self._progress_event.set()
         return True
 
-    def _load_block(self, digest: bytes, buffer: memoryview, rest: Sequence[bytes]) -> str | None:
+    def _load_block(self, block_hash: bytes, buffer: memoryview, following_hashes: Sequence[bytes]) -> str | None:
         """Load the block from the first lower tier that has it, and return the tier's name, or None.
 
         A tier whose copy is damaged discards the rest of the prefix too, so that it is written again: it may be damaged
@@ -192,17 +192,17 @@ class TierStack:
         self._reading_since = self._clock.now()
         for tier in self.lower_tiers:
             damaged = tier.stats().damaged_blocks
-            if tier.load([digest], [buffer]):
-                self.host.publish(digest, pin=True)
+            if tier.load([block_hash], [buffer]):
+                self.host.publish_buffer(block_hash, pin=True)
                 self._reading_since = None
                 return tier.name
             if tier.stats().damaged_blocks > damaged:
-                tier.discard(rest)
-        self.host.abandon(digest)
+                tier.discard(following_hashes)
+        self.host.release_reserved(block_hash)
         self._reading_since = None
         return None
 
-    def write_next(self) -> bool:
+    def write_next_block(self) -> bool:
         """Write one queued block to the lower tiers that lack it. Return False if the queue is empty."""
         with self._lock:
             if not self._writes:
@@ -213,7 +213,7 @@ class TierStack:
                 tier.store([digest], [buffer])
         with self._lock:
             del self._writes[digest]
-        self.host.unpin(digest)
+        self.host.unpin_block(digest)
         self._read_event.set()
         return True
 
@@ -222,7 +222,7 @@ class TierStack:
         return since is not None and self._clock.now() - since > STUCK_READ_S
 
     def _read_loop(self) -> None:
-        self._loop(self._read_event, self.read_next)
+        self._run_loop(self._read_event, self.load_next_block)
 
     def _write_loop(self) -> None:
         refreshed = self._clock.now()
@@ -233,20 +233,20 @@ class TierStack:
                 for tier in self.lower_tiers:
                     tier.refresh()
                 refreshed = self._clock.now()
-            return self.write_next()
+            return self.write_next_block()
 
-        self._loop(self._write_event, work)
+        self._run_loop(self._write_event, work)
 
-    def _loop(self, event: threading.Event, work: Callable[[], bool]) -> None:
+    def _run_loop(self, wake_event: threading.Event, work: Callable[[], bool]) -> None:
         while not self._closed:
-            event.wait(REFRESH_INTERVAL_S)
-            event.clear()
+            wake_event.wait(REFRESH_INTERVAL_S)
+            wake_event.clear()
             while not self._closed and work():
                 pass
 
     # -- shutdown and statistics --------------------------------------------------------------------------------------
 
-    def flush(self, timeout_s: float) -> bool:
+    def wait_until_written(self, timeout_s: float) -> bool:
         """Wait until all queued blocks are written; return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -258,7 +258,7 @@ class TierStack:
 
     def close(self, timeout_s: float = 5.0) -> None:
         if self._threads:
-            self.flush(timeout_s)
+            self.wait_until_written(timeout_s)
         self._closed = True
         self._read_event.set()
         self._write_event.set()

@@ -56,14 +56,14 @@ class StoreConnection:
         self._request_number = 0  # of the last request
         self._pending_since: float | None = None  # time of the last request, until its result has arrived
 
-    def check_free(self) -> None:
+    def check_buffer_free(self) -> None:
         """Raise StoreUnavailable if an earlier call may still use the buffer."""
         if self._pending_since is not None:
             self.receive_result(0.0)
 
     def call(self, operation: str, key: str, size: int, timeout_s: float) -> int:
         """Send a request and return its result. Raises StoreUnavailable if none arrives in time."""
-        self.check_free()
+        self.check_buffer_free()
         self._request_number += 1
         request = json.dumps([self._request_number, operation, key, size]).encode()
         try:
@@ -94,7 +94,7 @@ class StoreConnection:
         return int(result)
 
     @property
-    def is_stuck(self) -> bool:
+    def is_call_stuck(self) -> bool:
         return self._pending_since is not None and time.monotonic() - self._pending_since > STUCK_TIMEOUT_S
 
     def shut_down(self) -> None:
@@ -111,7 +111,7 @@ class StoreProcess:
 
     @property
     def needs_restart(self) -> bool:
-        return self.popen.poll() is not None or self.get.is_stuck or self.put.is_stuck
+        return self.popen.poll() is not None or self.get.is_call_stuck or self.put.is_call_stuck
 
     def kill(self) -> None:
         self.get.shut_down()
@@ -150,15 +150,15 @@ class StoreClient:
             size = line.call("get", key, 0, CALL_TIMEOUT_S)
         return line.buffer[:size] if size > 0 else size
 
-    def put(self, key: str, fill: Callable[[memoryview], int]) -> tuple[int, int]:
+    def put(self, key: str, write_value: Callable[[memoryview], int]) -> tuple[int, int]:
         """Store the value that `fill` writes into its argument, a buffer, and whose length it returns.
 
         Return the store's result code and the length.
         """
         line = self._require_ready().put
         with line.lock:
-            line.check_free()
-            size = fill(line.buffer)
+            line.check_buffer_free()
+            size = write_value(line.buffer)
             return line.call("put", key, size, CALL_TIMEOUT_S), size
 
     def remove(self, key: str) -> None:
@@ -166,7 +166,7 @@ class StoreClient:
         with line.lock:
             line.call("remove", key, 0, CALL_TIMEOUT_S)
 
-    def check(self) -> None:
+    def ensure_running(self) -> None:
         """Start or restart the child process if needed. Raises StoreUnavailable unless the master answers."""
         if self._process is not None and self._process.needs_restart:
             self._process.kill()

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from emberline.kv.confine import ListenerExposed, confined_to
-from emberline.kv.mooncake import MooncakeStore, best_protocol, new_store
+from emberline.kv.confine import ListenerExposed, confine_new_listeners
+from emberline.kv.mooncake import MooncakeStore, fastest_protocol, new_store
 
 CLIENT_BUFFER_BYTES = 16 << 20  # local buffer that the Mooncake client requires
 MAX_MESSAGE_BYTES = 4096
@@ -46,24 +46,24 @@ class StoreProcessConfig:
         return json.dumps(asdict(self))
 
 
-def run_store(config: StoreProcessConfig, store: MooncakeStore) -> None:
+def serve_store(config: StoreProcessConfig, store: MooncakeStore) -> None:
     """Set the store up, report the result, and serve both sockets until the parent closes one."""
     memory = mmap.mmap(config.shared, 2 * config.room)
     begin = np.frombuffer(memory, np.uint8).ctypes.data
     get, put = (socket.socket(fileno=line) for line in config.lines)
     try:
-        with confined_to(config.host):
+        with confine_new_listeners(config.host):
             answer = store.setup(
-                config.host, "P2PHANDSHAKE", config.memory, CLIENT_BUFFER_BYTES, best_protocol(), "", config.master
+                config.host, "P2PHANDSHAKE", config.memory, CLIENT_BUFFER_BYTES, fastest_protocol(), "", config.master
             )
     except ListenerExposed:
         answer = LISTENER_EXPOSED
     put.send(json.dumps([0, answer or store.register_buffer(begin, 2 * config.room)]).encode())
-    threading.Thread(target=_serve, args=(get, store, begin, config.room), daemon=True).start()
-    _serve(put, store, begin + config.room, config.room)
+    threading.Thread(target=_serve_connection, args=(get, store, begin, config.room), daemon=True).start()
+    _serve_connection(put, store, begin + config.room, config.room)
 
 
-def _serve(connection: socket.socket, store: MooncakeStore, buffer_address: int, buffer_bytes: int) -> None:
+def _serve_connection(connection: socket.socket, store: MooncakeStore, buffer_address: int, buffer_bytes: int) -> None:
     calls: dict[str, Callable[[str, int], int]] = {
         "get": lambda key, _: store.get_into(key, buffer_address, buffer_bytes),
         "put": lambda key, length: store.put_from(key, buffer_address, length),
@@ -82,7 +82,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
     values = json.loads(sys.argv[1])
     config = StoreProcessConfig(**{**values, "lines": tuple(values["lines"])})
-    run_store(config, new_store(config.port))
+    serve_store(config, new_store(config.port))
 
 
 if __name__ == "__main__":

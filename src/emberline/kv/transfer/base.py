@@ -39,7 +39,7 @@ class PieceFetch:
         self.region.scatter(piece, self.target_blocks, self.ticket.peer.layout, data)
 
     def mark_arrived(self, piece: TransferPiece) -> None:
-        self.progress.mark_arrived(piece, piece.size(self.ticket.peer.layout))
+        self.progress.mark_arrived(piece, piece.num_bytes(self.ticket.peer.layout))
 
 
 class TransferLink(Protocol):

@@ -76,38 +76,38 @@ class MessageChannel:
         self._io_timeout_s = io_timeout_s
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
 
-    def send_json(self, kind: MessageKind, transfer: int, body: dict[str, Any], deadline: float) -> None:
-        self.send(kind, transfer, json.dumps(body).encode(), deadline)
+    def send_json(self, kind: MessageKind, transfer_id: int, body: dict[str, Any], deadline: float) -> None:
+        self.send(kind, transfer_id, json.dumps(body).encode(), deadline)
 
     def send(
-        self, kind: MessageKind, transfer: int, body: bytes, deadline: float, payload: Sequence[memoryview] = ()
+        self, kind: MessageKind, transfer_id: int, body: bytes, deadline: float, payload: Sequence[memoryview] = ()
     ) -> None:
-        header = HEADER.pack(MAGIC, kind, transfer, len(body), zlib.crc32(body))
+        header = HEADER.pack(MAGIC, kind, transfer_id, len(body), zlib.crc32(body))
         views = [memoryview(header + HEADER_CRC.pack(zlib.crc32(header)) + body), *payload]
         index = 0
         while index < len(views):
-            sent = self._move_bytes(socket.SO_SNDTIMEO, deadline, views[index : index + MAX_VIEWS_PER_CALL])
-            index = _skip_bytes(views, index, sent)
+            sent = self._send_or_receive(socket.SO_SNDTIMEO, deadline, views[index : index + MAX_VIEWS_PER_CALL])
+            index = _advance_views(views, index, sent)
 
     def receive(self, deadline: float) -> TransferMessage:
         header, crc = bytearray(HEADER.size), bytearray(HEADER_CRC.size)
         self.receive_into([memoryview(header), memoryview(crc)], deadline)
         magic, kind, transfer, length, body_crc = HEADER.unpack(header)
         if magic != MAGIC or length > MAX_BODY_BYTES or HEADER_CRC.pack(zlib.crc32(header)) != crc:
-            raise self._mark_corrupted(
+            raise self._make_corruption_error(
                 "the received bytes are not a message of the KV transfer protocol, or are damaged"
             )
         body = bytearray(length)
         self.receive_into([memoryview(body)], deadline)
         if zlib.crc32(body) != body_crc:
-            raise self._mark_corrupted("a KV transfer message arrived with a wrong checksum")
+            raise self._make_corruption_error("a KV transfer message arrived with a wrong checksum")
         return TransferMessage(kind, transfer, bytes(body))
 
     def receive_into(self, views: list[memoryview], deadline: float) -> None:
         index = 0
         while index < len(views):
-            received = self._move_bytes(socket.SO_RCVTIMEO, deadline, views[index : index + MAX_VIEWS_PER_CALL])
-            index = _skip_bytes(views, index, received)
+            received = self._send_or_receive(socket.SO_RCVTIMEO, deadline, views[index : index + MAX_VIEWS_PER_CALL])
+            index = _advance_views(views, index, received)
 
     def wait_for_message(self, timeout_s: float) -> None:
         """Wait until a message begins to arrive. Raises PeerLost if the peer closes or the timeout passes."""
@@ -140,13 +140,13 @@ class MessageChannel:
         self.is_broken = True
         self.socket.close()
 
-    def _move_bytes(self, option: int, deadline: float, views: list[memoryview]) -> int:
+    def _send_or_receive(self, timeout_option: int, deadline: float, views: list[memoryview]) -> int:
         """Send or receive once and return the number of bytes, at least 1. Raises PeerLost or TransferTimeout."""
         remaining = deadline - time.monotonic()
         try:
             if remaining > 0:
-                self._set_timeout(option, min(remaining, self._io_timeout_s))
-                if option == socket.SO_SNDTIMEO:
+                self._set_timeout(timeout_option, min(remaining, self._io_timeout_s))
+                if timeout_option == socket.SO_SNDTIMEO:
                     return self.socket.sendmsg(views)
                 if received := self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]:
                     return received
@@ -162,18 +162,18 @@ class MessageChannel:
             raise TransferTimeout("the deadline passed before the peer had answered")
         raise PeerLost(f"the peer sent or accepted no byte for {self._io_timeout_s:g} s")
 
-    def _set_timeout(self, option: int, seconds: float) -> None:
-        if self._timeouts[option] != seconds:
+    def _set_timeout(self, timeout_option: int, seconds: float) -> None:
+        if self._timeouts[timeout_option] != seconds:
             whole, part = divmod(max(1, int(seconds * 1e6)), 1_000_000)
-            self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, part))
-            self._timeouts[option] = seconds
+            self.socket.setsockopt(socket.SOL_SOCKET, timeout_option, struct.pack("@ll", whole, part))
+            self._timeouts[timeout_option] = seconds
 
-    def _mark_corrupted(self, reason: str) -> TransferCorrupted:
+    def _make_corruption_error(self, reason: str) -> TransferCorrupted:
         self.is_broken = True
         return TransferCorrupted(reason)
 
 
-def _skip_bytes(views: list[memoryview], index: int, count: int) -> int:
+def _advance_views(views: list[memoryview], index: int, count: int) -> int:
     """Return the index of the view to continue with after `count` bytes; a view used in part is shortened."""
     while index < len(views) and count >= len(views[index]):
         count -= len(views[index])

@@ -11,7 +11,7 @@ from emberline.core.engine_config import TransferConfig
 from emberline.kv.checksum import Crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.confine import is_loopback
-from emberline.kv.mooncake import best_protocol, probe
+from emberline.kv.mooncake import check_mooncake_usable, fastest_protocol
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.errors import PeerUnreachable
 from emberline.kv.transfer.link import LinkOptions
@@ -114,12 +114,12 @@ def _start_mooncake(host: str, config: TransferConfig, region: Region) -> Moonca
     """Return Mooncake's engine, or None if it cannot be used: the other transports then carry the blocks."""
     reason: str | None = "the KV cache is in GPU memory"
     if isinstance(region, HostRegion):
-        reason = None if host in _mooncake_engines else probe(host, best_protocol())
+        reason = None if host in _mooncake_engines else check_mooncake_usable(host, fastest_protocol())
     if reason is None:
         try:
             if host not in _mooncake_engines:
                 _mooncake_engines[host] = MooncakeEngine(
-                    host, best_protocol(), port_at_offset(config.listen_port, ENGINE_PORT_OFFSET)
+                    host, fastest_protocol(), port_at_offset(config.listen_port, ENGINE_PORT_OFFSET)
                 )
         except PeerUnreachable as error:
             reason = error.message

@@ -48,7 +48,7 @@ class KVLayout:
         return self.heads * self.width // width, width
 
     @property
-    def digest(self) -> str:
+    def layout_hash(self) -> str:
         """Hash of all fields but `tokens`.
 
         Caches of equal digests are compatible if one block size divides the other.
@@ -76,7 +76,7 @@ class KVLayout:
                 hint="choose block sizes of which one divides the other",
             )
 
-    def blocks_for(self, count: int, other: KVLayout) -> int:
+    def num_blocks_for(self, count: int, other: KVLayout) -> int:
         """Return how many blocks of this layout hold `count` blocks of the other."""
         return -(-count * other.tokens // self.tokens)
 

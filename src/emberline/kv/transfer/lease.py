@@ -67,7 +67,7 @@ class LeaseTable:
 
     def extend(
         self,
-        id: str,
+        lease_id: str,
         blocks: BlockIds,
         generations: Generations,
         checksums: tuple[int, ...],
@@ -75,72 +75,72 @@ class LeaseTable:
         note: str = "",
     ) -> Lease:
         with self._changed:
-            lease = self._find(id)
+            lease = self._find_active(lease_id)
             assert not lease.complete, "a complete lease cannot be extended"
             lease.blocks = np.concatenate((lease.blocks, blocks))
             lease.generations = np.concatenate((lease.generations, generations))
             lease.checksums += checksums
             lease.complete, lease.note = complete, note
-            self._renew(lease)
+            self._extend_expiry(lease)
             self._changed.notify_all()
             return replace(lease)
 
-    def find(self, id: str) -> Lease:
+    def find(self, lease_id: str) -> Lease:
         """Return a copy of the lease, as all methods do. Raises TicketEnded if it has ended."""
         with self._changed:
-            return replace(self._find(id))
+            return replace(self._find_active(lease_id))
 
-    def renew(self, id: str) -> None:
+    def renew(self, lease_id: str) -> None:
         with self._changed:
-            self._renew(self._find(id))
+            self._extend_expiry(self._find_active(lease_id))
 
-    def wait_for_blocks(self, id: str, known_blocks: int, timeout_s: float) -> Lease:
+    def wait_for_blocks(self, lease_id: str, known_blocks: int, timeout_s: float) -> Lease:
         """Wait until the lease has more than `known_blocks` blocks or is complete, or until the timeout."""
         deadline = self._clock.now() + timeout_s
         with self._changed:
             while True:
-                lease, remaining = self._find(id), deadline - self._clock.now()
+                lease, remaining = self._find_active(lease_id), deadline - self._clock.now()
                 if lease.complete or len(lease.blocks) > known_blocks or remaining <= 0:
-                    self._renew(lease)
+                    self._extend_expiry(lease)
                     return replace(lease)
                 self._changed.wait(min(remaining, EXPIRY_CHECK_INTERVAL_S))
 
-    def end(self, id: str, reason: LeaseEndReason) -> None:
+    def end(self, lease_id: str, reason: LeaseEndReason) -> None:
         """End the lease. Repeating a call is no error: the first reply may have been lost."""
         with self._changed:
-            if self._ended.get(id) is not reason:
-                self._end(self._find(id), reason)
+            if self._ended.get(lease_id) is not reason:
+                self._end_lease(self._find_active(lease_id), reason)
 
     def end_all(self, reason: LeaseEndReason) -> None:
         with self._changed:
             for lease in list(self._live.values()):
-                self._end(lease, reason)
+                self._end_lease(lease, reason)
 
-    def collect(self) -> list[EndedLease]:
+    def collect_ended(self) -> list[EndedLease]:
         """Return the leases that ended since the last call, also by expiry; the caller may reuse their blocks."""
         with self._changed:
             for lease in list(self._live.values()):
-                self._expire(lease)
+                self._end_if_expired(lease)
             ended, self._ended_uncollected = self._ended_uncollected, []
             return ended
 
-    def ages(self) -> list[tuple[float, int]]:
+    def lease_ages(self) -> list[tuple[float, int]]:
         """Return the age in seconds and the number of pinned blocks of each lease."""
         now = self._clock.now()
         with self._changed:
             return [(now - lease.started_at, len(lease.blocks)) for lease in self._live.values()]
 
-    def _renew(self, lease: Lease) -> None:
+    def _extend_expiry(self, lease: Lease) -> None:
         lease.expires_at = min(max(lease.expires_at, self._clock.now() + lease.duration_s), lease.max_expires_at)
 
-    def _find(self, id: str) -> Lease:
-        lease = self._live.get(id)
-        if lease is None or self._expire(lease):
-            how = self._ended.get(id)
+    def _find_active(self, lease_id: str) -> Lease:
+        lease = self._live.get(lease_id)
+        if lease is None or self._end_if_expired(lease):
+            how = self._ended.get(lease_id)
             raise TicketEnded(f"the lease of the KV ticket was {how}" if how else "the sender has no such KV ticket")
         return lease
 
-    def _expire(self, lease: Lease) -> bool:
+    def _end_if_expired(self, lease: Lease) -> bool:
         """End the lease if its time has passed, and return whether it did.
 
         A lease that is not complete lasts until its limit, because the engine that fills its blocks will complete or
@@ -148,10 +148,10 @@ class LeaseTable:
         """
         if self._clock.now() < (lease.expires_at if lease.complete else lease.max_expires_at):
             return False
-        self._end(lease, LeaseEndReason.EXPIRED)
+        self._end_lease(lease, LeaseEndReason.EXPIRED)
         return True
 
-    def _end(self, lease: Lease, reason: LeaseEndReason) -> None:
+    def _end_lease(self, lease: Lease, reason: LeaseEndReason) -> None:
         del self._live[lease.id]
         self._ended[lease.id] = reason
         if len(self._ended) > MAX_REMEMBERED_ENDS:

@@ -43,7 +43,7 @@ class LinkOptions:
     crc: Crc = zlib.crc32
 
 
-class ConnectionGroup:
+class FetchConnections:
     """The connections of one fetch: when one fails, all are stopped."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ConnectionGroup:
         self._lock = threading.Lock()
 
     @contextmanager
-    def track(self, channel: MessageChannel) -> Iterator[None]:
+    def stop_on_failure(self, channel: MessageChannel) -> Iterator[None]:
         with self._lock:
             if self.failure is not None:
                 raise PeerLost("another connection of the same KV transfer failed")
@@ -63,7 +63,7 @@ class ConnectionGroup:
             with self._lock:
                 self._channels.discard(channel)
 
-    def fail(self, error: BaseException) -> None:
+    def stop_all(self, error: BaseException) -> None:
         with self._lock:
             self.failure = self.failure or error
             for channel in self._channels:
@@ -85,12 +85,12 @@ class StreamLink:
         try:
             for _ in range(options.connections):
                 self._return_channel(self._open_channel(deadline))
-            self._prepare(deadline)
+            self._prepare_first_fetch(deadline)
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self, deadline: float) -> None:
+    def _prepare_first_fetch(self, deadline: float) -> None:
         """Prepare what the first fetch needs besides connections; for subclasses."""
 
     def poll_ticket(self, ticket: Ticket, known_blocks: int, wait_s: float, deadline: float) -> Ticket:
@@ -118,24 +118,24 @@ class StreamLink:
         count = min(self._options.connections, len(fetch.pieces))
         if not count:
             return
-        size = sum(piece.size(self._peer.layout) for piece in fetch.pieces)
+        size = sum(piece.num_bytes(self._peer.layout) for piece in fetch.pieces)
         codec = self._codec if self._options.always_encode or self._codec_chooser.should_encode(size) else None
-        group, began = ConnectionGroup(), time.monotonic()
+        group, began = FetchConnections(), time.monotonic()
 
         def fetch_share(share: Sequence[TransferPiece]) -> None:
             try:
                 with (
-                    self._channel(fetch.deadline) as channel,
-                    group.track(channel),
+                    self._borrow_channel(fetch.deadline) as channel,
+                    group.stop_on_failure(channel),
                     fetch.progress.stop_on_cancel(channel.stop),
                 ):
                     self._fetch_pieces(channel, fetch, share, codec)
             except BaseException as error:
-                group.fail(error)
+                group.stop_all(error)
 
         own, *others = [fetch.pieces[i::count] for i in range(count)]
         threads = [threading.Thread(target=fetch_share, args=(share,), name="kv-pull", daemon=True) for share in others]
-        unstarted = [share for share, thread in zip(others, threads, strict=True) if not _try_start(thread)]
+        unstarted = [share for share, thread in zip(others, threads, strict=True) if not _try_start_thread(thread)]
         for share in (own, *unstarted):
             fetch_share(share)
         for thread in threads:
@@ -164,28 +164,28 @@ class StreamLink:
             fetch.mark_arrived(piece)
 
     def _receive_piece(
-        self, channel: MessageChannel, transfer: int, fetch: PieceFetch, piece: TransferPiece, codec: KVCodec | None
+        self, channel: MessageChannel, transfer_id: int, fetch: PieceFetch, piece: TransferPiece, codec: KVCodec | None
     ) -> None:
-        header = _check_message(channel.receive(fetch.deadline), MessageKind.DATA, transfer, channel)
+        header = _check_message(channel.receive(fetch.deadline), MessageKind.DATA, transfer_id, channel)
         *bounds, generations_sum, length = DATA_HEADER.unpack(header.body)
-        size = piece.size(self._peer.layout)
+        size = piece.num_bytes(self._peer.layout)
         valid = length == size if codec is None else length <= codec.max_encoded_bytes(size)
         if TransferPiece(*bounds) != piece or not valid:
-            raise _mark_corrupted(channel, f"the peer sent another piece than the requested {piece}")
+            raise _make_corruption_error(channel, f"the peer sent another piece than the requested {piece}")
         if generations_sum != generations_crc(fetch.generations[piece.first_block : piece.end_block]):
-            raise _mark_corrupted(channel, f"{piece} arrived with another generation than the ticket's")
+            raise _make_corruption_error(channel, f"{piece} arrived with another generation than the ticket's")
         direct = fetch.in_place_target(piece) if codec is None else None
         memory = memoryview(b"") if direct else channel.staging.reserve(length + (size if codec else 0))
         views = direct or [memory[:length]]
         channel.receive_into(list(views), fetch.deadline)
-        end = _check_message(channel.receive(fetch.deadline), MessageKind.PIECE_END, transfer, channel)
+        end = _check_message(channel.receive(fetch.deadline), MessageKind.PIECE_END, transfer_id, channel)
         if codec is not None:
             views = [memory[length:]]
             valid = codec.decode(memory[:length], views[0])
         elif self._options.use_checksums:
             valid = struct.pack("<I", crc_of_views(self._options.crc, views)) == end.body
         if not valid:
-            raise _mark_corrupted(channel, f"{piece} arrived with a wrong checksum")
+            raise _make_corruption_error(channel, f"{piece} arrived with a wrong checksum")
         if direct is None:
             fetch.scatter(piece, views[0])
 
@@ -202,10 +202,10 @@ class StreamLink:
             return self._call_once(kind, body, deadline)
 
     def _call_once(self, kind: MessageKind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
-        with self._channel(deadline) as channel:
-            return self._exchange(channel, kind, body, deadline)
+        with self._borrow_channel(deadline) as channel:
+            return self._send_and_receive(channel, kind, body, deadline)
 
-    def _exchange(
+    def _send_and_receive(
         self, channel: MessageChannel, kind: MessageKind, body: dict[str, Any], deadline: float
     ) -> dict[str, Any]:
         transfer = secrets.randbits(64)
@@ -213,15 +213,15 @@ class StreamLink:
         return _check_message(channel.receive(deadline), MessageKind.OKAY, transfer, channel).read_json()
 
     @contextmanager
-    def _channel(self, deadline: float) -> Iterator[MessageChannel]:
+    def _borrow_channel(self, deadline: float) -> Iterator[MessageChannel]:
         """Lend an idle connection that is still open, or a new one."""
-        channel = self._take_idle() or self._open_channel(deadline)
+        channel = self._take_idle_channel() or self._open_channel(deadline)
         try:
             yield channel
         finally:
             self._return_channel(channel)
 
-    def _take_idle(self) -> MessageChannel | None:
+    def _take_idle_channel(self) -> MessageChannel | None:
         with self._lock:
             while self._idle_channels:
                 channel = self._idle_channels.pop()
@@ -268,14 +268,14 @@ class StreamLink:
         channel.send_json(MessageKind.HELLO, transfer, hello, deadline)
         welcome = _check_message(channel.receive(deadline), MessageKind.WELCOME, transfer, channel).read_json()
         if KVLayout.parse(welcome.get("layout")) != self._peer.layout:
-            raise _mark_corrupted(channel, "the peer's cache layout differs from its description")
+            raise _make_corruption_error(channel, "the peer's cache layout differs from its description")
         chosen = welcome.get("codec")
         if chosen is not None and chosen not in codecs:
-            raise _mark_corrupted(channel, f"the peer chose the codec {chosen!r}, which was not offered")
+            raise _make_corruption_error(channel, f"the peer chose the codec {chosen!r}, which was not offered")
         self._codec = codecs[chosen] if chosen is not None else None
 
 
-def _try_start(thread: threading.Thread) -> bool:
+def _try_start_thread(thread: threading.Thread) -> bool:
     """Start the thread; return False if the system allows no more.
 
     The caller must still wait for the threads that did start: they write to the cache.
@@ -288,19 +288,19 @@ def _try_start(thread: threading.Thread) -> bool:
 
 
 def _check_message(
-    message: TransferMessage, kind: MessageKind, transfer: int, channel: MessageChannel
+    message: TransferMessage, kind: MessageKind, transfer_id: int, channel: MessageChannel
 ) -> TransferMessage:
-    if message.transfer != transfer:
-        raise _mark_corrupted(channel, "a reply to another request arrived")
+    if message.transfer != transfer_id:
+        raise _make_corruption_error(channel, "a reply to another request arrived")
     if message.kind == MessageKind.ERROR:
         raise message.to_error()
     if message.kind != kind:
-        raise _mark_corrupted(
+        raise _make_corruption_error(
             channel, f"a message of kind {message.kind} arrived instead of {kind.name} ({kind.value})"
         )
     return message
 
 
-def _mark_corrupted(channel: MessageChannel, reason: str) -> TransferCorrupted:
+def _make_corruption_error(channel: MessageChannel, reason: str) -> TransferCorrupted:
     channel.is_broken = True
     return TransferCorrupted(reason)

@@ -35,10 +35,10 @@ class LocalLink:
             fetch.mark_arrived(piece)
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
-        self._sender.renew(ticket.id)
+        self._sender.renew_lease(ticket.id)
 
     def end(self, ticket: Ticket, reason: LeaseEndReason, deadline: float) -> None:
-        self._sender.end(ticket.id, reason)
+        self._sender.end_lease(ticket.id, reason)
 
     def close(self) -> None:
         pass

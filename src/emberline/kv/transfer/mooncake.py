@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from emberline.kv.confine import LOOPBACK, ListenerExposed, confined_to
+from emberline.kv.confine import LOOPBACK, ListenerExposed, confine_new_listeners
 from emberline.kv.mooncake import MooncakeMissing, new_engine
 from emberline.kv.transfer.base import PieceFetch
 from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
@@ -65,7 +65,7 @@ class RegisteredBuffers:
         self._quarantined: list[tuple[float, memoryview]] = []  # time of the failed read, buffer
         self._count = 0
 
-    def acquire(self, num_bytes: int) -> memoryview:
+    def acquire_buffer(self, num_bytes: int) -> memoryview:
         with self._lock:
             now = time.monotonic()
             self._idle += [buffer for since, buffer in self._quarantined if now - since > QUARANTINE_S]
@@ -87,7 +87,7 @@ class RegisteredBuffers:
             raise
         return buffer
 
-    def release(self, buffer: memoryview, *, reusable: bool) -> None:
+    def release_buffer(self, buffer: memoryview, *, reusable: bool) -> None:
         with self._lock:
             if reusable:
                 self._idle.append(buffer)
@@ -99,14 +99,14 @@ class MooncakeEngine:
     """Mooncake's Transfer Engine in this process, shared by all its senders and receivers."""
 
     def __init__(self, host: str = LOOPBACK, protocol: str = "tcp", port: int = 0) -> None:
-        """Start the engine. Call `probe` before: an unsuitable Mooncake wheel may crash the process.
+        """Start the engine. Call `check_mooncake_usable` before: an unsuitable Mooncake wheel may crash the process.
 
         `host`: IPv4 address that its listeners are confined to. `port`: first of its two ports; 0: any free ones.
         Raises PeerUnreachable if the engine does not start.
         """
         try:
             self._engine = new_engine(port)
-            with confined_to(host):
+            with confine_new_listeners(host):
                 started = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         except (MooncakeMissing, ListenerExposed) as error:
             raise PeerUnreachable(error.message, hint=error.hint) from error
@@ -115,12 +115,12 @@ class MooncakeEngine:
             raise PeerUnreachable(f"Mooncake does not start with {protocol} at {address}", hint="run emberline doctor")
         self.host = host
         self.session = f"{host}:{self._engine.get_rpc_port()}"
-        self.buffers = RegisteredBuffers(self.register)
+        self.buffers = RegisteredBuffers(self.register_memory)
         self._registered: dict[
             int, memoryview
         ] = {}  # by address; keeps the memory alive while the engine may access it
 
-    def register(self, view: memoryview) -> None:
+    def register_memory(self, view: memoryview) -> None:
         if self._engine.register_memory(_address(view), len(view)) != 0:
             raise PeerUnreachable(
                 f"Mooncake cannot register {len(view)} bytes of memory",
@@ -128,12 +128,12 @@ class MooncakeEngine:
             )
         self._registered[_address(view)] = view
 
-    def unregister(self, view: memoryview) -> None:
+    def unregister_memory(self, view: memoryview) -> None:
         """Withdraw the memory from the engine, so that peers can no longer access it."""
         if self._engine.unregister_memory(_address(view)) == 0:
             del self._registered[_address(view)]
 
-    def read(self, session: str, buffer: memoryview, ranges: Sequence[MemoryRange]) -> bool:
+    def read_remote_memory(self, peer_session: str, buffer: memoryview, ranges: Sequence[MemoryRange]) -> bool:
         """Read these ranges of the peer's memory into the buffer, one after the other. May take 30 s."""
         position, targets = _address(buffer), []
         for _, length in ranges:
@@ -141,9 +141,9 @@ class MooncakeEngine:
             position += length
         addresses, lengths = [address for address, _ in ranges], [length for _, length in ranges]
         try:
-            return self._engine.batch_transfer_sync_read(session, targets, addresses, lengths) == 0
+            return self._engine.batch_transfer_sync_read(peer_session, targets, addresses, lengths) == 0
         except Exception:
-            log.exception("Mooncake read failed: peer=%s", session)
+            log.exception("Mooncake read failed: peer=%s", peer_session)
             return False
 
 
@@ -152,18 +152,18 @@ class MooncakeServer(TransferServer):
         assert isinstance(sender.region, HostRegion)
         self._engine, self._region = engine, sender.region
         for part in self._region.parts:
-            engine.register(part)
+            engine.register_memory(part)
         super().__init__(sender, listener, io_timeout_s=io_timeout_s)
 
     def stop(self) -> None:
         super().stop()
         for part in self._region.parts:
-            self._engine.unregister(part)
+            self._engine.unregister_memory(part)
 
-    def _attach(self, channel: MessageChannel, transfer: int) -> None:
+    def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
         region = self._region
         body = {"session": self._engine.session, "bases": [*map(_address, region.parts)], "blocks": region.blocks}
-        channel.send_json(MessageKind.OKAY, transfer, body, time.monotonic() + self._io_timeout_s)
+        channel.send_json(MessageKind.OKAY, transfer_id, body, time.monotonic() + self._io_timeout_s)
 
 
 def serve_mooncake(
@@ -188,9 +188,9 @@ class MooncakeLink(StreamLink):
         self._engine = engine
         super().__init__(peer, layout, connect, options, deadline)
 
-    def _prepare(self, deadline: float) -> None:
-        with self._channel(deadline) as channel:
-            reply = self._exchange(channel, MessageKind.ATTACH, {}, deadline)
+    def _prepare_first_fetch(self, deadline: float) -> None:
+        with self._borrow_channel(deadline) as channel:
+            reply = self._send_and_receive(channel, MessageKind.ATTACH, {}, deadline)
         try:
             self._session, self._blocks = str(reply["session"]), int(reply["blocks"])
             self._bases = [int(base) for base in reply["bases"]]
@@ -201,13 +201,13 @@ class MooncakeLink(StreamLink):
 
     def fetch(self, fetch: PieceFetch) -> None:
         layout = self._peer.layout
-        reads = [(piece.size(layout), self._remote_ranges(piece, fetch.blocks)) for piece in fetch.pieces]
+        reads = [(piece.num_bytes(layout), self._remote_ranges(piece, fetch.blocks)) for piece in fetch.pieces]
         reader = MooncakePieceReader(self._engine, self._session, reads)
         try:
             with fetch.progress.stop_on_cancel(reader.interrupt):
                 for piece in fetch.pieces:
                     with self._next_buffer(reader, fetch) as buffer:
-                        data = buffer[: piece.size(layout)]
+                        data = buffer[: piece.num_bytes(layout)]
                         self._confirm_piece(fetch, piece, data)
                         fetch.scatter(piece, data)
                     fetch.mark_arrived(piece)
@@ -217,7 +217,7 @@ class MooncakeLink(StreamLink):
     @contextmanager
     def _next_buffer(self, reader: MooncakePieceReader, fetch: PieceFetch) -> Iterator[memoryview]:
         try:
-            buffer = reader.take(min(fetch.deadline - time.monotonic(), self._options.io_timeout_s))
+            buffer = reader.take_piece(min(fetch.deadline - time.monotonic(), self._options.io_timeout_s))
         except Empty:
             fetch.progress.raise_if_cancelled()
             if fetch.deadline <= time.monotonic():
@@ -228,7 +228,7 @@ class MooncakeLink(StreamLink):
         try:
             yield buffer
         finally:
-            reader.release(buffer)
+            reader.release_buffer(buffer)
 
     def _confirm_piece(self, fetch: PieceFetch, piece: TransferPiece, data: memoryview) -> None:
         """Have the sender confirm, after the read, that the blocks still have the published content."""
@@ -265,7 +265,7 @@ class MooncakePieceReader:
         self._interrupted = False
         threading.Thread(target=self._read_pieces, args=(reads,), name="mooncake-read", daemon=True).start()
 
-    def take(self, timeout_s: float) -> memoryview | None:
+    def take_piece(self, timeout_s: float) -> memoryview | None:
         """Return the buffer with the next piece, or None if the read failed.
 
         Raises queue.Empty after the timeout, or if interrupted.
@@ -274,11 +274,11 @@ class MooncakePieceReader:
         if not self._interrupted:
             return buffer
         if buffer is not None:
-            self.release(buffer)
+            self.release_buffer(buffer)
         raise Empty
 
-    def release(self, buffer: memoryview) -> None:
-        self._engine.buffers.release(buffer, reusable=True)
+    def release_buffer(self, buffer: memoryview) -> None:
+        self._engine.buffers.release_buffer(buffer, reusable=True)
         self._permits.release()
 
     def interrupt(self) -> None:
@@ -292,29 +292,29 @@ class MooncakePieceReader:
         with suppress(Empty):
             while True:
                 if (buffer := self._results.get_nowait()) is not None:
-                    self._engine.buffers.release(buffer, reusable=True)
+                    self._engine.buffers.release_buffer(buffer, reusable=True)
 
     def _read_pieces(self, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
         for size, ranges in reads:
             self._permits.acquire()
-            if self._closed or (buffer := self._read(size, ranges)) is None:
+            if self._closed or (buffer := self._read_ranges(size, ranges)) is None:
                 break
             with self._lock:
                 if not self._closed:
                     self._results.put(buffer)
                     continue
-            self._engine.buffers.release(buffer, reusable=True)
+            self._engine.buffers.release_buffer(buffer, reusable=True)
         self._results.put(None)
 
-    def _read(self, num_bytes: int, ranges: list[MemoryRange]) -> memoryview | None:
+    def _read_ranges(self, num_bytes: int, ranges: list[MemoryRange]) -> memoryview | None:
         try:
-            buffer = self._engine.buffers.acquire(num_bytes)
+            buffer = self._engine.buffers.acquire_buffer(num_bytes)
         except PeerUnreachable as error:
             log.warning("Mooncake read not started: reason=%s", error)
             return None
-        if self._engine.read(self._session, buffer, ranges):
+        if self._engine.read_remote_memory(self._session, buffer, ranges):
             return buffer
-        self._engine.buffers.release(buffer, reusable=False)
+        self._engine.buffers.release_buffer(buffer, reusable=False)
         return None
 
 

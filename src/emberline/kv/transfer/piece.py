@@ -17,14 +17,14 @@ class TransferPiece:
     first_block: int
     end_block: int
 
-    def size(self, layout: KVLayout) -> int:
+    def num_bytes(self, layout: KVLayout) -> int:
         return (self.end_layer - self.first_layer) * (self.end_block - self.first_block) * layout.layer_bytes
 
-    def fits(self, layers: int, blocks: int) -> bool:
+    def is_within(self, layers: int, blocks: int) -> bool:
         return 0 <= self.first_layer < self.end_layer <= layers and 0 <= self.first_block < self.end_block <= blocks
 
 
-def cut_pieces(layers: range, blocks: range, layout: KVLayout, max_bytes: int) -> Iterator[TransferPiece]:
+def cut_into_pieces(layers: range, blocks: range, layout: KVLayout, max_bytes: int) -> Iterator[TransferPiece]:
     """Yield pieces of about `max_bytes` at most: several small layers, or parts of a large layer."""
     if not layers or not blocks:
         return

@@ -53,7 +53,7 @@ class PullProgress:
     # -- for the receiver and its transports -----------------------------------------------------------------------
 
     @contextmanager
-    def start_pull(
+    def track_pull(
         self, ticket: Ticket, target_blocks: Sequence[int], layers: range, first_block: int
     ) -> Iterator[Ticket]:
         """Yield the newest state of the ticket for the duration of a pull.
@@ -78,10 +78,10 @@ class PullProgress:
             self._missing.update(dict.fromkeys(pieces))
             self.ticket, self.planned_blocks = ticket, len(ticket.blocks)
 
-    def mark_arrived(self, piece: TransferPiece, size: int) -> None:
+    def mark_arrived(self, piece: TransferPiece, num_bytes: int) -> None:
         with self._lock:
             del self._missing[piece]
-            self.arrived_bytes += size
+            self.arrived_bytes += num_bytes
 
     @contextmanager
     def stop_on_cancel(self, stop: Callable[[], None]) -> Iterator[None]:

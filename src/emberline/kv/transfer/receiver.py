@@ -29,7 +29,7 @@ from emberline.kv.transfer.errors import (
     TransferTimeout,
 )
 from emberline.kv.transfer.lease import LeaseEndReason
-from emberline.kv.transfer.piece import TransferPiece, cut_pieces
+from emberline.kv.transfer.piece import TransferPiece, cut_into_pieces
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.region import BlockIds, Region
 from emberline.kv.transfer.ticket import Peer, Ticket
@@ -65,7 +65,7 @@ class Receiver:
 
     def connect(self, peer: Peer, deadline: float) -> None:
         """Connect to a peer before the first pull. Raises TransferError if the two caches cannot be connected."""
-        self._link(peer, deadline)
+        self._get_or_connect_link(peer, deadline)
 
     def pull(
         self,
@@ -75,7 +75,7 @@ class Receiver:
         *,
         layers: range | None = None,
         progress: PullProgress | None = None,
-        follow: bool = True,
+        include_later_blocks: bool = True,
         first_block: int = 0,
     ) -> PullProgress:
         """Copy the ticket's blocks into `target_blocks`; with `follow`, also those published later.
@@ -88,10 +88,19 @@ class Receiver:
         selected_layers = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]
         if not selected_layers or (layers is not None and layers != selected_layers):
             raise BadTransfer(f"the cache has {self.region.layout.layers} layers; a pull asks for {layers}")
-        with progress.start_pull(ticket, target_blocks, selected_layers, first_block) as newest:
+        with progress.track_pull(ticket, target_blocks, selected_layers, first_block) as newest:
             if not progress.complete:
                 with self._connected_link(ticket.peer, deadline) as link:
-                    self._pull(link, newest, target_blocks, deadline, selected_layers, progress, follow, first_block)
+                    self._pull_over_link(
+                        link,
+                        newest,
+                        target_blocks,
+                        deadline,
+                        selected_layers,
+                        progress,
+                        include_later_blocks,
+                        first_block,
+                    )
         return progress
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
@@ -121,7 +130,7 @@ class Receiver:
         for link in links:
             link.close()
 
-    def _pull(
+    def _pull_over_link(
         self,
         link: TransferLink,
         ticket: Ticket,
@@ -129,7 +138,7 @@ class Receiver:
         deadline: float,
         layers: range,
         progress: PullProgress,
-        follow: bool,
+        include_later_blocks: bool,
         first_block: int,
     ) -> None:
         peer_layout, ids = ticket.peer.layout, np.asarray(target_blocks, np.int64)
@@ -137,7 +146,7 @@ class Receiver:
             progress.raise_if_cancelled()
             self._check_target_blocks(ticket, target_blocks)
             new = range(max(progress.planned_blocks, first_block), len(ticket.blocks))
-            progress.add_pieces(ticket, cut_pieces(layers, new, peer_layout, self._max_piece_bytes))
+            progress.add_pieces(ticket, cut_into_pieces(layers, new, peer_layout, self._max_piece_bytes))
             blocks, generations = np.asarray(ticket.blocks, np.int64), np.asarray(ticket.generations, np.uint64)
             began = self._clock.now()
             link.fetch(
@@ -152,14 +161,17 @@ class Receiver:
             if remaining <= 0:
                 arrived = len(ticket.blocks)
                 raise TransferTimeout(f"the deadline passed after {arrived} KV blocks; the peer had not published all")
-            wait, known = min(remaining, TICKET_POLL_S, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
+            wait, known = (
+                min(remaining, TICKET_POLL_S, ticket.lease / 3) if include_later_blocks else 0.0,
+                len(ticket.blocks),
+            )
             ticket = ticket.merge_update(link.poll_ticket(ticket, known, wait, deadline))
             progress.overlapped_seconds += (
                 copy_seconds if len(ticket.blocks) > known else 0.0
             )  # the last copy overlaps with no prefill
             if not ticket.checksums:
                 progress.confirmed_blocks = known  # the lease was valid after they arrived
-            if not follow and len(ticket.blocks) == known and not ticket.complete:
+            if not include_later_blocks and len(ticket.blocks) == known and not ticket.complete:
                 break
         link.renew(ticket, deadline)
         if ticket.checksums and len(layers) == peer_layout.layers:
@@ -168,7 +180,7 @@ class Receiver:
         progress.complete = ticket.complete
 
     def _check_target_blocks(self, ticket: Ticket, target_blocks: Sequence[int]) -> None:
-        needed = self.region.layout.blocks_for(len(ticket.blocks), ticket.peer.layout)
+        needed = self.region.layout.num_blocks_for(len(ticket.blocks), ticket.peer.layout)
         if needed > len(target_blocks):
             raise BadTransfer(f"the KV ticket fills {needed} blocks; only {len(target_blocks)} are allocated for it")
         if len(set(target_blocks)) != len(target_blocks) or not all(
@@ -196,25 +208,25 @@ class Receiver:
     def _connected_link(self, peer: Peer, deadline: float) -> Iterator[TransferLink]:
         """Yield the link to a peer. Close it if the peer is gone: a link may map memory of the peer's process."""
         try:
-            yield self._link(peer, deadline)
+            yield self._get_or_connect_link(peer, deadline)
         except (PeerUnreachable, PeerChanged):
             self.disconnect(peer)
             raise
 
-    def _link(self, peer: Peer, deadline: float) -> TransferLink:
+    def _get_or_connect_link(self, peer: Peer, deadline: float) -> TransferLink:
         with self._lock:
             link = self._links.get(peer.incarnation)
         if link is not None:
             return link
         self.region.layout.check_compatible(peer.layout)
-        link = self._connect(peer, deadline)
+        link = self._connect_link(peer, deadline)
         with self._lock:
             kept = self._links.setdefault(peer.incarnation, link)
         if kept is not link:  # another thread connected first
             link.close()
         return kept
 
-    def _connect(self, peer: Peer, deadline: float) -> TransferLink:
+    def _connect_link(self, peer: Peer, deadline: float) -> TransferLink:
         errors: dict[str, TransferError] = {}
         for transport in self._transports:
             if transport.kind in peer.endpoints:

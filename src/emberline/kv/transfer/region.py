@@ -26,12 +26,12 @@ MIN_IN_PLACE_BYTES = 32 << 10  # average contiguous bytes from which a piece is 
 
 
 class Region(ABC):
-    def __init__(self, layout: KVLayout, blocks: int, generations: Generations | None = None) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, generations: Generations | None = None) -> None:
         """`generations`: an array in shared memory, if other processes read it."""
         self.layout = layout
-        self.blocks = blocks
-        self.generations = np.zeros(blocks, np.uint64) if generations is None else generations
-        assert len(self.generations) == blocks
+        self.blocks = num_blocks
+        self.generations = np.zeros(num_blocks, np.uint64) if generations is None else generations
+        assert len(self.generations) == num_blocks
 
     def bump_generation(self, block: int) -> None:
         """Record that the block is about to get new content."""
@@ -45,7 +45,7 @@ class Region(ABC):
         return self.generations[blocks].tobytes() == generations.tobytes()
 
     @abstractmethod
-    def fence(self) -> None:
+    def wait_for_started_work(self) -> None:
         """Make later calls of `scatter` wait for all work on the cache that the owner has started."""
 
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
@@ -53,21 +53,21 @@ class Region(ABC):
         return None
 
     @abstractmethod
-    def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
         """Copy a piece of these blocks to `out` in the order that a sender of layout `wire` uses."""
 
     @abstractmethod
-    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
         """Copy a piece received from a sender of layout `wire` into these blocks; complete on return."""
 
     def element_indices(
-        self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, part: int
+        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, part: int
     ) -> tuple[int, BlockIds]:
         """Return the bytes of an element and the indices, in wire order, of the plane's elements in the piece.
 
         A plane, one part of one layer, is treated as an array of such elements.
         """
-        own_tokens, wire_tokens = self.layout.tokens, wire.tokens
+        own_tokens, wire_tokens = self.layout.tokens, wire_layout.tokens
         if own_tokens == wire_tokens:
             return self.layout.plane_bytes, blocks[piece.first_block : piece.end_block]
         count, width = self.layout.token_strips(part)
@@ -94,42 +94,42 @@ class HostRegion(Region):
         self.parts = flat
         self._planes = [[part[layer_bytes * i : layer_bytes * (i + 1)] for part in flat] for i in range(layout.layers)]
 
-    def fence(self) -> None:
+    def wait_for_started_work(self) -> None:
         """Do nothing: on a CPU, a step has ended before the next one is planned."""
 
-    def views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview]:
+    def piece_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview]:
         """Return the memory of a piece of `blocks`, in wire order."""
-        return self._views(piece, contiguous_ranges(blocks[piece.first_block : piece.end_block]))
+        return self._range_views(piece, contiguous_ranges(blocks[piece.first_block : piece.end_block]))
 
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
         ranges = contiguous_ranges(blocks[piece.first_block : piece.end_block])
         scattered = self.layout.plane_bytes * (piece.end_block - piece.first_block) < MIN_IN_PLACE_BYTES * len(ranges)
-        return None if scattered else self._views(piece, ranges)
+        return None if scattered else self._range_views(piece, ranges)
 
-    def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
-        for plane, row, size, index in self._rows(piece, blocks, wire, out):
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
+        for plane, row, size, index in self._plane_rows(piece, blocks, wire_layout, out):
             # mode="clip" avoids a buffered copy; no index is out of range.
             np.take(np.frombuffer(plane, f"V{size}"), index, out=row, mode="clip")
 
-    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
-        for plane, row, size, index in self._rows(piece, blocks, wire, data):
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
+        for plane, row, size, index in self._plane_rows(piece, blocks, wire_layout, data):
             np.frombuffer(plane, f"V{size}")[index] = row
 
-    def _rows(
-        self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
+    def _plane_rows(
+        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview
     ) -> Iterator[tuple[memoryview, NDArray[np.void], int, BlockIds]]:
         """Yield each plane, its part of the data, the bytes of an element, and the plane's element indices."""
-        indices = [self.element_indices(piece, blocks, wire, part) for part in range(self.layout.parts)]
+        indices = [self.element_indices(piece, blocks, wire_layout, part) for part in range(self.layout.parts)]
         length = len(data) // ((piece.end_layer - piece.first_layer) * self.layout.parts)
-        for i, plane in enumerate(self._planes_of(piece)):
+        for i, plane in enumerate(self._piece_planes(piece)):
             size, index = indices[i % len(indices)]
             yield plane, np.frombuffer(data[i * length : (i + 1) * length], f"V{size}"), size, index
 
-    def _views(self, piece: TransferPiece, ranges: list[tuple[int, int]]) -> list[memoryview]:
+    def _range_views(self, piece: TransferPiece, ranges: list[tuple[int, int]]) -> list[memoryview]:
         size = self.layout.plane_bytes
-        return [plane[size * a : size * b] for plane in self._planes_of(piece) for a, b in ranges]
+        return [plane[size * a : size * b] for plane in self._piece_planes(piece) for a, b in ranges]
 
-    def _planes_of(self, piece: TransferPiece) -> Iterator[memoryview]:
+    def _piece_planes(self, piece: TransferPiece) -> Iterator[memoryview]:
         for planes in self._planes[piece.first_layer : piece.end_layer]:
             yield from planes
 
@@ -161,7 +161,7 @@ def copy_piece(
     if target_views and source_views:
         _copy_views(source_views, target_views)
     else:
-        buffer = staging.reserve(piece.size(wire))
+        buffer = staging.reserve(piece.num_bytes(wire))
         source.gather(piece, source_blocks, wire, buffer)
         target.scatter(piece, target_blocks, wire, buffer)
 

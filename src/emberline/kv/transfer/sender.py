@@ -82,7 +82,7 @@ class Sender:
         expires_at = min(now + lease_s, deadline)
         new_lease = Lease(secrets.token_hex(16), *described, complete, lease_s, now, expires_at, deadline, subject)
         self._leases.add(new_lease)
-        return self._ticket(new_lease)
+        return self._make_ticket(new_lease)
 
     def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
         """Add blocks to a ticket as they are computed, and a note with the last ones.
@@ -90,15 +90,15 @@ class Sender:
         Raises TicketEnded if the lease has ended.
         """
         assert complete or not note
-        return self._ticket(self._leases.extend(ticket.id, *self._describe_blocks(blocks), complete, note))
+        return self._make_ticket(self._leases.extend(ticket.id, *self._describe_blocks(blocks), complete, note))
 
-    def close(self, ticket: Ticket) -> None:
+    def close_ticket(self, ticket: Ticket) -> None:
         """End the lease from the sender's side. Raises TicketEnded if it has ended already."""
         self._leases.end(ticket.id, LeaseEndReason.CLOSED)
 
-    def collect(self) -> list[EndedLease]:
+    def collect_ended_leases(self) -> list[EndedLease]:
         """Return the leases that ended since the last call, each once; the caller may reuse their blocks."""
-        ended = self._leases.collect()
+        ended = self._leases.collect_ended()
         self.stats.ended_leases.update(lease.reason for lease in ended)
         return ended
 
@@ -107,44 +107,44 @@ class Sender:
 
     def lease_ages(self) -> list[tuple[float, int]]:
         """Return the age in seconds and the number of pinned blocks of each lease."""
-        return self._leases.ages()
+        return self._leases.lease_ages()
 
     # -- for transports --------------------------------------------------------------------------------------------
 
-    def poll_ticket(self, id: str, known_blocks: int = 0, wait_s: float = 0.0) -> Ticket:
+    def poll_ticket(self, ticket_id: str, known_blocks: int = 0, wait_s: float = 0.0) -> Ticket:
         """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`."""
-        return self._ticket(self._leases.wait_for_blocks(id, known_blocks, wait_s))
+        return self._make_ticket(self._leases.wait_for_blocks(ticket_id, known_blocks, wait_s))
 
-    def renew(self, id: str) -> None:
-        self._leases.renew(id)
+    def renew_lease(self, ticket_id: str) -> None:
+        self._leases.renew(ticket_id)
 
-    def end(self, id: str, reason: LeaseEndReason) -> None:
+    def end_lease(self, ticket_id: str, reason: LeaseEndReason) -> None:
         """End the lease for a receiver. Releasing an ended lease is no error: the receiver could not know."""
         if reason not in (LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED):
             raise BadTransfer(f"a receiver cannot end a lease as {reason}; it must be acknowledged or released")
         with suppress(TicketEnded) if reason is LeaseEndReason.RELEASED else nullcontext():
-            self._leases.end(id, reason)
+            self._leases.end(ticket_id, reason)
 
     @contextmanager
-    def read_under_lease(self, id: str, piece: TransferPiece) -> Iterator[Lease]:
+    def read_under_lease(self, ticket_id: str, piece: TransferPiece) -> Iterator[Lease]:
         """Yield the lease while the caller reads a piece of its blocks, then renew it.
 
         Raises BlockReused or TicketEnded at the end if the blocks may have changed meanwhile.
         """
-        yield self._check_readable(id, piece)
-        self._check_readable(id, piece)
-        self._leases.renew(id)
+        yield self._check_readable(ticket_id, piece)
+        self._check_readable(ticket_id, piece)
+        self._leases.renew(ticket_id)
         with self._stats_lock:
             self.stats.pieces += 1
-            self.stats.bytes += piece.size(self.region.layout)
+            self.stats.bytes += piece.num_bytes(self.region.layout)
 
     def record_failure(self, code: str) -> None:
         with self._stats_lock:
             self.stats.failures[code] += 1
 
-    def _check_readable(self, id: str, piece: TransferPiece) -> Lease:
-        lease = self._leases.find(id)
-        if not piece.fits(self.region.layout.layers, len(lease.blocks)):
+    def _check_readable(self, ticket_id: str, piece: TransferPiece) -> Lease:
+        lease = self._leases.find(ticket_id)
+        if not piece.is_within(self.region.layout.layers, len(lease.blocks)):
             raise BadTransfer(f"{piece} does not fit a KV ticket with {len(lease.blocks)} blocks")
         part = slice(piece.first_block, piece.end_block)
         if not self.region.is_unchanged(lease.blocks[part], lease.generations[part]):
@@ -164,7 +164,7 @@ class Sender:
         self.region.gather(TransferPiece(0, layout.layers, index, index + 1), blocks, layout, buffer)
         return self.crc(buffer, 0)
 
-    def _ticket(self, lease: Lease) -> Ticket:
+    def _make_ticket(self, lease: Lease) -> Ticket:
         blocks, generations = tuple(lease.blocks.tolist()), tuple(lease.generations.tolist())
         optional = lease.checksums, lease.subject, lease.note
         return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.duration_s, *optional)

@@ -55,7 +55,7 @@ class TransferServer:
         self._lock = threading.Lock()
         self._connections: dict[MessageChannel, threading.Thread] = {}
         self._stopping = False
-        self._accept_thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._accept_thread = threading.Thread(target=self._accept_connections, name="kv-accept", daemon=True)
         self._accept_thread.start()
 
     @property
@@ -77,7 +77,7 @@ class TransferServer:
         for _, thread in connections:
             thread.join()
 
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         while not self._stopping:
             try:
                 sock, _ = self._listener.accept()
@@ -92,7 +92,7 @@ class TransferServer:
             sock.close()
             return
         channel = MessageChannel(sock, self._io_timeout_s)
-        thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
+        thread = threading.Thread(target=self._serve_connection, args=(channel,), name="kv-serve", daemon=True)
         with self._lock:
             self._connections[channel] = thread
         try:
@@ -103,7 +103,7 @@ class TransferServer:
             channel.close()
             raise
 
-    def _serve(self, channel: MessageChannel) -> None:
+    def _serve_connection(self, channel: MessageChannel) -> None:
         try:
             codec = self._handshake(channel)
             while not self._stopping:
@@ -148,7 +148,7 @@ class TransferServer:
             if request.kind == MessageKind.PULL:
                 self._send_pieces(channel, request.transfer, body, codec)
             elif request.kind == MessageKind.ATTACH:
-                self._attach(channel, request.transfer)
+                self._share_memory(channel, request.transfer)
             else:
                 reply = self._handle_request(request.kind, body, channel.staging)
                 channel.send_json(MessageKind.OKAY, request.transfer, reply, time.monotonic() + self._io_timeout_s)
@@ -164,9 +164,9 @@ class TransferServer:
             wait = min(float(body["wait"]), MAX_POLL_WAIT_S)
             return self._sender.poll_ticket(body["id"], int(body["known"]), wait).as_dict()
         if kind == MessageKind.RENEW:
-            self._sender.renew(body["id"])
+            self._sender.renew_lease(body["id"])
         elif kind == MessageKind.END:
-            self._sender.end(body["id"], LeaseEndReason(body["how"]))
+            self._sender.end_lease(body["id"], LeaseEndReason(body["how"]))
         elif kind == MessageKind.CONFIRM_READ:
             return self._confirm_read(
                 body["id"], TransferPiece(*map(int, body["piece"])), staging if body["checked"] else None
@@ -175,45 +175,47 @@ class TransferServer:
             raise BadTransfer(f"unknown kind of KV transfer request: {kind}")
         return {}
 
-    def _confirm_read(self, id: str, piece: TransferPiece, staging: StagingBuffer | None) -> dict[str, Any]:
+    def _confirm_read(self, ticket_id: str, piece: TransferPiece, staging: StagingBuffer | None) -> dict[str, Any]:
         """Confirm that a piece that the receiver read from this memory by itself was unchanged until now.
 
         The reply has the CRC of its generations and, if `staging` is given, the CRC of its bytes.
         """
-        with self._sender.read_under_lease(id, piece) as lease:
-            views = self._payload(piece, lease, staging, None) if staging is not None else []
+        with self._sender.read_under_lease(ticket_id, piece) as lease:
+            views = self._piece_payload(piece, lease, staging, None) if staging is not None else []
             return {
                 "mark": generations_crc(lease.generations[piece.first_block : piece.end_block]),
                 "crc": crc_of_views(self._sender.crc, views),
             }
 
-    def _send_pieces(self, channel: MessageChannel, transfer: int, body: dict[str, Any], codec: KVCodec | None) -> None:
+    def _send_pieces(
+        self, channel: MessageChannel, transfer_id: int, body: dict[str, Any], codec: KVCodec | None
+    ) -> None:
         """Send each piece: a DATA message, its bytes, and PIECE_END if the blocks did not change meanwhile."""
         deadline, codec = time.monotonic() + min(float(body["seconds"]), MAX_PULL_S), codec if body["coded"] else None
         for piece in (TransferPiece(*map(int, part)) for part in body["pieces"]):
             with self._sender.read_under_lease(body["id"], piece) as lease:
-                payload = self._payload(piece, lease, channel.staging, codec)
+                payload = self._piece_payload(piece, lease, channel.staging, codec)
                 generations_sum = generations_crc(lease.generations[piece.first_block : piece.end_block])
                 header = DATA_HEADER.pack(*dataclasses.astuple(piece), generations_sum, sum(map(len, payload)))
-                channel.send(MessageKind.DATA, transfer, header, deadline, payload)
+                channel.send(MessageKind.DATA, transfer_id, header, deadline, payload)
                 crc = crc_of_views(self._sender.crc, payload) if body["checked"] and codec is None else 0
-            channel.send(MessageKind.PIECE_END, transfer, struct.pack("<I", crc), deadline)
+            channel.send(MessageKind.PIECE_END, transfer_id, struct.pack("<I", crc), deadline)
 
-    def _payload(
+    def _piece_payload(
         self, piece: TransferPiece, lease: Lease, staging: StagingBuffer, codec: KVCodec | None
     ) -> list[memoryview]:
         region = self._sender.region
         if codec is None and (views := region.in_place_views(piece, lease.blocks)):
             return views
-        size = piece.size(region.layout)
+        size = piece.num_bytes(region.layout)
         memory = staging.reserve(size + (codec.max_encoded_bytes(size) if codec else 0))
         plain, coded = memory[:size], memory[size:]
         region.gather(piece, lease.blocks, region.layout, plain)
         return [plain if codec is None else coded[: codec.encode(plain, coded)]]
 
-    def _attach(self, channel: MessageChannel, transfer: int) -> None:
+    def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
         raise BadTransfer("this KV transport does not share memory")
 
-    def _send_error(self, channel: MessageChannel, transfer: int, error: TransferError) -> None:
+    def _send_error(self, channel: MessageChannel, transfer_id: int, error: TransferError) -> None:
         body = {"code": error.code, "message": error.message, "hint": error.hint}
-        channel.send_json(MessageKind.ERROR, transfer, body, time.monotonic() + self._io_timeout_s)
+        channel.send_json(MessageKind.ERROR, transfer_id, body, time.monotonic() + self._io_timeout_s)

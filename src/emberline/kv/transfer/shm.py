@@ -36,9 +36,9 @@ class SharedSegment:
 
     def __init__(self, layout: KVLayout, blocks: int) -> None:
         self.size = sum(_section_sizes(layout, blocks))
-        self.fd, self._read_only = _memory_file(self.size)
+        self.fd, self._read_only = _create_memory_file(self.size)
         self.memory = mmap.mmap(self.fd, self.size)
-        self.region = _region_in(layout, blocks, self.memory)
+        self.region = _region_in_memory(layout, blocks, self.memory)
 
     def open_read_only(self) -> int:
         """Return a new read-only descriptor of the memory."""
@@ -47,7 +47,7 @@ class SharedSegment:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _memory_file(size: int) -> tuple[int, int | None]:
+def _create_memory_file(size: int) -> tuple[int, int | None]:
     """Return a descriptor of an unnamed file of this size, and on macOS, without /proc, a read-only one."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("emberline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -68,11 +68,11 @@ class ShmServer(TransferServer):
         self._segment = segment
         super().__init__(sender, listener, io_timeout_s=io_timeout_s)
 
-    def _attach(self, channel: MessageChannel, transfer: int) -> None:
+    def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
         unix.check_same_user(channel)
         deadline, fd = time.monotonic() + self._io_timeout_s, self._segment.open_read_only()
         try:
-            channel.send_json(MessageKind.OKAY, transfer, {"blocks": self._segment.region.blocks}, deadline)
+            channel.send_json(MessageKind.OKAY, transfer_id, {"blocks": self._segment.region.blocks}, deadline)
             socket.send_fds(channel.socket, [b"\0"], [fd])
         finally:
             os.close(fd)
@@ -86,7 +86,7 @@ def serve_shm(sender: Sender, segment: SharedSegment, *, io_timeout_s: float = I
 
 
 class ShmLink(StreamLink):
-    def _prepare(self, deadline: float) -> None:
+    def _prepare_first_fetch(self, deadline: float) -> None:
         self._source = self._map_region(deadline)
 
     def fetch(self, fetch: PieceFetch) -> None:
@@ -110,7 +110,7 @@ class ShmLink(StreamLink):
             raise BlockReused("a published KV block was reused before it was copied")
 
     def _map_region(self, deadline: float) -> HostRegion:
-        with self._channel(deadline) as channel:
+        with self._borrow_channel(deadline) as channel:
             blocks, fd = self._receive_descriptor(channel, deadline)
         try:
             size = sum(_section_sizes(self._peer.layout, blocks))
@@ -121,11 +121,11 @@ class ShmLink(StreamLink):
             raise PeerUnreachable(f"the sender's shared memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        return _region_in(self._peer.layout, blocks, memory)
+        return _region_in_memory(self._peer.layout, blocks, memory)
 
     def _receive_descriptor(self, channel: MessageChannel, deadline: float) -> tuple[int, int]:
         """Return the number of blocks and the descriptor of their memory."""
-        reply = self._exchange(channel, MessageKind.ATTACH, {}, deadline)
+        reply = self._send_and_receive(channel, MessageKind.ATTACH, {}, deadline)
         try:
             _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
             return int(reply["blocks"]), fds[0]
@@ -145,16 +145,16 @@ class ShmTransport:
         return ShmLink(peer, self._layout, unix.unix_connector(peer.endpoints["shm"]), self._options, deadline)
 
 
-def _section_sizes(layout: KVLayout, blocks: int) -> list[int]:
+def _section_sizes(layout: KVLayout, num_blocks: int) -> list[int]:
     """Return the bytes of the generations and of each part, rounded up to whole pages."""
-    sizes = [8 * blocks] + [layout.layers * blocks * layout.plane_bytes] * layout.parts
+    sizes = [8 * num_blocks] + [layout.layers * num_blocks * layout.plane_bytes] * layout.parts
     return [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
 
 
-def _region_in(layout: KVLayout, blocks: int, memory: mmap.mmap) -> HostRegion:
-    first, *others = _split_view(memoryview(memory), _section_sizes(layout, blocks))
-    size = layout.layers * blocks * layout.plane_bytes
-    return HostRegion(layout, [part[:size] for part in others], np.frombuffer(first[: 8 * blocks], np.uint64))
+def _region_in_memory(layout: KVLayout, num_blocks: int, memory: mmap.mmap) -> HostRegion:
+    first, *others = _split_view(memoryview(memory), _section_sizes(layout, num_blocks))
+    size = layout.layers * num_blocks * layout.plane_bytes
+    return HostRegion(layout, [part[:size] for part in others], np.frombuffer(first[: 8 * num_blocks], np.uint64))
 
 
 def _split_view(view: memoryview, sizes: list[int]) -> Iterator[memoryview]:

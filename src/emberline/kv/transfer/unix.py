@@ -56,11 +56,11 @@ def unix_connector(address: str) -> Connector:
 
 def check_same_user(channel: MessageChannel) -> None:
     """Raise BadTransfer unless the peer process, which will map the cache, belongs to the same user."""
-    if _peer_user(channel.socket) != os.getuid():
+    if _peer_user_id(channel.socket) != os.getuid():
         raise BadTransfer("the KV cache can only be mapped by processes of the same user")
 
 
-def _peer_user(connection: socket.socket) -> int:
+def _peer_user_id(connection: socket.socket) -> int:
     if hasattr(socket, "SO_PEERCRED"):
         found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, LINUX_CREDENTIALS.size)
         return int(LINUX_CREDENTIALS.unpack(found)[1])

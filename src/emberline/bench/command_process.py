@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Ask = Callable[[str], Any]
+SendCommand = Callable[[str], Any]
 
 
 @contextmanager
-def question_process(serve: Callable[..., None], *arguments: Any) -> Iterator[Ask]:
+def running_command_process(serve_commands: Callable[..., None], *arguments: Any) -> Iterator[SendCommand]:
     """Run `serve(pipe, *arguments)` in a child process; yield a function that returns its answer to a question."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(theirs, *arguments))
+    child = context.Process(target=serve_commands, args=(theirs, *arguments))
     child.start()
 
     def ask(what: str) -> Any:

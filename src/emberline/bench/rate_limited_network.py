@@ -14,7 +14,7 @@ CLONE_NEWNET = 0x40000000
 BURST, LATENCY = "1mb", "20ms"  # size of the token bucket, and how long packets may queue
 
 
-class NamespaceNotAllowed(Exception):
+class NamespacesUnavailable(Exception):
     """Network namespaces are not available: they need root and kernel support."""
 
 
@@ -31,24 +31,24 @@ class RemoteNamespace:
         handle = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
         try:
             if libc.setns(handle, CLONE_NEWNET):
-                raise NamespaceNotAllowed(os.strerror(ctypes.get_errno()))
+                raise NamespacesUnavailable(os.strerror(ctypes.get_errno()))
         finally:
             os.close(handle)
 
 
 @contextmanager
-def narrow_network(gigabits: float) -> Iterator[RemoteNamespace]:
+def rate_limited_network(rate_gbit: float) -> Iterator[RemoteNamespace]:
     name = f"ember{os.getpid()}"
     near, far = f"{name}a", f"{name}b"
     try:
-        _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        _run("ip", "addr", "add", f"{NEAR}/30", "dev", near)
-        _run("ip", "link", "set", near, "up")
-        _run("ip", "-n", name, "addr", "add", f"{FAR}/30", "dev", far)
-        _run("ip", "-n", name, "link", "set", far, "up")
-        rate = f"{gigabits * 1000:g}mbit"
-        _run(
+        _run_command("ip", "netns", "add", name)
+        _run_command("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        _run_command("ip", "addr", "add", f"{NEAR}/30", "dev", near)
+        _run_command("ip", "link", "set", near, "up")
+        _run_command("ip", "-n", name, "addr", "add", f"{FAR}/30", "dev", far)
+        _run_command("ip", "-n", name, "link", "set", far, "up")
+        rate = f"{rate_gbit * 1000:g}mbit"
+        _run_command(
             "tc", "-n", name, "qdisc", "add", "dev", far, "root", "tbf", "rate", rate, "burst", BURST,
             "latency", LATENCY,
         )  # fmt: skip
@@ -58,9 +58,9 @@ def narrow_network(gigabits: float) -> Iterator[RemoteNamespace]:
             subprocess.run(undo, capture_output=True, check=False, timeout=10)
 
 
-def _run(*command: str) -> None:
+def _run_command(*command: str) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or error
-        raise NamespaceNotAllowed(f"{' '.join(command[:3])}: {str(output).strip()}") from error
+        raise NamespacesUnavailable(f"{' '.join(command[:3])}: {str(output).strip()}") from error
