@@ -71,9 +71,9 @@ def test_unknown_peers_and_models_without_a_gguf_are_refused(
 ) -> None:
     ground = BenchEnvironment(model, None, 1, tmp_path)
     monkeypatch.setattr(cpu, "ContenderProcess", None)  # nobody is started before that
-    with pytest.raises(InvalidRequest, match="no peer 'llama'"), ExitStack() as stack:
+    with pytest.raises(InvalidRequest, match="unknown peer 'llama'"), ExitStack() as stack:
         cpu._start_contenders(ground, ["llama"], 131, stack)
-    with pytest.raises(InvalidRequest, match="no peer 'llama'"):
+    with pytest.raises(InvalidRequest, match="unknown peer 'llama'"):
         peer_spec("llama", ground)
     with pytest.raises(InvalidRequest, match="GGUF"):
         peer_spec("llamacpp", ground)

@@ -102,7 +102,7 @@ def test_two_models_by_turns_give_the_same_tokens(checkpoints: dict[str, Path], 
     for turn in range(3):
         for name, model in models.items():
             sleeper.ensure_awake(name)
-            assert sleeper.awake_models == (name,) and model.engine.kv.num_cached == 0
+            assert sleeper.awake_models == (name,) and model.engine.kv.num_cached_blocks == 0
             tokens_now = tokens(model.engine, f"{turn}-")
             assert tokens_now == expected.setdefault(name, tokens_now), (name, turn)
     assert expected["a"] != expected["b"]

@@ -85,5 +85,5 @@ def test_a_task_is_named_as_it_is_asked_for() -> None:
     for name in ("prefill_512", "decode_4", "mix_8"):
         assert BenchTask.from_name(name, 1000).name == name
     for name in ("prefil_3", "decode", "decode_", "decode_x", "mix_0", ""):
-        with pytest.raises(InvalidRequest, match=f"no task '{name}'"):
+        with pytest.raises(InvalidRequest, match=f"unknown benchmark task '{name}'"):
             BenchTask.from_name(name, 1000)

@@ -208,6 +208,6 @@ def test_a_server_that_is_not_there_is_an_error_before_any_load(what: tuple[str,
 
 def test_a_model_that_is_not_there_is_an_error_before_any_load() -> None:
     server = FakeServer()
-    with serving(server) as url, pytest.raises(ModelNotFound, match=r"no model 'nope'.*--model, one of smollm2"):
+    with serving(server) as url, pytest.raises(ModelNotFound, match=r"the model 'nope'.*--model: smollm2"):
         command.run(parse("serve", "--url", url, "--model", "nope", "--concurrency", "1"))
     assert not server.bodies

@@ -460,7 +460,7 @@ class CorruptingTransport(LocalTransport):
         link = super().connect(peer, deadline)
 
         def fetch(asked: PieceFetch) -> None:
-            for view in asked.region.views(TransferPiece(0, 1, 0, len(asked.ticket.blocks)), asked.target_blocks):
+            for view in asked.region.piece_views(TransferPiece(0, 1, 0, len(asked.ticket.blocks)), asked.target_blocks):
                 view[:] = bytes(len(view))
             raise TransferCorrupted("a checksum is wrong")
 

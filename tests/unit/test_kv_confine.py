@@ -1,4 +1,4 @@
-"""confined_to: listeners of a library that binds every address answer only at the configured one."""
+"""confine_new_listeners: listeners of a library that binds every address answer only at the configured one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def test_earlier_connection_is_detected(open_listener: list[socket.socket]) -> N
 
 def test_ineffective_filter_is_detected(open_listener: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, "_attach_socket_filter", lambda *_: None)
-    with pytest.raises(ListenerExposed, match=r"answers at 127\.0\.0\.2"), confine_new_listeners("127.0.0.1"):
+    with (
+        pytest.raises(ListenerExposed, match=r"accepts connections at 127\.0\.0\.2"),
+        confine_new_listeners("127.0.0.1"),
+    ):
         open_listener.append(socket.create_server(("", 0)))
 
 

@@ -147,7 +147,7 @@ def test_quota_is_kept(tmp_path: Path, policy: str) -> None:
     assert len(list(tmp_path.glob("*/*/*"))) == 3 == disk.stats().blocks and disk.stats().evicted_blocks == 3
     smaller = tier(tmp_path, 2)
     assert len(list(tmp_path.glob("*/*/*"))) == 2 == smaller.stats().blocks
-    with pytest.raises(InvalidRequest, match="one KV block of this model takes"):
+    with pytest.raises(InvalidRequest, match="one KV block of this model needs"):
         tier(tmp_path, 0)
 
 

@@ -35,7 +35,7 @@ def block(name: bytes) -> memoryview:
 
 
 def tier(where: Path, blocks: int = 10, **more: object) -> DiskTier:
-    settings: dict[str, object] = {"codec": CODEC, "coding": "uw", **more}
+    settings: dict[str, object] = {"codec": CODEC, "codec_choice": "uw", **more}
     return DiskTier(where, "m/bf16/16", SIZE, blocks * FILE, **settings)  # type: ignore[arg-type]
 
 
@@ -76,12 +76,12 @@ def test_more_encoded_blocks_fit_the_quota(tmp_path: Path) -> None:
 
 
 def test_plain_and_encoded_blocks_mix(tmp_path: Path) -> None:
-    fill(tier(tmp_path, coding="none"), NAMES[:2])
+    fill(tier(tmp_path, codec_choice="none"), NAMES[:2])
     disk = tier(tmp_path)
     fill(disk, NAMES[2:4])
-    for other in (disk, tier(tmp_path, coding="none"), tier(tmp_path, coding="auto")):
+    for other in (disk, tier(tmp_path, codec_choice="none"), tier(tmp_path, codec_choice="auto")):
         assert load(other, NAMES[:4]) == 4
-    full = tier(tmp_path, 3, coding="none")  # files of another length are overwritten
+    full = tier(tmp_path, 3, codec_choice="none")  # files of another length are overwritten
     fill(full, NAMES[4:10])
     assert load(full, NAMES[8:10]) == 2 and full.stats().damaged_blocks == 0
     coded = tier(tmp_path, 3)

@@ -65,7 +65,7 @@ class FakeClient:
         self._result(0)
         self.values.pop(key, None)
 
-    def check(self) -> None:
+    def ensure_running(self) -> None:
         self._result(0)
 
     def close(self) -> None:
@@ -135,8 +135,8 @@ def test_failed_store_is_not_queried(fake: Fake, caplog: pytest.LogCaptureFixtur
         tier.refresh()
     assert tier.stats().on and load(tier, NAMES[:2]) == 2
     assert [r.message.split(":")[0] for r in caplog.records] == [
-        "KV store is off, retrying periodically",
-        "KV store is on again",
+        "KV store tier turned off, retrying periodically",
+        "KV store tier turned on again",
     ]
 
 

@@ -130,7 +130,7 @@ def test_foreign_write_is_detected() -> None:
     stranger = [sys.executable, "-c", STRANGER, engine.session, str(address), str(region.layout.plane_bytes)]
     assert subprocess.run(stranger, capture_output=True, timeout=60).returncode == 0
     assert content(region, [4]) != first, "the other process wrote"
-    with pytest.raises(TransferCorrupted, match="another checksum than the published one"):
+    with pytest.raises(TransferCorrupted, match="a different checksum than the published one"):
         here.receiver.pull(ticket, [2], soon())
     here.receiver.pull(kept, [2, 3], soon())
     assert content(here.receiver.region, [2, 3]) == sent

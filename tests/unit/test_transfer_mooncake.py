@@ -164,7 +164,7 @@ def test_number_of_buffers_is_bounded() -> None:
     rooms = RegisteredBuffers(lambda view: None, max_buffers=2)
     first = rooms.acquire_buffer(10)
     rooms.acquire_buffer(10)
-    with pytest.raises(PeerUnreachable, match="held by failed reads"):
+    with pytest.raises(PeerUnreachable, match="blocked by failed reads"):
         rooms.acquire_buffer(10)
     rooms.release_buffer(first, reusable=True)
     assert rooms.acquire_buffer(10) is first

@@ -1,1 +1,5 @@
-"""Benchmarks. Each prints a table and, as its last line, the result as JSON; most also measure a peer."""
+"""Benchmarks.
+
+Each benchmark prints a table of its figures and, as the last line of its output, the same figures as JSON. Most
+benchmarks also measure other engines or libraries (peers) in the same run.
+"""

@@ -1,4 +1,4 @@
-"""BenchTask: a named job, the rate that is reported for it, and the limit of that rate."""
+"""BenchTask: requests to run, the throughput that is reported for them, and the most that the machine allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ class BenchTask:
 
     @staticmethod
     def from_name(task_name: str, vocab_size: int) -> BenchTask:
-        """Return the task of a name such as `prefill_512`, `decode_8` or `mix_64`."""
+        """Return the task for a name such as `prefill_512`, `decode_8` or `mix_64`.
+
+        The number is the length of the prompt in tokens for prefill, and the number of requests for decode and mix.
+        Raises InvalidRequest for any other name.
+        """
         kind, _, size = task_name.partition("_")
         draws: dict[TaskKind, Callable[[int, int], BenchJob]] = {
             TaskKind.PREFILL: workload.prefill_job,
@@ -35,7 +39,9 @@ class BenchTask:
         }
         if kind not in {known.value for known in TaskKind} or not size.isdecimal() or int(size) < 1:
             raise InvalidRequest(
-                f"no task {task_name!r}", param="--tasks", hint="such as prefill_512, decode_8 or mix_64"
+                f"unknown benchmark task {task_name!r}",
+                param="--tasks",
+                hint="use names such as prefill_512, decode_8 or mix_64",
             )
         return BenchTask(TaskKind(kind), int(size), draws[TaskKind(kind)](int(size), vocab_size))
 

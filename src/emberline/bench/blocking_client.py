@@ -1,6 +1,6 @@
-"""BlockingClient sends requests one after the other on a kept-alive connection, without an event loop.
+"""BlockingClient: sends HTTP requests one after the other over one connection, without an event loop.
 
-The client's own time is part of every latency that it measures, so it must be small.
+The client's own time is part of every latency that it measures, so the client does as little as possible.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class BlockingClient:
             while not reply.complete:
                 data = self._socket.recv(READ_BYTES)
                 if not data:
-                    raise HTTPRequestFailed("the server closed the connection")
+                    raise HTTPRequestFailed("the server closed the connection before the end of its reply")
                 reply.parser.feed_data(data)
         except (OSError, httptools.HttpParserError) as e:
-            raise HTTPRequestFailed(f"{type(e).__name__}: {e}") from e
+            raise HTTPRequestFailed(f"the HTTP request failed: {type(e).__name__}: {e}") from e
         if (status := reply.parser.get_status_code()) >= 400:
-            raise HTTPRequestFailed(f"{status}: {reply.take_body()[:300].decode(errors='replace')}")
+            raise HTTPRequestFailed(
+                f"the server replied with status {status}: {reply.take_body()[:300].decode(errors='replace')}"
+            )
         return reply.take_body()
 
     def close(self) -> None:

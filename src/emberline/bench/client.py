@@ -18,7 +18,11 @@ from emberline.core.events import Timing
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request: when it was sent, when each event with new text arrived, and the server's token counts."""
+    """Measurements of one request, taken by the client.
+
+    They are the time at which the request was sent, the time at which each event with new text arrived, and the token
+    counts that the server reported.
+    """
 
     sent: float
     event_times: list[float] = field(default_factory=list)
@@ -49,7 +53,11 @@ class CompletionClient:
         only_standard_fields: bool = False,
         api_key: str | None = None,
     ) -> None:
-        """`plain` leaves out what only some servers accept: token ids as a prompt, ignore_eos."""
+        """Create a client for one model at one URL.
+
+        With `only_standard_fields`, requests contain only fields that every OpenAI-compatible server accepts: the
+        prompt is sent as text instead of token ids, and `ignore_eos` is left out.
+        """
         self._url, self._key = url.rstrip("/"), api_key
         self._model, self._chat, self._plain = model, chat, only_standard_fields
         base = urlsplit(self._url).path
@@ -66,7 +74,9 @@ class CompletionClient:
     ) -> RequestTrace:
         """Stream one completion and return its trace.
 
-        `leave_after`: disconnect after this many events. `into`: the trace to fill, readable while it grows.
+        With `disconnect_after_events`, the client closes the connection after this many events with text.
+        `trace_to_fill` is a trace that the caller can read while the stream is running; by default a new one is
+        created.
         """
         connection = self._free.pop() if self._free else MinimalHTTPConnection(self._url, self._key)
         trace = trace_to_fill or RequestTrace(time.perf_counter())
@@ -85,21 +95,24 @@ class CompletionClient:
         return trace
 
     async def check_model_is_served(self) -> None:
-        """Raise EmberlineError if no server answers, or if its list of models does not contain ours."""
+        """Check that the server answers and lists the model of this client.
+
+        Raises EmberlineError if it does not. A server that has no list of models passes.
+        """
         connection = MinimalHTTPConnection(self._url, self._key)
         try:
             listed = msgspec.json.decode(await connection.fetch(f"{urlsplit(self._url).path}/models"))
             names = [str(model["id"]) for model in listed["data"]]
         except ServerUnreachable as e:
-            hint = "start one with `emberline serve`, or name another with --url"
-            raise EngineUnavailable(f"no server answers at {self._url} ({e})", hint=hint) from e
+            hint = "start a server with `emberline serve`, or give the URL of a running one with --url"
+            raise EngineUnavailable(f"no server answers at {self._url}: {e}", hint=hint) from e
         except (HTTPRequestFailed, msgspec.DecodeError, LookupError, TypeError):
             return  # the server does not list its models
         finally:
             connection.close()
         if self._model not in names and "/" not in self._model:  # PROVIDER/MODEL of a gateway may be unlisted
-            hint = f"give --model, one of {', '.join(names)}"
-            raise ModelNotFound(f"{self._url} serves no model {self._model!r}", hint=hint)
+            hint = f"choose one with --model: {', '.join(names)}"
+            raise ModelNotFound(f"the server at {self._url} does not serve the model {self._model!r}", hint=hint)
 
     def close(self) -> None:
         while self._free:

@@ -1,4 +1,4 @@
-"""LocalCluster: a router and workers on this machine, started like `emberline cluster up`, and their status."""
+"""LocalCluster: starts a router and workers on this machine, as `emberline cluster up` does, and reads their status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ class LocalCluster:
         router_arguments: Sequence[str] = (),
         pin_workers_to_cores: bool = False,
     ) -> None:
-        """`worker`: model and options of every worker. `pinned`: each worker gets its own core, if there are enough."""
+        """Prepare the processes; entering the context manager starts them.
+
+        `worker_arguments` are the model and the options of every worker. With `pin_workers_to_cores`, each worker runs
+        on its own CPU core if there are enough cores.
+        """
         log_dir.mkdir(parents=True, exist_ok=True)
         self.logs, self._pinned = log_dir, pin_workers_to_cores
         self.url, self.key = f"http://127.0.0.1:{(port := free_port())}", secrets.token_hex(16)
@@ -61,7 +65,10 @@ class LocalCluster:
                 if cores and child.process is not None:  # before it starts threads or children
                     os.sched_setaffinity(child.process.pid, {cores[i % len(cores)]})
             if missing := await self.wait_until_ready():
-                raise EmberlineError(f"the cluster did not get ready: {missing}", hint=f"its logs are in {self.logs}")
+                raise EmberlineError(
+                    f"the benchmark's cluster did not become ready in {START_TIMEOUT_S:.0f} s: {missing}",
+                    hint=f"see the logs in {self.logs}",
+                )
         except BaseException:
             await self._supervisor.stop()
             raise
@@ -82,21 +89,30 @@ class LocalCluster:
         return await _fetch_json(self._urls[worker.name], "/stats")
 
     async def describe_missing_workers(self) -> str:
-        """Return what is missing for all workers to be ready and paired; "" if nothing is."""
+        """Return a text that names a worker that is not ready or not connected to its peers, or "" if there is none."""
         return next(
             iter(find_unavailable(await self.fetch_router_status(), await self._fetch_all_worker_stats()).values()), ""
         )
 
     async def wait_until_ready(self) -> str:
-        """Wait until all workers are ready and paired. Return what is missing at the deadline."""
+        """Wait until all workers are ready, at most START_TIMEOUT_S.
+
+        Return "" or, after the timeout, a text that names a worker that is not ready.
+        """
         return await wait_until_empty(self.describe_missing_workers, START_TIMEOUT_S)
 
     async def describe_held_resources(self) -> str:
-        """Return the blocks, leases and requests that workers hold while no request is open; "" if there are none."""
+        """Return a text that lists the KV blocks, leases and requests that workers still hold, or "" if there are none.
+
+        A worker should hold nothing while no request is open.
+        """
         return find_held_resources(await self.fetch_router_status(), await self._fetch_all_worker_stats())
 
     async def wait_until_idle(self) -> str:
-        """Wait until no worker holds anything. Return what is held at the deadline."""
+        """Wait until no worker holds KV blocks, leases or requests, at most START_TIMEOUT_S.
+
+        Return "" or, after the timeout, a text that lists what is still held.
+        """
         return await wait_until_empty(self.describe_held_resources, START_TIMEOUT_S)
 
     async def _fetch_all_worker_stats(self) -> dict[str, dict[str, Any] | None]:

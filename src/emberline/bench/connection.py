@@ -1,4 +1,4 @@
-"""LeanHTTPConnection: a kept-alive HTTP/1.1 connection with little CPU time, for one request at a time."""
+"""MinimalHTTPConnection: an HTTP/1.1 client connection that uses little CPU time and carries one request at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ READ_BYTES = 1 << 16
 
 
 class HTTPRequestFailed(EmberlineError):
-    """The server replied with an error status, or closed the connection."""
+    """The server replied with a status of 400 or more, sent an invalid reply, or closed the connection."""
 
 
 class ServerUnreachable(HTTPRequestFailed):
-    """The server accepts no connection."""
+    """No connection to the server could be opened."""
 
 
 class HTTPReplyParser:
-    """The callbacks of httptools for one reply."""
+    """Parses one HTTP reply with httptools and collects its body."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -48,7 +48,7 @@ class MinimalHTTPConnection:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         at = urlsplit(url)
         if at.scheme not in ("http", "https") or not at.hostname:
-            raise HTTPRequestFailed(f"{url!r} is not an http or https URL")
+            raise HTTPRequestFailed(f"the server URL is {url!r}, but it must begin with http:// or https://")
         self._host, self._tls = at.hostname, at.scheme == "https"
         self._port = at.port or (443 if self._tls else 80)
         self._head = f"host: {at.netloc}\r\naccept: */*\r\n" + (
@@ -58,7 +58,11 @@ class MinimalHTTPConnection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def stream_reply(self, path: str, body: bytes | None = None) -> AsyncIterator[bytes]:
-        """Yield the parts of the reply's body; with `body` the request is a POST. Leaving early closes it."""
+        """Send a request and yield the parts of the reply's body as they arrive.
+
+        The request is a POST if `body` is given, otherwise a GET. If the caller stops iterating early, the connection
+        is closed. Raises HTTPRequestFailed for an error status or a broken connection.
+        """
         done = False
         try:
             await self._send_request(path, body)
@@ -67,15 +71,17 @@ class MinimalHTTPConnection:
             while not reply.complete:
                 data = await self._reader.read(READ_BYTES)
                 if not data:
-                    raise HTTPRequestFailed("the server closed the connection")
+                    raise HTTPRequestFailed("the server closed the connection before the end of its reply")
                 reply.parser.feed_data(data)
                 if reply.parser.get_status_code() < 400 and (part := reply.take_body()):
                     yield part
             if (status := reply.parser.get_status_code()) >= 400:
-                raise HTTPRequestFailed(f"{status}: {reply.take_body()[:300].decode(errors='replace')}")
+                raise HTTPRequestFailed(
+                    f"the server replied with status {status}: {reply.take_body()[:300].decode(errors='replace')}"
+                )
             done = reply.keep
         except (OSError, httptools.HttpParserError) as e:
-            raise HTTPRequestFailed(f"{type(e).__name__}: {e}") from e
+            raise HTTPRequestFailed(f"the HTTP request failed: {type(e).__name__}: {e}") from e
         finally:
             if not done:
                 self.close()
@@ -95,7 +101,7 @@ class MinimalHTTPConnection:
             try:
                 self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=context)
             except OSError as e:
-                raise ServerUnreachable(f"{type(e).__name__}: {e}") from e
+                raise ServerUnreachable(f"cannot connect to {self._host}:{self._port}: {type(e).__name__}: {e}") from e
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n{self._head}"
         if body is not None:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -105,7 +111,7 @@ class MinimalHTTPConnection:
 
 
 async def parse_sse_events(body_parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, object]]:
-    """Yield the JSON data of server-sent events, without the final [DONE]."""
+    """Yield the JSON data of each server-sent event in a stream of bytes. The final `[DONE]` is skipped."""
     rest = b""
     async for part in body_parts:
         *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")

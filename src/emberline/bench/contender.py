@@ -1,4 +1,7 @@
-"""ContenderProcess: an engine in a child process with its own environment, which runs jobs and reports token times."""
+"""ContenderProcess: runs one of the compared engines (a contender) in a child process.
+
+The child process has its own Python environment. It receives jobs and returns the arrival time of every token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ LAUNCH = "import runpy, sys; sys.path.append(sys.argv[1]); runpy.run_module(sys.
 
 
 class ContenderFailed(EmberlineError):
-    """A contender failed; the message has its error or the end of its log."""
+    """One of the compared engines failed. The message contains the engine's error or the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class ContenderRun:
 class ContenderProcess:
     def __init__(self, spec: ContenderSpec, log: Path) -> None:
         if not spec.python.exists():
-            raise ContenderFailed(f"{spec.name} is not installed", hint="run scripts/bench-peers")
+            raise ContenderFailed(
+                f"engine {spec.name} is not installed: {spec.python} does not exist", hint="run scripts/bench-peers"
+            )
         self.spec = spec
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +74,7 @@ class ContenderProcess:
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as e:
-            raise ContenderFailed(f"{self.spec.name} is gone") from e
+            raise ContenderFailed(f"the process of engine {self.spec.name} has ended") from e
         answer = self._read_message(timeout_s)
         if "error" in answer:
             raise ContenderFailed(answer["error"])
@@ -91,11 +96,11 @@ class ContenderProcess:
         assert self._process.stdout is not None
         late = threading.Event()
 
-        def end() -> None:
+        def kill_after_timeout() -> None:
             late.set()
             self.stop()
 
-        timer = threading.Timer(timeout_s, end)
+        timer = threading.Timer(timeout_s, kill_after_timeout)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -111,10 +116,12 @@ class ContenderProcess:
             self._process.wait(5.0)  # for its exit status
         self.stop()
         if late.is_set():
-            raise ContenderFailed(f"no answer after {timeout_s:.0f} s")
-        raise ContenderFailed(f"ended with status {self._process.returncode}: {self._log_tail()}")
+            raise ContenderFailed(f"engine {self.spec.name} sent no answer for {timeout_s:.0f} s")
+        raise ContenderFailed(
+            f"engine {self.spec.name} exited with status {self._process.returncode}: {self._log_tail()}"
+        )
 
     def _log_tail(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if "Error" in line] or lines or ["nothing"]
-        return telling[-1][:300]
+        errors_or_all = [line for line in lines if "Error" in line] or lines or ["nothing"]
+        return errors_or_all[-1][:300]

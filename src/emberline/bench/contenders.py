@@ -1,4 +1,7 @@
-"""The engines of `bench cpu` and their settings. Every name is one engine in one number format."""
+"""The engines that `emberline bench cpu` compares, with their settings.
+
+Each name stands for one engine with one number format of the weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MAX_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class BenchEnvironment:
-    """The settings that all contenders share."""
+    """The settings that all compared engines share."""
 
     model: Path  # the checkpoint directory
     gguf: Path | None  # the quantised file of the checkpoint
@@ -35,21 +38,21 @@ def emberline_spec(environment: BenchEnvironment) -> ContenderSpec:
 
 def peer_spec(peer_name: str, environment: BenchEnvironment) -> ContenderSpec:
     if peer_name not in PEERS:
-        raise InvalidRequest(f"no peer {peer_name!r}", param="--peers", hint=f"known: {', '.join(PEERS)}")
+        raise InvalidRequest(f"unknown peer {peer_name!r}", param="--peers", hint=f"choose from {', '.join(PEERS)}")
     return PEERS[peer_name](peer_name, environment)
 
 
 def _vllm_spec_factory(dtype: str, enforce_eager: bool) -> Callable[[str, BenchEnvironment], ContenderSpec]:
-    def make(name: str, ground: BenchEnvironment) -> ContenderSpec:
+    def make_spec(name: str, environment: BenchEnvironment) -> ContenderSpec:
         settings = {
-            "model": str(ground.model.absolute()),
+            "model": str(environment.model.absolute()),
             "dtype": dtype,
             "enforce_eager": enforce_eager,
             "max_model_len": MAX_CONTEXT,
             "max_num_seqs": 64,
         }
         usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(core_count())
-        cores = usable[: ground.threads]
+        cores = usable[: environment.threads]
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -57,36 +60,36 @@ def _vllm_spec_factory(dtype: str, enforce_eager: bool) -> Callable[[str, BenchE
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return ContenderSpec(name, ground.peer_python("vllm"), "emberline.bench.peers.vllm", settings, env)
+        return ContenderSpec(name, environment.peer_python("vllm"), "emberline.bench.peers.vllm", settings, env)
 
-    return make
+    return make_spec
 
 
 def _transformers_spec_factory(dtype: str) -> Callable[[str, BenchEnvironment], ContenderSpec]:
-    def make(name: str, ground: BenchEnvironment) -> ContenderSpec:
-        settings = {"model": str(ground.model), "threads": ground.threads, "dtype": dtype}
+    def make_spec(name: str, environment: BenchEnvironment) -> ContenderSpec:
+        settings = {"model": str(environment.model), "threads": environment.threads, "dtype": dtype}
         env = {"HF_HUB_OFFLINE": "1"}
         return ContenderSpec(name, Path(sys.executable), "emberline.bench.peers.transformers", settings, env)
 
-    return make
+    return make_spec
 
 
 def _llamacpp_spec_factory(build_name: str, tensor_type: str) -> Callable[[str, BenchEnvironment], ContenderSpec]:
-    def make(name: str, ground: BenchEnvironment) -> ContenderSpec:
-        if ground.gguf is None:
-            raise InvalidRequest(f"{name} needs a model that comes from a GGUF file", param="--peers")
-        file = ground.gguf
+    def make_spec(name: str, environment: BenchEnvironment) -> ContenderSpec:
+        if environment.gguf is None:
+            raise InvalidRequest(f"peer {name} can only run a model from a GGUF file", param="--peers")
+        file = environment.gguf
         if tensor_type != "shipped":
             from emberline.bench.peers.gguf16 import widen_gguf
 
-            file = widen_gguf(file, ground.peers_dir / "models" / f"{file.stem}.{tensor_type}.gguf", tensor_type)
-        settings = {"model": str(file), "threads": ground.threads}
+            file = widen_gguf(file, environment.peers_dir / "models" / f"{file.stem}.{tensor_type}.gguf", tensor_type)
+        settings = {"model": str(file), "threads": environment.threads}
         module = f"emberline.bench.peers.{build_name.replace('-', '_')}"
         return ContenderSpec(
-            name, ground.peer_python(build_name), module, settings, same_weights=tensor_type != "shipped"
+            name, environment.peer_python(build_name), module, settings, same_weights=tensor_type != "shipped"
         )
 
-    return make
+    return make_spec
 
 
 PEERS: dict[str, Callable[[str, BenchEnvironment], ContenderSpec]] = {

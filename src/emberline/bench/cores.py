@@ -1,6 +1,7 @@
-"""CPU pinning: the measured process gets a core of its own and all other processes share the rest.
+"""CPU pinning for benchmarks: the measured process has one core to itself, all other processes use the other cores.
 
-So its CPU time does not depend on the others, and two processes that are compared run on the same core.
+So the CPU time of the measured process does not depend on the other processes. Processes that are compared run on the
+same core, one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserve_core() -> Iterator[int | None]:
-    """Move this process off one core and return that core; None if there is only one, or pinning is not allowed."""
+    """Keep one CPU core free of this process and yield the core's number.
+
+    Yield None if there is only one core, or if the system does not support pinning.
+    """
     every = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if len(every) < 2:
         yield None
@@ -26,6 +30,6 @@ def reserve_core() -> Iterator[int | None]:
 
 
 def pin_process(pid: int, core: int | None) -> None:
-    """Pin a newly started process to the core."""
+    """Pin a newly started process to the core. With `core` None, do nothing."""
     if core is not None:
         os.sched_setaffinity(pid, {core})

@@ -1,4 +1,7 @@
-"""`emberline bench cpu`: Emberline and its peers in one run, alternating, so that noise affects all of them."""
+"""`emberline bench cpu`: the throughput of Emberline and of other engines on the CPU.
+
+The engines take turns within one run, so that noise on the machine affects all of them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ class CPUBenchSettings:
     idle_wait_s: float  # seconds that a measurement waits for an idle machine
 
     def wait_for_idle_machine(self) -> float:
-        """Wait up to `patience` seconds for an idle machine. Return the number of cores that were busy last."""
+        """Wait until other processes use almost no CPU time, at most `idle_wait_s` seconds.
+
+        Return how many cores were busy in the last interval.
+        """
         until = time.monotonic() + self.idle_wait_s
         while (noise := measure_busy_cores(PAUSE_BETWEEN_RUNS_S)) > MAX_IDLE_CORES and time.monotonic() < until:
             pass
@@ -50,7 +56,7 @@ class CPUBenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredContender:
-    """A contender and its runs so far."""
+    """One of the compared engines and the results of its runs."""
 
     contender: ContenderProcess
     runs: dict[str, list[ContenderRun]] = field(default_factory=dict)
@@ -120,7 +126,7 @@ def _start_contenders(
             _print_progress(f"{spec.name}: ready in {contender.ready_seconds:.1f} s")
         except (ContenderFailed, ValueError) as e:
             if spec is us:
-                raise EmberlineError(f"our own engine did not start: {e}") from e
+                raise EmberlineError(f"Emberline's engine did not start: {e}") from e
             absent[spec.name] = {"start": str(e)}
             _print_progress(f"{spec.name}: {e}")
     return entries, absent
@@ -144,13 +150,16 @@ def _run_round(entry: MeasuredContender, task: BenchTask, round_index: int, sett
         _print_progress(f"{task.name} {round_index + 1} {entry.name}: {e}")
 
 
-def _add_start_times(report: BenchReport, own_entry: MeasuredContender, *others: MeasuredContender) -> None:
-    """Add the time from the start of the process to its first job; all files are in the page cache."""
-    best = min((e.contender.ready_seconds for e in others if e.contender.spec.same_weights), default=None)
+def _add_start_times(report: BenchReport, own_entry: MeasuredContender, *peer_entries: MeasuredContender) -> None:
+    """Add the seconds from the start of each engine's process until it is ready for a job.
+
+    All files are in the page cache at that time.
+    """
+    best = min((e.contender.ready_seconds for e in peer_entries if e.contender.spec.same_weights), default=None)
     report.add("ready", own_entry.contender.ready_seconds, "s", peer=best)
     for phase, seconds in own_entry.contender.facts["seconds"].items():
         report.add(f"ready_{phase}", seconds, "s")
-    for entry in others:
+    for entry in peer_entries:
         report.add(f"ready/{entry.name}", entry.contender.ready_seconds, "s")
 
 
@@ -160,12 +169,12 @@ def _add_task_results(
     cost: TokenCost,
     limits: MachineLimits,
     own_entry: MeasuredContender,
-    *others: MeasuredContender,
+    *peer_entries: MeasuredContender,
 ) -> None:
     mine = own_entry.runs[task.name]
     if not mine:
         return  # listed among the failures
-    theirs = [(entry, rates) for entry in others if (rates := entry.token_rates(task))]
+    theirs = [(entry, rates) for entry in peer_entries if (rates := entry.token_rates(task))]
     best = max((median(rates) for entry, rates in theirs if entry.contender.spec.same_weights), default=None)
     report.add(task.name, own_entry.token_rates(task), "tok/s", peer=best, limit=task.max_token_rate(cost, limits))
     for entry, rates in theirs:

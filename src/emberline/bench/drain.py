@@ -1,9 +1,10 @@
-"""`emberline bench drain`: how long streams pause when `emberline drain --move` empties their worker.
+"""`emberline bench drain`: how long streams pause while `emberline drain --move` moves them to another worker.
 
-A router and two workers, each on a core of its own. Streams begin, spread as the router decides. When all of them have
-some tokens, one worker is drained and its streams move to the other. A stream's pause is its longest time without a
-token from then on; the streams of the other worker count too, since what moves there may delay them. In the next round
-the other worker is drained."""
+The benchmark starts a router and two workers, each worker on its own core. It opens streams, which the router spreads
+over both workers. When every stream has some tokens, it drains one worker, and the streams of that worker move to the
+other. The pause of a stream is its longest time without a token after the drain has begun. The streams of the second
+worker count too, because the arriving streams may delay them. The next round drains the other worker.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class DrainBenchPlan:
 
 @dataclass(slots=True)
 class StreamPauses:
-    """The pauses of all rounds, in seconds."""
+    """The longest times without a token, in seconds, one value per round."""
 
     worst: list[float] = field(default_factory=list)  # longest pause of any stream, by round
     median: list[float] = field(default_factory=list)
@@ -104,7 +105,9 @@ async def _run_round(
     pauses.median.append(float(np.median(longest)))
     pauses.before.append(max(b - a for trace in traces for a, b in pairwise(trace.event_times) if b <= began))
     if not any(trace.ended and trace.ended > began for trace in traces):
-        raise EmberlineError("all streams ended before the drain", hint="raise --output")
+        raise EmberlineError(
+            "all streams ended before the worker was drained", hint="raise --output, the tokens of a stream"
+        )
 
 
 async def _count_migrations(cluster: LocalCluster) -> int:
@@ -112,9 +115,9 @@ async def _count_migrations(cluster: LocalCluster) -> int:
     return sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
 
 
-async def _request_drain(cluster: LocalCluster, worker_name: str, **more: Any) -> None:
+async def _request_drain(cluster: LocalCluster, worker_name: str, **options: Any) -> None:
     connection = MinimalHTTPConnection(cluster.url, cluster.key)
     try:
-        await connection.fetch("/cluster/drain", msgspec.json.encode({"name": worker_name, **more}))
+        await connection.fetch("/cluster/drain", msgspec.json.encode({"name": worker_name, **options}))
     finally:
         connection.close()

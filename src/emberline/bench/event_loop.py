@@ -1,9 +1,9 @@
-"""`emberline bench event-loop`: how long one heavy request holds the event loop of a server.
+"""`emberline bench event-loop`: how long one large request blocks the event loop of a server.
 
-Each input is sent to a gateway, a router or an engine server while a second connection requests /health every 5 ms.
-The figure is the longest time of such a request, over all rounds; `idle` is the same without a heavy request. Every
-server, the sender and the probe are processes of their own; providers behind the gateway and workers behind the router
-are fakes.
+Each large request is sent to a gateway, a router or an engine server, while a second connection requests /health every
+5 ms. The result is the longest duration of a /health request in all rounds. The result `idle` is the same without a
+large request. The servers, the sender and the process that requests /health are separate processes. The providers
+behind the gateway and the workers behind the router are fakes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from websockets.sync.client import connect
 
@@ -86,8 +87,14 @@ action = "redact"
 """
 
 
+class DelayMeasurement(NamedTuple):
+    longest_delay_s: float  # longest duration of a /health request
+    request_s: float  # duration of the large request
+    status: int  # of the reply to the large request; 0 without a reply
+
+
 def bench(model: str | None, body_bytes: int, rounds: int) -> BenchReport:
-    """Measure gateway, router and, unless `model` is None, an engine server."""
+    """Measure the gateway, the router and, unless `model` is None, an engine server with this model."""
     report = BenchReport(
         "event-loop", {"model": model, "bytes": body_bytes, "rounds": rounds, "probe_seconds": PROBE_SECONDS}
     )
@@ -104,22 +111,27 @@ def bench(model: str | None, body_bytes: int, rounds: int) -> BenchReport:
 def _measure_server(
     report: BenchReport, server_name: str, port: int, requests_by_name: dict[str, HeavyRequest], rounds: int
 ) -> None:
-    _add_worst_delay(report, f"{server_name}_idle", [1e3 * measure_longest_delay(port, None)[0] for _ in range(rounds)])
+    _add_worst_delay(
+        report, f"{server_name}_idle", [1e3 * measure_longest_delay(port, None).longest_delay_s for _ in range(rounds)]
+    )
     for name, request in requests_by_name.items():
         found = [measure_longest_delay(port, request) for _ in range(rounds)]
-        gaps = [1e3 * gap for gap, _, _ in found]
+        gaps = [1e3 * one.longest_delay_s for one in found]
         _add_worst_delay(report, f"{server_name}_{name}", gaps, limit=100)
-        seconds, status = found[-1][1:]
+        seconds, status = found[-1].request_s, found[-1].status
         print(f"{server_name}_{name}: {max(gaps):.0f} ms, {status} after {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def _add_worst_delay(report: BenchReport, name: str, delays_ms: list[float], limit: float | None = None) -> None:
-    """Add the worst of the rounds, not their median: the bound holds for every request."""
+    """Add the largest value of all rounds, not the median, because the limit must hold for every request."""
     report.add(name, max(delays_ms), "ms", limit=limit, spread=(min(delays_ms), max(delays_ms)))
 
 
-def measure_longest_delay(port: int, request: HeavyRequest | None) -> tuple[float, float, int]:
-    """Return the seconds of the slowest probe, the seconds of the request, and its status."""
+def measure_longest_delay(port: int, request: HeavyRequest | None) -> DelayMeasurement:
+    """Send a large request while /health is requested repeatedly, and return the times.
+
+    With `request` None, only /health is requested, for one second.
+    """
     began, status = time.perf_counter(), 0
     with HealthProbe(port) as probe:
         began = time.perf_counter()
@@ -129,11 +141,14 @@ def measure_longest_delay(port: int, request: HeavyRequest | None) -> tuple[floa
             status = _send_request(port, request)
         seconds = time.perf_counter() - began
         time.sleep(0.1)
-    return probe.longest_delay_s, seconds, status
+    return DelayMeasurement(probe.longest_delay_s, seconds, status)
 
 
 def _send_request(port: int, request: HeavyRequest) -> int:
-    """Return the reply's status; 0 if the server closed the connection before it read the request."""
+    """Send the large request and return the HTTP status of the reply.
+
+    Return 0 if the server closed the connection before it had read the request.
+    """
     if request.socket:
         return _send_websocket_message(port, request)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REPLY_SECONDS)
@@ -201,7 +216,10 @@ def running_router() -> Iterator[int]:
 
 @contextmanager
 def running_engine_server(model: str) -> Iterator[int]:
-    """Start a worker, which has the paths of a cluster besides those of a server."""
+    """Run an engine server that is registered with a router, and yield its port.
+
+    Such a server (a worker) also serves the /cluster paths.
+    """
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = free_port()
@@ -224,4 +242,4 @@ def wait_until_healthy(port: int, path: str) -> None:
         finally:
             connection.close()
         time.sleep(0.05)
-    raise EmberlineError(f"the server at port {port} was not ready within {READY_SECONDS:.0f} s")
+    raise EmberlineError(f"the server at port {port} did not become ready in {READY_SECONDS:.0f} s")

@@ -1,4 +1,4 @@
-"""The heavy requests of `emberline bench event-loop`: one of each kind that takes a server long."""
+"""The large requests of `emberline bench event-loop`: one for each kind of work that can take a server long."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ class HeavyRequest:
     socket: bool = False  # the body is one WebSocket message; `universal.done` or an error ends it
 
 
-def chat_body(message_json: bytes, model: str, **more: object) -> bytes:
-    """Return a chat request with one message; `content` is JSON text."""
-    head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
+def chat_body(message_json: bytes, model: str, **extra_fields: object) -> bytes:
+    """Return the body of a chat request with one message. `message_json` is its text, already escaped for JSON."""
+    head = json.dumps({"model": model, "max_tokens": 1, **extra_fields})[:-1].encode()
     return head + b',"messages":[{"role":"user","content":"' + message_json + b'"}]}'
 
 
-def list_field_body(item: bytes, body_bytes: int, field_name: str, model: str, **more: object) -> bytes:
-    """Return a request with one field, a list of `item` repeated to about `size` bytes."""
-    head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
+def list_field_body(item: bytes, body_bytes: int, field_name: str, model: str, **extra_fields: object) -> bytes:
+    """Return a request body in which the field `field_name` is a list of about `body_bytes` bytes.
+
+    Every element of the list is `item`.
+    """
+    head = json.dumps({"model": model, "max_tokens": 1, **extra_fields})[:-1].encode()
     return head + b',"' + field_name.encode() + b'":[' + (item + b",") * (body_bytes // (len(item) + 1)) + item + b"]}"
 
 
 def common_requests(model: str, body_bytes: int) -> dict[str, HeavyRequest]:
-    """Return the inputs for every server: text, escapes, and JSON that becomes many small objects."""
+    """Return the large requests that every server gets: plain text, JSON escapes, and JSON with many small objects."""
     return {
         "prose": HeavyRequest(CHAT, chat_body(PROSE * (body_bytes // len(PROSE)), model)),
         "escapes": HeavyRequest(CHAT, chat_body(b"\\u00e9" * (body_bytes // 6), model)),
@@ -44,26 +47,26 @@ def common_requests(model: str, body_bytes: int) -> dict[str, HeavyRequest]:
 
 
 def gateway_requests(body_bytes: int) -> dict[str, HeavyRequest]:
-    def at(gateway: str, body: bytes, **headers: str) -> HeavyRequest:
+    def for_gateway(gateway: str, body: bytes, **headers: str) -> HeavyRequest:
         return HeavyRequest(f"/v1/default/{gateway}/compat/chat/completions", body, headers)
 
     text = PROSE * (body_bytes // len(PROSE))
     plain = common_requests("fake/bench", body_bytes)
     prose, messages = plain["prose"].body, plain["messages"].body
     return {
-        "guarded_digits": at("guarded", chat_body(b"4 " * (body_bytes // 2), "fake/bench")),
-        "guarded_prose": at("guarded", chat_body(PROSE * (body_bytes // 2 // len(PROSE)), "fake/bench")),
-        **{name: at("default", request.body) for name, request in plain.items()},
-        "cached_prose": at("cached", prose),
-        "cached_messages": at("cached", messages),
-        "translated_prose": at("default", chat_body(text, "anthropic/claude-x")),
-        "continued_messages": at(
+        "guarded_digits": for_gateway("guarded", chat_body(b"4 " * (body_bytes // 2), "fake/bench")),
+        "guarded_prose": for_gateway("guarded", chat_body(PROSE * (body_bytes // 2 // len(PROSE)), "fake/bench")),
+        **{name: for_gateway("default", request.body) for name, request in plain.items()},
+        "cached_prose": for_gateway("cached", prose),
+        "cached_messages": for_gateway("cached", messages),
+        "translated_prose": for_gateway("default", chat_body(text, "anthropic/claude-x")),
+        "continued_messages": for_gateway(
             "default",
             list_field_body(MESSAGE, body_bytes, "messages", "fake/bench", stream=True),
             **{"x-emberline-continue": "true"},
         ),
-        "pool_prose": at("routed", chat_body(text, "pool/both")),
-        "route_prose": at("routed", chat_body(text, "dynamic/by-text")),
+        "pool_prose": for_gateway("routed", chat_body(text, "pool/both")),
+        "route_prose": for_gateway("routed", chat_body(text, "dynamic/by-text")),
         "universal_prose": HeavyRequest("/v1/default/default", universal_body(prose)),
         "universal_messages": HeavyRequest("/v1/default/default", universal_body(messages)),
         "run_messages": HeavyRequest("/accounts/default/ai/run/fake/bench", messages),
@@ -73,22 +76,22 @@ def gateway_requests(body_bytes: int) -> dict[str, HeavyRequest]:
         "socket_prose": HeavyRequest("/v1/default/default", b"%b" % universal_websocket_message(prose), socket=True),
         "socket_messages": HeavyRequest("/v1/default/default", universal_websocket_message(messages), socket=True),
         "gzip_reply": HeavyRequest("/v1/default/default/heavy/bomb", b'{"model":"x"}'),
-        "large_reply": at("default", chat_body(b"a", "heavy/whole")),
-        "large_event": at("default", chat_body(b"a", "heavy/event", stream=True)),
+        "large_reply": for_gateway("default", chat_body(b"a", "heavy/whole")),
+        "large_event": for_gateway("default", chat_body(b"a", "heavy/event", stream=True)),
         "large_event_translated": HeavyRequest(
             "/v1/default/default/compat/messages", chat_body(b"a", "heavy/event", stream=True)
         ),
-        "large_event_guarded": at("guarded", chat_body(b"a", "heavy/event", stream=True)),
+        "large_event_guarded": for_gateway("guarded", chat_body(b"a", "heavy/event", stream=True)),
     }
 
 
 def universal_body(chat_body_json: bytes) -> bytes:
-    """Return a universal request of one step."""
+    """Return a request for the gateway's universal endpoint with one provider to try."""
     return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + chat_body_json + b"}]"
 
 
 def universal_websocket_message(chat_body_json: bytes) -> bytes:
-    """Return the WebSocket message that requests one step."""
+    """Return the WebSocket message that sends such a universal request to the gateway."""
     return b'{"type":"universal.create","request":%b}' % universal_body(chat_body_json)[1:-1]
 
 
@@ -98,7 +101,10 @@ def batch_body(body_bytes: int) -> bytes:
 
 
 def router_requests(body_bytes: int) -> dict[str, HeavyRequest]:
-    """Return the inputs for a router. `vllm` is a model of a foreign worker, which gets only OpenAI's fields."""
+    """Return the large requests for a router.
+
+    The model `vllm` is served by a vLLM server behind the router, to which the router sends only OpenAI's fields.
+    """
     foreign = common_requests("vllm", body_bytes)
     return {
         **common_requests("fake", body_bytes),
@@ -139,10 +145,10 @@ def engine_requests(model: str, body_bytes: int) -> dict[str, HeavyRequest]:
 
 
 def without_max_tokens(body: bytes) -> bytes:
-    """Return fields for protocols without `max_tokens`."""
+    """Return the request body without the field `max_tokens`, for endpoints that do not accept it."""
     return body.replace(b' "max_tokens": 1,', b"", 1).replace(b', "max_tokens": 1', b"", 1)
 
 
 def resume_body(chat_body_json: bytes) -> bytes:
-    """Return the request that a router sends to a worker that continues another's stream."""
+    """Return the request by which a router asks a worker to continue a stream that began at a different worker."""
     return b'{"path":"/v1/chat/completions","body":%b,"seed":1,"handoff":{}}' % chat_body_json

@@ -1,8 +1,8 @@
-"""HealthProbe measures the longest time of /health requests in a process that does nothing else.
+"""HealthProbe: measures the longest duration of a /health request, in a process that does nothing else.
 
-Sending and receiving 30 MB in the same process would delay the probe itself.
+A process that also sent or received the 30 MB of a large request would delay its own /health requests.
 
-    python -m emberline.bench.event_loop_probe PORT     probes until its input ends, then prints seconds
+python -m emberline.bench.event_loop_probe PORT     repeats requests until stdin ends, then prints seconds
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIMEOUT_S = 300.0
 
 
 class HealthProbe:
-    """A context manager; `longest` is set when it exits."""
+    """A context manager that requests /health repeatedly. `longest_delay_s` is set when the context exits."""
 
     def __init__(self, port: int) -> None:
         self.longest_delay_s = 0.0  # seconds
@@ -52,11 +52,11 @@ def measure_longest_delay(port: int, stop: threading.Event) -> float:
 def main() -> None:
     stop = threading.Event()
 
-    def wait() -> None:
+    def stop_at_end_of_input() -> None:
         sys.stdin.read()
         stop.set()
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=stop_at_end_of_input, daemon=True).start()
     print("begun", flush=True)
     print(measure_longest_delay(int(sys.argv[1]), stop), flush=True)
 

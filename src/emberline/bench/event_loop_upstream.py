@@ -1,4 +1,4 @@
-"""A provider and a vLLM server with large replies, for `emberline bench event-loop`.
+"""A fake provider, also usable as a fake vLLM server, that sends large replies for `emberline bench event-loop`.
 
 python -m emberline.bench.event_loop_upstream PORT SIZE
 """
@@ -17,7 +17,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @cache
 def gzip_bomb() -> bytes:
-    """Return 1 GB of spaces as 1 MB of gzip."""
+    """Return about 1 MB of gzip data that decompresses to 1 GB of spaces."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     return b"".join(packer.compress(b" " * (1 << 20)) for _ in range(1024)) + packer.flush()
 

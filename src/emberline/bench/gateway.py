@@ -1,7 +1,8 @@
-"""`emberline bench gateway`: the gateway's overhead, with authentication, limits, costs and logs on.
+"""`emberline bench gateway`: the gateway's overhead, with authentication, limits, costs and logs turned on.
 
-The same requests go to a fake provider directly, through the gateway, and through LiteLLM where it is installed. CPU
-time is that of the proxy's process and its children. Each proxy in turn has the same core to itself.
+The same requests are sent to a fake provider directly, through the gateway, and, if it is installed, through LiteLLM.
+CPU time is that of the proxy's process and its child processes. The proxies run one after the other, each pinned to the
+same core.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ general_settings:
 
 
 def bench(plan: GatewayBenchPlan, peers_dir: Path | None) -> BenchReport:
-    """Run the benchmark. `peers` is the directory with LiteLLM's environment, if it is measured too."""
+    """Run the benchmark. LiteLLM is measured too if `peers_dir`, the directory of its Python environment, is given."""
     report = BenchReport("gateway", {name: getattr(plan, name) for name in plan.__slots__})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -135,7 +136,7 @@ def bench(plan: GatewayBenchPlan, peers_dir: Path | None) -> BenchReport:
 
 
 def _run_on_uvloop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop, the event loop with the least CPU time."""
+    """Run the coroutine on uvloop, which uses less CPU time than asyncio's own event loop."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -144,7 +145,10 @@ def _run_on_uvloop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class GatewayBenchRound:
-    """Figures of one process; `alone` and `base` are one request at a time, through the proxy and without it."""
+    """The measurements of one proxy process.
+
+    `alone` has one request open at a time, sent through the proxy. `base` is the same without the proxy.
+    """
 
     loaded: GatewayBenchRun
     alone: GatewayBenchRun
@@ -173,7 +177,7 @@ def _measure_proxy(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedP
 
 
 async def _measure_memory_growth(plan: GatewayBenchPlan, proxy: BenchedProxy, provider_url: str) -> int:
-    """Return the growth of its memory over many events, sent as fast as possible."""
+    """Stream many events through the proxy as fast as possible, and return by how many bytes its memory grew."""
     await MinimalHTTPConnection(provider_url).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
     size = max(1, min(SOAK_EVENTS, plan.soak // (2 * plan.streams)))
     rounds = max(2, plan.soak // (size * plan.streams))
@@ -216,7 +220,7 @@ def _latency_p50_and_p99(run: GatewayBenchRun) -> tuple[float, float]:
 
 
 def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same_prompt: bool = False) -> GatewayBenchRun:
-    """Send requests one after the other, as many as under load, so that the p99 has enough samples."""
+    """Send requests one after the other. There are `plan.requests` of them, so that the p99 has enough samples."""
     caller = BlockingClient(proxy.url, KEY)
     seconds: list[float] = []
     before, start = _process_usage(proxy), time.perf_counter()
@@ -232,11 +236,11 @@ def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same_prompt: bo
 
 
 async def _run_concurrent(proxy: BenchedProxy, plan: GatewayBenchPlan) -> GatewayBenchRun:
-    """Send requests in a closed loop with a fixed number of open ones."""
+    """Send requests from `plan.clients` clients at once. Each client sends its next request after a reply."""
     left = iter(range(plan.requests))
     seconds: list[float] = []
 
-    async def client() -> None:
+    async def run_client() -> None:
         connection = MinimalHTTPConnection(proxy.url, KEY)
         for number in left:
             body = _request_body(proxy, plan, number, 8, stream=False)
@@ -246,18 +250,18 @@ async def _run_concurrent(proxy: BenchedProxy, plan: GatewayBenchPlan) -> Gatewa
             _check_reply(reply)
         connection.close()
 
-    return await _measure_clients(proxy, [client() for _ in range(plan.clients)], plan.requests, seconds)
+    return await _measure_clients(proxy, [run_client() for _ in range(plan.clients)], plan.requests, seconds)
 
 
 def _check_reply(reply: bytes) -> None:
     if b"word7" not in reply:
-        raise EmberlineError(f"a reply was {reply[:200]!r}")
+        raise EmberlineError(f"a reply does not contain the expected text: {reply[:200]!r}")
 
 
 async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_stream: int) -> GatewayBenchRun:
     first: list[float] = []
 
-    async def client(phase: float) -> None:
+    async def run_client(phase: float) -> None:
         await asyncio.sleep(phase * plan.pace)  # spreads the streams' events over time
         connection = MinimalHTTPConnection(proxy.url, KEY)
         began, got, last = time.perf_counter(), 0, b""
@@ -269,10 +273,10 @@ async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_s
             got += part.count(b"\n\n")
             last = part
         if got < events_per_stream + 1 or not last.endswith(b"[DONE]\n\n"):
-            raise EmberlineError(f"a stream had {got} events, not {events_per_stream + ENDING}: {last[-200:]!r}")
+            raise EmberlineError(f"a stream ended after {got} of {events_per_stream + ENDING} events: {last[-200:]!r}")
         connection.close()
 
-    work = [client(i / plan.streams) for i in range(plan.streams)]
+    work = [run_client(i / plan.streams) for i in range(plan.streams)]
     return await _measure_clients(proxy, work, plan.streams * (events_per_stream + ENDING), first)
 
 
@@ -311,7 +315,7 @@ async def _wait_until_ready(proxy: BenchedProxy) -> None:
             return
         except HTTPRequestFailed:
             await asyncio.sleep(0.2)
-    raise EmberlineError(f"{proxy.name} did not get ready")
+    raise EmberlineError(f"proxy {proxy.name} did not become ready in {READY_TIMEOUT_S:.0f} s")
 
 
 @contextmanager
@@ -328,7 +332,9 @@ def _running_gateway(work_dir: Path, provider_url: str, core: int | None) -> Ite
 def _running_litellm(work_dir: Path, provider_url: str, core: int | None, peers_dir: Path) -> Iterator[BenchedProxy]:
     program = peers_dir / "litellm" / "bin" / "litellm"
     if not program.exists():
-        raise EmberlineError("LiteLLM is not installed", hint="scripts/bench-peers litellm")
+        raise EmberlineError(
+            f"LiteLLM is not installed: {program} does not exist", hint="run scripts/bench-peers litellm"
+        )
     port, file = free_port(), work_dir / "litellm.yaml"
     file.write_text(LITELLM.format(key=KEY, provider=provider_url))
     command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")

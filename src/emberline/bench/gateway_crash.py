@@ -1,8 +1,8 @@
-"""`emberline bench gateway-crash`: how many rows of the request log `kill -9` of a gateway loses.
+"""`emberline bench gateway-crash`: how many rows of the request log are lost when a gateway is killed (`kill -9`).
 
-Requests arrive at a steady rate at a gateway in front of a fake provider. Then its process is killed, and the rows in
-its store are compared with the requests that were answered by then. The oldest missing row must not be older than the
-setting `flush`.
+Requests arrive at a steady rate at a gateway in front of a fake provider. Then the gateway's process is killed. The
+rows in its store are compared with the requests that it had answered. The oldest missing row must not be older than the
+setting `flush`, the longest time for which the gateway keeps rows in memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def bench(plan: CrashBenchPlan) -> BenchReport:
 
 
 def is_loss_within_flush_interval(report: BenchReport) -> bool:
-    """Return whether no lost row was older than the setting allows."""
+    """Return whether every lost row was at most as old as the setting `flush` allows."""
     figures = [result for name, result in report.results.items() if name.startswith("oldest_lost")]
     return all(r.spread is not None and r.limit is not None and r.spread[1] <= r.limit for r in figures)
 
@@ -95,17 +95,20 @@ async def _crash_gateway(plan: CrashBenchPlan, flush_s: float, provider_url: str
 
 
 async def _send_until_kill(plan: CrashBenchPlan, url: str, rng: random.Random, gateway_pid: int) -> dict[str, float]:
-    """Return the time of each reply by the id of its row; under "", the time of the kill."""
+    """Send requests, kill the gateway, and return the time of each reply by the id of its log row.
+
+    The key "" holds the time of the kill.
+    """
     arrived: dict[str, float] = {}
     begun, until = time.perf_counter(), plan.seconds + rng.random()
     pool = HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=CONNECT_TIMEOUT_S)
     async with asyncio.TaskGroup() as group:
 
-        async def request() -> None:
+        async def send_request() -> None:
             try:
                 reply = await pool.fetch("POST", f"{url}/v1/chat/completions", HEADERS, BODY)
                 if reply.status != 200:
-                    raise EmberlineError(f"the gateway answered {reply.status}: {reply.body.decode()}")
+                    raise EmberlineError(f"the gateway replied with status {reply.status}: {reply.body.decode()}")
                 arrived[reply.headers["cf-aig-log-id"].upper()] = time.perf_counter()
             except UpstreamFailed:
                 if "" not in arrived:
@@ -114,7 +117,7 @@ async def _send_until_kill(plan: CrashBenchPlan, url: str, rng: random.Random, g
         number = 0
         while (now := time.perf_counter() - begun) < until:
             while number < now * plan.rate:
-                group.create_task(request())
+                group.create_task(send_request())
                 number += 1
             await asyncio.sleep(0.002)
         arrived[""] = time.perf_counter()
@@ -132,7 +135,7 @@ async def _wait_until_ready(url: str) -> None:
             return
         except HTTPRequestFailed:
             await asyncio.sleep(0.1)
-    raise EmberlineError("the gateway was not ready in time")
+    raise EmberlineError(f"the gateway at {url} did not become ready in {READY_TIMEOUT_S:.0f} s")
 
 
 def _read_record_ids(store_dir: Path) -> set[str]:

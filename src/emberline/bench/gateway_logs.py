@@ -1,8 +1,8 @@
-"""`emberline bench gateway-logs`: the speed of log pages over many rows.
+"""`emberline bench gateway-logs`: how fast the gateway's log pages are when the log has many rows.
 
-It fills a store with generated records, then sends the dashboard's requests to the management API: charts and tables
-from rollups, log pages with each kind of filter, one record. At the end it deletes a day. In SQLite the days after the
-first are copies of it.
+The benchmark fills a store with generated rows. Then it sends the requests of the web dashboard to the management API:
+charts and tables from aggregated counts, log pages with each kind of filter, and a single row. At the end it deletes
+the rows of one day. In SQLite, only the first day is generated and the other days are copies of it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class LogBenchPlan:
 
     @property
     def timed_rows(self) -> int:
-        """Return the number of last rows, which are appended like the log writer does, and timed."""
+        """The number of rows that are appended and timed at the end, in batches of the log writer's size."""
         return min(50 * MAX_BATCH_RECORDS, self.rows // self.days // 4)
 
 
 def bench(plan: LogBenchPlan, store_url: str | None) -> BenchReport:
-    """Run the benchmark. `url` is an empty store; None is SQLite in a temporary directory."""
+    """Run the benchmark. `store_url` is the URL of an empty store; None uses SQLite in a temporary directory."""
     report = BenchReport(
         "gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": store_url or "sqlite"}
     )
@@ -78,17 +78,17 @@ async def _run_bench(plan: LogBenchPlan, store_url: str, work_dir: Path, report:
     middle = await _fill_store(store_url, plan, now, report)
     report.add("filled", plan.rows / (time.perf_counter() - began), "rows/s")
     store = await open_store(store_url)
-    ask = _make_admin_query(store, now, work_dir)
+    query_admin = _make_admin_query(store, now, work_dir)
     slowest = 0.0
     for name, wanted in _page_queries(now, middle).items():
         times: list[float] = []
         for _ in range(plan.rounds):
             began = time.perf_counter()
-            found = await asyncio.gather(*map(ask, wanted))
+            found = await asyncio.gather(*map(query_admin, wanted))
             times.append(1e3 * (time.perf_counter() - began))
         report.add(name, times, "ms")
         slowest = max(slowest, *times)
-        if (asked := await _count_pages_until_found(ask, wanted[0], found[0])) > 1:
+        if (asked := await _count_pages_until_found(query_admin, wanted[0], found[0])) > 1:
             report.add(f"{name}_asked", asked, "pages")
     report.add("slowest_of_all", slowest, "ms")
     began = time.perf_counter()
@@ -99,24 +99,27 @@ async def _run_bench(plan: LogBenchPlan, store_url: str, work_dir: Path, report:
 
 
 def _make_admin_query(store: GatewayStore, now_ms: int, work_dir: Path) -> AdminQuery:
-    """Return a function that calls the management API like the dashboard, without HTTP."""
+    """Return a function that calls the management API as the web dashboard does, but without HTTP."""
     wall = ManualClock(now_ms / 1e3)
     vault = ProviderKeyVault(store, StoreVersionWatch(store, wall), MasterKeyFile(work_dir / "master.key"))
     admin = AdminAPI(AdminContext(store, vault, wall, LocalLimiter()))
     root = Identity("root", "root", "token", is_admin=True)
 
-    async def ask(wanted: str) -> Any:
-        path, _, query = wanted.partition("?")
+    async def query_admin(path_and_query: str) -> Any:
+        path, _, query = path_and_query.partition("?")
         status, found = await admin.handle("GET", f"/admin/accounts/{ACCOUNT}/{path}", query, b"", root)
         assert status == 200, found
         msgspec.json.encode(found)
         return found
 
-    return ask
+    return query_admin
 
 
 async def _count_pages_until_found(query_admin: AdminQuery, path: str, first_page: Any) -> int:
-    """Return how many pages were requested until a row or the end was found; a page ends after its time limit."""
+    """Return how many pages were requested until one contained a row or the log ended.
+
+    A page may be empty because each request stops searching after a time limit.
+    """
     count = 1
     while not first_page.get("complete", True) and not first_page["items"]:
         first_page = await query_admin(f"{path}&before={first_page['cursor']}")
@@ -125,7 +128,7 @@ async def _count_pages_until_found(query_admin: AdminQuery, path: str, first_pag
 
 
 async def _fill_store(store_url: str, plan: LogBenchPlan, now_ms: int, report: BenchReport) -> LogRecord:
-    """Fill the store and return a record with a payload from the middle of the time range."""
+    """Fill the store and return a record that has a payload and lies in the middle of the time range."""
     copies = plan.days - 1 if store_url.startswith("sqlite:") else 0
     rows = -(-plan.rows // (1 + copies))
     records = _generate_records(plan, now_ms)
@@ -147,7 +150,7 @@ async def _fill_store(store_url: str, plan: LogBenchPlan, now_ms: int, report: B
 
 
 async def _append_records(store: GatewayStore, records: Iterator[LogEntry], row_count: int) -> LogRecord | None:
-    """Return the last record with a payload."""
+    """Append the next `row_count` records and return the last of them that has a payload."""
     last = None
     for start in range(0, row_count, FILL):
         batch = list(islice(records, min(FILL, row_count - start)))
@@ -209,7 +212,10 @@ def _page_queries(now_ms: int, sample_record: LogRecord) -> dict[str, tuple[str,
 
 
 def _overview_queries(now_ms: int) -> dict[str, tuple[str, ...]]:
-    """Return the requests of the overview page (web/gateway/overview.js). A month has all dimensions."""
+    """Return the requests of the dashboard's overview page (web/gateway/overview.js), by name.
+
+    The range of 30 days is requested once for each dimension, the shorter ranges only by model.
+    """
     ranges: dict[str, tuple[int, Any]] = {
         "1h": (60, "minute"), "6h": (360, "minute"), "24h": (24, "hour"), "7d": (168, "hour"), "30d": (30, "day")
     }  # fmt: skip
@@ -224,7 +230,7 @@ def _overview_queries(now_ms: int) -> dict[str, tuple[str, ...]]:
 
 
 def _explorer_queries(sample_record: LogRecord) -> dict[str, str]:
-    """Return log pages of one gateway and of all."""
+    """Return requests for log pages by name: one for each kind of filter, for one gateway and for all gateways."""
     one = f"logs?gateway={GATEWAY}"
     return {
         "newest": "logs?",

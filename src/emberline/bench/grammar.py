@@ -1,4 +1,6 @@
-"""llguidance and xgrammar compared: the cost of constrained decoding per grammar and token, and hostile input.
+"""Compares two libraries for constrained decoding, llguidance and xgrammar.
+
+It measures the time to compile each grammar and the time per token, and tests how the libraries handle hostile input.
 
 python -m emberline.bench.grammar --json benchmarks/results/grammar-choice.json
 """
@@ -25,7 +27,10 @@ LIBRARIES = ("llguidance", "xgrammar")
 
 
 class GrammarLibraryProcess:
-    """A library's process, restarted after a case that hung or crashed it."""
+    """A child process that runs one grammar library.
+
+    It is restarted after a case in which the library hung or crashed.
+    """
 
     def __init__(self, library: str, tokenizer: Path) -> None:
         self.command = [sys.executable, "-m", "emberline.bench.grammar_child", library, str(tokenizer)]
@@ -56,7 +61,10 @@ class GrammarLibraryProcess:
 
 
 def describe_outcome(result: dict[str, Any]) -> str:
-    """Return the outcome of a hostile case. `slow`: it returned after more than a second."""
+    """Return the outcome of a hostile case: hung, crashed, slow, refused or compiled.
+
+    `slow` means that the library took more than one second.
+    """
     for bad in ("hung", "crashed"):
         if bad in result:
             return bad

@@ -1,4 +1,4 @@
-"""The grammars of the benchmark: ordinary ones, each with a text that satisfies it, and hostile ones."""
+"""The grammars of the grammar benchmark: ordinary ones, each with a text that matches it, and hostile ones."""
 
 from __future__ import annotations
 
@@ -119,13 +119,16 @@ def _nested_schema(depth: int) -> str:
 
 
 def _doubling_schema(levels: int, keyword: str) -> str:
-    """Return a schema whose definitions each refer to the next one twice: 2 ** `levels` parts when expanded."""
+    """Return a JSON schema whose definitions each refer to the next definition twice.
+
+    Fully expanded, it has 2 ** `levels` parts.
+    """
     defs: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return json.dumps({"$defs": {**defs, f"d{levels}": _object_schema(a=_INT)}, "$ref": "#/$defs/d0"})
 
 
 def _union_intersection_schema(pairs: int) -> str:
-    """Return an intersection of unions whose product has 2 ** `pairs` members."""
+    """Return a JSON schema that is an intersection of unions, whose product has 2 ** `pairs` members."""
     union = [{"anyOf": [{"properties": {f"p{i}": {"const": bit}}} for bit in (0, 1)]} for i in range(pairs)]
     return json.dumps({"allOf": union})
 

@@ -1,7 +1,7 @@
-"""BenchJob: requests submitted at once. TokenTimeline: when each of their tokens arrived.
+"""BenchJob: requests that are submitted at once. TokenTimeline: the arrival times of their tokens.
 
-All throughput figures are computed here, the same way for every contender. Only the standard library is imported, since
-child processes in other environments import this module.
+All throughput results are computed here, in the same way for every engine. The module imports only the standard
+library, because child processes in other Python environments import it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class BenchJob:
 
 @dataclass(frozen=True, slots=True)
 class TokenTimeline:
-    """Seconds since submission, one per output token, for each request of the job."""
+    """The arrival times of the output tokens of each request, in seconds since the job was submitted."""
 
     times: list[list[float]]
 
     def check_token_counts(self, job: BenchJob) -> None:
-        """Raise ValueError if a request has fewer or more tokens than the job states."""
+        """Raise ValueError if a request has fewer or more tokens than the job asked for."""
         counts = [len(times) for times in self.times]
         if counts != job.outputs:
-            raise ValueError(f"asked for {sum(job.outputs)} tokens, got {sum(counts)}")
+            raise ValueError(f"the engine returned {sum(counts)} tokens instead of the requested {sum(job.outputs)}")
 
     @property
     def num_tokens(self) -> int:
@@ -47,23 +47,23 @@ class TokenTimeline:
 
     @property
     def full_batch_period(self) -> tuple[float, float]:
-        """Return the start and end of the time in which all requests decode and none prefills."""
+        """The start and end of the period in which all requests decode and none is in prefill, in seconds."""
         return max(times[0] for times in self.times), min(times[-1] for times in self.times)
 
     def prefill_rate(self, job: BenchJob) -> float:
-        """Return the prompt tokens per second until every request has its first token."""
+        """Return the prompt tokens per second, up to the time when every request has its first token."""
         return job.prompt_tokens / self.full_batch_period[0]
 
     def decode_rate(self) -> float:
-        """Return the tokens per second while the whole batch decodes, without prefill."""
+        """Return the output tokens per second in the period in which all requests decode."""
         begin, end = self.full_batch_period
         return sum(begin < t <= end for times in self.times for t in times) / (end - begin)
 
     def median_step_seconds(self) -> float:
-        """Return the median seconds between two tokens of a request while the whole batch decodes."""
+        """Return the median seconds between two tokens of a request in the period in which all requests decode."""
         begin, end = self.full_batch_period
         return median(b - a for times in self.times for a, b in pairwise(times) if begin <= a and b <= end)
 
     def output_rate(self) -> float:
-        """Return the output tokens per second from submission to the last token, prefill included."""
+        """Return the output tokens per second from submission to the last token, with the prefill included."""
         return self.num_tokens / self.wall_seconds

@@ -1,9 +1,9 @@
 """`python -m emberline.bench.kernels`: the CPU kernels alone and a whole forward pass, with random weights.
 
-A linear layer is compared with torch: in bf16 where ours takes bf16 inputs (AMX), plain and with weights laid out by
-oneDNN; elsewhere in float32, in which ours computes there. Up to FEW_ROWS rows use so many copies of the weight that
-none is in the cache, as between two steps of a model; with more rows arithmetic is the limit. It needs torch, numpy
-and a compiler, but no model.
+Linear layers are compared with torch. On CPUs with AMX both use bf16 inputs, and torch is measured with plain weights
+and with weights in oneDNN's layout. On other CPUs both compute in float32. With up to FEW_ROWS rows, a layer is run
+with many copies of its weight, so that no copy is in the CPU cache, as between two steps of a model. With more rows the
+arithmetic is the limit. The benchmark needs torch, numpy and a compiler, but no model.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SMOLLM2 = {
 
 
 class BenchRandomWeights(Weights):
-    """Random weights of every requested shape."""
+    """Random weights in place of a checkpoint, of every requested shape."""
 
     def __init__(self) -> None:
         self.loaded_bytes = 0
@@ -133,9 +133,10 @@ def _measure_linear(report: BenchReport, name: str, n: int, k: int, limits: Mach
 def _measure_peers(
     report: BenchReport, label: str, implementations: Iterator[tuple[str, Work]], products_per_call: int
 ) -> dict[str, float]:
-    """Add the microseconds of each peer.
+    """Return the microseconds of each of torch's implementations, by name.
 
-    torch's BLAS may use more threads than configured; a peer on more cores is no comparison and is named in the config.
+    An implementation that used more cores than configured is left out, because it is not comparable, and is named in
+    the report's configuration.
     """
     best = {}
     for peer, work in implementations:
@@ -150,7 +151,10 @@ def _measure_peers(
 
 
 def _torch_implementations(x: Tensor, weight: Tensor, copies: int, layout: WeightLayout) -> Iterator[tuple[str, Work]]:
-    """Yield torch's implementations of the product, with one set of weights in memory at a time."""
+    """Yield the name and a function for each way in which torch can compute the product.
+
+    The weights of only one implementation are in memory at a time.
+    """
     if layout is not WeightLayout.AMX:
         wide = [weight.float() for _ in range(max(1, copies // 2))] * (2 if copies > 1 else 1)
         yield "torch_fp32", lambda: [linear(x, w) for w in wide[:copies]]
@@ -182,7 +186,10 @@ def _measure_forward_passes(report: BenchReport, limits: MachineLimits) -> None:
 
 
 def _time_attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
-    """Return the milliseconds of attention in all layers of a step, all reading the same layer's KV cache."""
+    """Return the milliseconds of attention in all layers of a step, one value per round.
+
+    Every layer reads the KV cache of the same layer.
+    """
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     qkv = torch.randn(len(step.tokens), (heads + 2 * kv_heads) * head_dim)
     layer = ops.AttentionLayer(heads, kv_heads, head_dim, scale=head_dim**-0.5, cos_sin=torch.empty(0))

@@ -1,10 +1,11 @@
-"""`python -m emberline.bench.kv8`: the quality loss of `--kv-dtype float8`, on a real model and text.
+"""`python -m emberline.bench.kv8`: how much quality `--kv-dtype float8` costs, on a real model and real text.
 
-The text is cut into windows, and each is computed on the CPU with a cache in float32, in bfloat16 and in float8. Keys
-and values are rounded where a GPU rounds them: after norm and rotation, before anything attends to them, the token's
-own included; to the nearest e4m3 without a scale, and to 448 beyond it. Everything else is float32 in all three, so the
-difference is the cache's alone. Left out is what a GPU rounds whatever its cache: activations, q and the weights of
-attention, to bfloat16 (float16 where single tokens meet a float8 cache); and its order of sums.
+The text is cut into windows. Each window is computed on the CPU with a KV cache in float32, in bfloat16 and in float8.
+Keys and values are rounded at the same point as on a GPU: after norm and rotation, and before any token attends to
+them. Float8 is rounded to the nearest e4m3 number without a scale, and clamped to 448.
+
+Everything else is computed in float32, so that only the cache causes the differences. A GPU rounds further values in
+any case: activations, queries and attention weights. These roundings are not part of this measurement.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ FLOAT8_MAX = 448.0  # the largest e4m3 number
 
 
 def round_to_float8(x: Tensor) -> Tensor:
-    """Round as kernels/triton/rope.py does; larger numbers are clamped."""
+    """Round to e4m3 as kernels/triton/rope.py does. Larger numbers are clamped to the largest e4m3 number."""
     return x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
 
 
@@ -60,7 +61,7 @@ ROUNDINGS: dict[str, Rounding] = {"float8": round_to_float8, "bfloat16": round_t
 
 
 class RoundingOps:
-    """The kernels' ops with rounding of everything that is written to the cache."""
+    """The module `kernels.ops` with one change: all values that are written to the KV cache are rounded."""
 
     def __init__(self, rounding: Rounding) -> None:
         self._rounding = rounding
@@ -84,7 +85,7 @@ class RoundingOps:
 
 @contextmanager
 def round_cached_values(rounding: Rounding) -> Iterator[None]:
-    """Let attention's cache hold rounded numbers inside this context."""
+    """Round all values that attention writes to the KV cache, while the context is open."""
     names = vars(attention)
     names["ops"] = RoundingOps(rounding)
     try:
@@ -95,7 +96,7 @@ def round_cached_values(rounding: Rounding) -> Iterator[None]:
 
 @dataclass(slots=True)
 class RoundingErrors:
-    """Errors of one kind of cache, for each position of each window."""
+    """The errors that one number format of the KV cache causes, for each position of each window."""
 
     kl: list[Tensor] = field(default_factory=list)  # nats, KL divergence from the exact distribution
     same: list[Tensor] = field(default_factory=list)  # whether the most probable token is the same
@@ -114,7 +115,7 @@ class RoundingErrors:
 
 
 class RoundingRun:
-    """One model over consecutive windows, with one kind of cache."""
+    """Computes logits of consecutive windows with one model and one number format of the KV cache."""
 
     def __init__(self, model: DecoderModel, rounding: Rounding | None) -> None:
         c = model.config
@@ -131,11 +132,15 @@ class RoundingRun:
             return self._model.forward(step)
 
 
+class CacheDtypeComparison(NamedTuple):
+    errors: dict[str, RoundingErrors]  # by number format
+    positions: np.ndarray  # position of each error in its window
+    largest: dict[str, float]  # largest absolute key and value
+
+
 @torch.inference_mode()
-def compare_cache_dtypes(
-    model: DecoderModel, tokens: list[int]
-) -> tuple[dict[str, RoundingErrors], np.ndarray, dict[str, float]]:
-    """Return the errors of each kind of cache, their positions, and the magnitudes of keys and values."""
+def compare_cache_dtypes(model: DecoderModel, tokens: list[int]) -> CacheDtypeComparison:
+    """Compute the text with each number format of the KV cache and return the errors against float32."""
     exact, runs = RoundingRun(model, None), {name: RoundingRun(model, rounding) for name, rounding in ROUNDINGS.items()}
     errors = {name: RoundingErrors() for name in ("float32", *runs)}
     positions, largest = [], {"key": 0.0, "value": 0.0}
@@ -150,7 +155,7 @@ def compare_cache_dtypes(
         for name, cache in (("key", exact.cache.keys), ("value", exact.cache.values)):
             largest[name] = max(largest[name], cache.abs().max().item())
         print(f"{at + len(chunk)} of {len(tokens)} tokens", file=sys.stderr, flush=True)
-    return errors, np.concatenate(positions), largest
+    return CacheDtypeComparison(errors, np.concatenate(positions), largest)
 
 
 def bench(model_name: str, text: str, config: dict[str, Any]) -> BenchReport:
@@ -160,7 +165,7 @@ def bench(model_name: str, text: str, config: dict[str, Any]) -> BenchReport:
     model = load_decoder(directory, "auto", WINDOW)
     tokens = Tokenizer.load(directory).encode(text, add_special=False)
     if len(tokens) < 2:
-        raise InvalidRequest("the text has fewer than 2 tokens", param="text")
+        raise InvalidRequest(f"the text has {len(tokens)} tokens, but it must have at least 2", param="text")
     report = BenchReport("kv-float8", {"model": model_name, "weights": str(model.dtype), "window": WINDOW, **config})
     report.config |= {"tokens": len(tokens), "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
     errors, positions, largest = compare_cache_dtypes(model, tokens)

@@ -1,8 +1,8 @@
-"""`emberline bench kv-codec`: compressed size of a real prompt's keys and values, speed of the codec, and the links
-on which compression is faster.
+"""`emberline bench kv-codec`: how well and how fast keys and values are compressed, and on which links this helps.
 
-The links are token buckets between two network namespaces, where these can be made, and loopback. The sender is another
-process; both run on this machine's cores.
+It compresses the KV cache of a real prompt and measures size and speed. Then it transfers the cache over links of
+limited bandwidth and over loopback. A limited link is a pair of network namespaces with a rate limit; without the
+permission to create them, only loopback is measured. The sender is a second process on the same machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bench(model_name: str, tokens: int, link_rates_gbit: list[float], rounds: in
     keys, values = _sample_keys_and_values(resolve_model(model_name), tokens)
     codec = select_kv_codec("auto", find_library(), "bfloat16")
     if codec is None:
-        raise InvalidRequest("there is no native library to measure", hint="install g++")
+        raise InvalidRequest("the native library with the KV codec could not be built", hint="install g++")
     report = BenchReport("kv-codec", {"model": model_name, "tokens": tokens, "rounds": rounds, "streams": STREAMS})
     for part, what in ((keys, "keys"), (values, "values")):
         size = len(_encode_values(codec, part)) * 8 / part.size
@@ -67,12 +67,17 @@ def bench(model_name: str, tokens: int, link_rates_gbit: list[float], rounds: in
 
 
 def _sample_keys_and_values(model: Path, num_tokens: int) -> tuple[Elements, Elements]:
-    """Return [layers, blocks, heads, tokens, dim] in bfloat16, of a prompt from Python's manual."""
+    """Return the keys and the values of a prompt from Python's manual, as the bits of bfloat16 numbers.
+
+    Both arrays have the shape [layers, blocks, heads, tokens, dim].
+    """
     loaded = boot(EngineConfig.build(str(model), device="cpu", kv_dtype="bfloat16", kv_memory=1 << 29))
     text = "\n\n".join(topics[name] for name in sorted(topics))
     prompt = Tokenizer.load(model).encode(text)[:num_tokens]
     if len(prompt) < num_tokens:
-        raise InvalidRequest(f"the text has {len(prompt)} tokens", param="tokens")
+        raise InvalidRequest(
+            f"the sample text has only {len(prompt)} tokens, but --tokens is {num_tokens}", param="tokens"
+        )
     loaded.engine.add(Submission("sample", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
     while not loaded.engine.idle:
         loaded.engine.step()
@@ -85,7 +90,10 @@ def _sample_keys_and_values(model: Path, num_tokens: int) -> tuple[Elements, Ele
 
 
 def _entropy_bound(values: Elements) -> float:
-    """Return the entropy in bits per value, by the frequencies of signs, exponents and mantissas in a layer."""
+    """Return the entropy in bits per value, the smallest size that a code of single values can reach.
+
+    Signs, exponents and mantissas are counted separately, layer by layer.
+    """
     fields = ((values >> 15).astype(np.int64), (values >> 7 & 255).astype(np.int64), (values & 127).astype(np.int64))
     return sum(float(np.mean([_entropy(layer) for layer in field])) for field in fields)
 
@@ -133,7 +141,7 @@ def _measure_rates(call: Callable[[], object], data: memoryview, rounds: int) ->
 
 
 def _measure_link(report: BenchReport, values_file: Path, codec: KVCodec, rate_gbit: float, rounds: int) -> None:
-    """Add the GB/s of keys and values over one link: plain, compressed, and as the link chooses."""
+    """Add the GB/s over one link to the report: uncompressed, compressed, and with the automatic choice."""
     name = f"link_{rate_gbit:g}gbit" if rate_gbit else "link_loopback"
     try:
         with (
@@ -177,14 +185,14 @@ def _measure_pulls(values_file: Path, options: LinkOptions, rounds: int, send_co
 
 
 def _make_region(keys_and_values: NDArray[np.uint16]) -> HostRegion:
-    """Return a region of [layers, parts, blocks, heads, tokens, dim]."""
+    """Return a region with this content. The array has the shape [layers, parts, blocks, heads, tokens, dim]."""
     layers, parts, _, heads, tokens, dim = keys_and_values.shape
     layout = KVLayout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
     return HostRegion(layout, [np.ascontiguousarray(keys_and_values[:, i]).view(np.uint8).data for i in range(parts)])
 
 
 def _serve_values(pipe: Connection, values_file: Path, remote_namespace: RemoteNamespace | None) -> None:
-    """Publish the file's content for each question."""
+    """Main function of the sending process: publish the content of the file on each command."""
     library = find_library()
     codec = select_kv_codec("auto", library, "bfloat16")
     sender = Sender(_make_region(np.load(values_file)), "bench", crc=select_crc(library))

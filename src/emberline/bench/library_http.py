@@ -218,9 +218,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=4000, help="requests in each round")
     parser.add_argument("--streams", type=int, default=80, help=f"streams of {EVENTS_PER_STREAM} events in each round")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     options = parser.parse_args()
-    run(options.rounds, options.requests, options.streams).emit(options.json, options.commit)
+    run(options.rounds, options.requests, options.streams).print_and_save(options.json, options.commit)
 
 
 if __name__ == "__main__":

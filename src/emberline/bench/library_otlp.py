@@ -97,9 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--spans", type=int, default=10_000, help="spans in each round")
-    reports.add_arguments(parser)
+    reports.add_report_arguments(parser)
     options = parser.parse_args()
-    run(options.rounds, options.spans).emit(options.json, options.commit)
+    run(options.rounds, options.spans).print_and_save(options.json, options.commit)
 
 
 if __name__ == "__main__":

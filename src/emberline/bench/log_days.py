@@ -1,6 +1,7 @@
-"""copy_day copies one day of a gateway's log in SQLite to another day.
+"""copy_day: copies one day of a gateway's request log in SQLite to a different day.
 
-It uses SQL in the order of the keys and adds indexes last, which is faster than appending. The store must be closed.
+Whole tables are copied with SQL in the order of their keys, and indexes are created last. This is faster than appending
+rows. No gateway may have the store open.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from emberline.gateway.store.rollup import UNIT_MS
 
 
 def shift_record_id(record_id: str, shift_ms: int) -> str:
-    """Return a record's id with its time shifted by `ms`."""
+    """Return the id of a log record, which begins with its time, with this time shifted by `shift_ms`."""
     return f"{int(record_id[:12], 16) + shift_ms:012x}{record_id[12:]}"
 
 

@@ -1,4 +1,4 @@
-"""The machine and the software that a figure was measured on."""
+"""Describes the machine and the software on which a result was measured."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def describe_software() -> dict[str, str]:
 
 
 def describe_commit(stated_commit: str | None = None, source_file: Path = HERE) -> str:
-    """Return the commit of this checkout, marked if it has uncommitted changes or git cannot tell.
+    """Return the commit of this checkout. A checkout with uncommitted changes is marked with "-dirty".
 
-    `stated` is the commit given by the user, for a copy without a current repository; it is marked as stated.
+    `stated_commit` is used instead if the user gave it, for a copy of the code without a repository; it is marked with
+    "(stated)".
     """
     if stated_commit is not None:
         return f"{stated_commit} (stated)"
@@ -58,7 +59,7 @@ def describe_commit(stated_commit: str | None = None, source_file: Path = HERE) 
 
 
 def last_level_cache_bytes() -> int:
-    """Return the size of the first core's largest cache."""
+    """Return the size of the largest cache of the first CPU core, or 0 if it is unknown."""
     units = {"K": 1 << 10, "M": 1 << 20}
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
     sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
@@ -71,7 +72,7 @@ def _read_lscpu() -> dict[str, str]:
 
 
 def _command_output(*command: str) -> str | None:
-    """Return a command's output; None if it is not installed or failed."""
+    """Return the output of a command, or None if the command is not installed or failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,8 @@
-"""MachineLimits: measured peak bandwidth and arithmetic; TokenCost: bytes and operations of one token, counted.
+"""The highest throughput that a machine allows for a model.
 
-Their quotient is the limit that a figure is compared with. A model smaller than the last-level cache may exceed the
-limit of main memory.
+MachineLimits holds the measured memory bandwidth and arithmetic speed. TokenCost holds the bytes and operations that
+one token of a model needs. The limit of a result follows from both. A model that fits into the last-level cache may
+exceed the limit of main memory.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class MachineLimits:
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes per second read from memory: the best of several sums over more than the cache."""
+        """The bytes per second that can be read from memory, the best of several measurements."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("read"))
 
     @property
     def flops(self) -> float:
-        """Return the operations per second of a large matrix product, in the fastest number format of the CPU."""
+        """The floating-point operations per second of a large matrix product, in the CPU's fastest number format."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("matmul"))
 
     def max_with(self, other: MachineLimits) -> MachineLimits:
@@ -39,7 +40,7 @@ class MachineLimits:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Parameters that multiply activations, and bytes of keys and values per token, of one model."""
+    """The number of parameters that one token of a model is multiplied with, and the bytes of its keys and values."""
 
     layers: int  # parameters of all layers' matrices; of experts, those that one token uses
     head: int  # parameters of the output matrix; the embedding is looked up, not read
@@ -63,7 +64,7 @@ class TokenCost:
 
     @property
     def weight_bytes(self) -> float:
-        """Return the bytes of weights that every step reads, even for one token."""
+        """The bytes of weights that every step reads, even for one token."""
         return (self.layers + self.head) * self.width
 
     def max_prefill_rate(self, limits: MachineLimits, tokens: int) -> float:
@@ -76,13 +77,16 @@ class TokenCost:
         return batch / max(work / limits.flops, read / limits.bandwidth)
 
     def max_output_rate(self, limits: MachineLimits, job: BenchJob) -> float:
-        """Return the limit by arithmetic alone: the number of weight reads depends on how full the batches are."""
+        """Return the most output tokens per second of a job that the arithmetic speed allows.
+
+        Memory bandwidth is ignored, because the number of times that weights are read depends on the batch sizes.
+        """
         pairs = zip(job.prompts, job.outputs, strict=True)
         work = sum(self._count_flops(0, len(prompt) + output - 1, output) for prompt, output in pairs)
         return sum(job.outputs) / (work / limits.flops)
 
     def _count_flops(self, start: int, end: int, num_sampled: int) -> float:
-        """Return the operations to compute positions [start, end) and sample `sampled` of them."""
+        """Return the operations to compute the positions [start, end) and to sample `num_sampled` tokens."""
         keys = (end * (end + 1) - start * (start + 1)) // 2  # position p attends to p + 1 keys
         return 2.0 * ((end - start) * self.layers + num_sampled * self.head + keys * self.attention)
 
@@ -110,7 +114,7 @@ def measure_limits(threads: int) -> MachineLimits:
 
 
 def _shortest_seconds(work: Callable[[], object]) -> float:
-    """Return the shortest time of several runs, the one with the least disturbance."""
+    """Return the duration of the fastest of several runs, which was disturbed least."""
     times = []
     for _ in range(ROUNDS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""MemoryGrowth: the memory of processes over time, across restarts, and whether it grows."""
+"""MemoryGrowth: records the memory of processes over time, across their restarts, and computes whether it grows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Z_SCORE_95 = 1.96  # standard errors of a 95 % interval
 
 @dataclass(slots=True)
 class ProcessMemorySamples:
-    """Samples of one process: times in seconds and resident memory in MB."""
+    """Samples of one process: the times in seconds and the resident memory in MB."""
 
     times: list[float] = field(default_factory=list)
     rss: list[float] = field(default_factory=list)
 
     def after_warm_up(self, seconds: float) -> ProcessMemorySamples:
-        """Return the samples from the age of `seconds` on."""
+        """Return the samples that were taken at least `seconds` after the first sample."""
         late = [i for i, at in enumerate(self.times) if at >= self.times[0] + seconds]
         return ProcessMemorySamples([self.times[i] for i in late], [self.rss[i] for i in late])
 
@@ -42,7 +42,10 @@ class MemoryGrowth:
                 life.rss.append(used.rss / 1e6)
 
     def add_results(self, report: BenchReport) -> None:
-        """Add each process's final memory and, if it lived long enough, the slope with its 95 % interval."""
+        """Add the memory of each process to the report, and its growth if there are enough samples.
+
+        The growth is given with its 95 % confidence interval.
+        """
         for name, every in self.lives.items():
             lives = [
                 late
@@ -57,9 +60,10 @@ class MemoryGrowth:
 
 
 def fit_memory_slope(samples_by_process: Sequence[ProcessMemorySamples]) -> tuple[float, float]:
-    """Return the slope in MB per minute and half of its 95 % interval, fitted over all processes with own offsets.
+    """Return the growth in MB per minute and half the width of its 95 % confidence interval.
 
-    Neighbouring samples are correlated, so they count as fewer, by their autocorrelation.
+    One slope is fitted for all processes, each with its own starting value. Because neighbouring samples are
+    correlated, they count as fewer samples, according to their autocorrelation.
     """
     xs = [np.array(life.times) / 60 - np.mean(life.times) / 60 for life in samples_by_process]
     ys = [np.array(life.rss) - np.mean(life.rss) for life in samples_by_process]

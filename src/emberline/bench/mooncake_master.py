@@ -1,4 +1,4 @@
-"""MooncakeMaster: a `mooncake_master` process for benchmarks and tests."""
+"""MooncakeMaster: runs a `mooncake_master` process (the coordinator of Mooncake's Store) for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def freeze_process(pid: int) -> None:
     until = time.monotonic() + 10
     while any(task.read_text().rsplit(")")[-1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")):
         if time.monotonic() > until:
-            raise TimeoutError(f"process {pid} does not stop")
+            raise TimeoutError(f"process {pid} did not stop in 10 s after SIGSTOP")
         time.sleep(0.005)
 
 
 @dataclass
 class MooncakeMaster:
-    """A master at one address that can be started, frozen, killed and restarted."""
+    """A master at a fixed address that can be started, frozen, killed and restarted."""
 
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -38,7 +38,7 @@ class MooncakeMaster:
     def start(self) -> MooncakeMaster:
         program = Path(sys.executable).with_name("mooncake_master")
         if not program.exists():
-            raise FileNotFoundError(f"{program} is not installed")
+            raise FileNotFoundError(f"mooncake_master is not installed: {program} does not exist")
         ports = (f"--rpc_port={self.port}", f"--metrics_port={free_port()}")
         hosts = ("--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1")
         command = [str(program), *ports, *hosts, "--logtostderr", "--minloglevel=3"]
@@ -50,7 +50,7 @@ class MooncakeMaster:
                 return self
             except OSError:
                 time.sleep(0.02)
-        raise TimeoutError("the master does not listen")
+        raise TimeoutError(f"mooncake_master does not listen at port {self.port} after 20 s")
 
     def freeze(self) -> None:
         assert self.process is not None

@@ -1,4 +1,4 @@
-"""Emberline's engine in this process, as a contender: token ids in and out, no socket, no prefix cache."""
+"""Emberline's engine as one of the compared engines: token ids in and out, without a server and a prefix cache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`emberline bench overhead`: the API's overhead over the engine.
+"""`emberline bench overhead`: how much slower a job is over HTTP than in the engine alone.
 
-The same job runs alternately in an engine without a server and over HTTP with a server of the same settings on the
-same cores. Wall time runs from submission to the last token. The overhead is the server's wall time over the
-engine's, less one: HTTP, tokens to text, JSON, the socket between server and engine, and also the client that measures,
-whose processor time is given beside it.
+The same job runs alternately in an engine without a server, and over HTTP in a server with the same settings on the
+same cores. The wall time runs from submission to the last token. The overhead is the server's wall time divided by the
+engine's, minus one. It contains HTTP, detokenization, JSON, the socket between server and engine, and the measuring
+client, whose CPU time is reported too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from emberline.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class OverheadRun:
-    """One job through the API: wall time, and CPU time of server and client, in seconds."""
+    """One job over HTTP: the wall time and the CPU time of server and client, in seconds."""
 
     wall: float
     api: float
@@ -90,7 +90,7 @@ async def _run_over_http(server: EmberlineServer, model: str, job: BenchJob) -> 
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
     after = processes.read_usage(pid)
     if failed := [trace.error for trace in traces if trace.error]:
-        raise EmberlineError(f"{len(failed)} requests failed: {failed[0]}")
+        raise EmberlineError(f"{len(failed)} of {len(traces)} requests failed, the first with: {failed[0]}")
     assert before is not None and after is not None
     assert [trace.tokens for trace in traces] == job.outputs
     return OverheadRun(wall, after.cpu - before.cpu, cpu)

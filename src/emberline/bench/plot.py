@@ -1,4 +1,7 @@
-"""Draws result files as one SVG: a panel per figure, ours on top, peers below, the limit as a line."""
+"""Draws result files as one SVG, with a panel for each result.
+
+A panel shows our value, the values of the peers below it, and the machine's limit as a line.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def draw_plot(result_files: Sequence[Path], svg_file: Path) -> None:
 
 
 def make_panels(results: dict[str, Any]) -> list[PlotPanel]:
-    """Return the panels: `BASE` and all `BASE/PEER` share one. A figure without peers needs a limit to get one."""
+    """Return the panels. The result `BASE` and the results `BASE/PEER` share one panel.
+
+    A result without peers gets a panel only if it has a limit.
+    """
     found = []
     for name, mine in results.items():
         others = {key.split("/", 1)[1]: r for key, r in results.items() if key.startswith(name + "/")}
@@ -105,7 +111,7 @@ def _read_result(file: Path) -> dict[str, Any]:
         whole: dict[str, Any] = json.loads(file.read_text("utf-8"))
         missing = {"bench", "commit", "hardware", "config", "results"} - whole.keys()
     except (OSError, ValueError, AttributeError) as e:
-        raise InvalidRequest(f"{file} is not a result: {e}") from e
+        raise InvalidRequest(f"{file} is not a result file of a benchmark: {e}") from e
     if missing:
-        raise InvalidRequest(f"{file} is not a result: it has no {', '.join(sorted(missing))}")
+        raise InvalidRequest(f"{file} is not a result file of a benchmark: missing fields {', '.join(sorted(missing))}")
     return whole

@@ -1,4 +1,4 @@
-"""Finds a server's processes by its port and reads their CPU time and memory from /proc (Linux only)."""
+"""Finds the processes of a server by its port, and reads their CPU time and memory from /proc (Linux only)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ProcessUsage:
 
 
 def find_listener_pid(port: int) -> int | None:
-    """Return the pid of the process that listens on a TCP port."""
+    """Return the pid of the process that listens on a TCP port, or None if no process does."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -36,7 +36,10 @@ def find_listener_pid(port: int) -> int | None:
 
 
 def find_process_tree(pid: int) -> dict[str, int]:
-    """Return the process as `server` and its children by the module that they run."""
+    """Return the pids of a process and its children, by name.
+
+    The process itself is named `server`, and a child by the Python module that it runs.
+    """
     found = {"server": pid}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -66,14 +69,17 @@ def read_usage(pid: int) -> ProcessUsage | None:
 
 
 def _read_core_wait_seconds(pid: int) -> float:
-    """Return the first thread's seconds of waiting for a core; zero where the kernel does not count it."""
+    """Return for how many seconds the main thread was ready to run but had no CPU core.
+
+    Return 0 if the kernel does not count this.
+    """
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def measure_busy_cores(seconds: float) -> float:
-    """Wait and return how many cores were busy meanwhile, with any process."""
+    """Wait for `seconds` and return how many cores were busy on average in that time, with any process."""
     if not (PROC / "stat").exists():
         time.sleep(seconds)
         return os.getloadavg()[0]  # macOS: average of the last minute
@@ -85,11 +91,11 @@ def measure_busy_cores(seconds: float) -> float:
 
 
 def total_idle_seconds() -> float:
-    """Return the idle seconds of all cores together, including waiting for disks."""
+    """Return the idle time of all cores together since the system started, including waits for disks."""
     fields = (PROC / "stat").read_text().splitlines()[0].split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may contain spaces."""
+    """Return the fields of /proc/PID/stat after the process name, which may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -1,4 +1,7 @@
-"""narrow_network: two network namespaces with a veth pair, of which the remote end sends at a limited rate."""
+"""rate_limited_network: two network namespaces that are connected by a link of limited bandwidth.
+
+The limit holds for data that the remote namespace sends.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ BURST, LATENCY = "1mb", "20ms"  # size of the token bucket, and how long packets
 
 
 class NamespacesUnavailable(Exception):
-    """Network namespaces are not available: they need root and kernel support."""
+    """Network namespaces cannot be created. They need root and support by the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteNamespace:
-    """The remote namespace; a process that calls `enter` sends at the limited rate."""
+    """The remote network namespace. A process that calls `enter` sends at the limited rate."""
 
     name: str
     host: str = FAR
 
     def enter(self) -> None:
-        """Move the calling thread into the namespace; sockets that it creates from now on are there."""
+        """Move the calling thread into the namespace. Sockets that it creates afterwards belong to the namespace."""
         libc = ctypes.CDLL(None, use_errno=True)
         handle = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
         try:
@@ -63,4 +66,4 @@ def _run_command(*command: str) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or error
-        raise NamespacesUnavailable(f"{' '.join(command[:3])}: {str(output).strip()}") from error
+        raise NamespacesUnavailable(f"command `{' '.join(command[:3])}` failed: {str(output).strip()}") from error

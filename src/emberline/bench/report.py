@@ -1,4 +1,4 @@
-"""BenchReport: the format of all results, printed as a table and, as the last line, as JSON."""
+"""BenchReport: the results of a benchmark, printed as a table and, on the last line, as JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class BenchResult:
 
     @property
     def peer_ratio(self) -> float | None:
-        """Return how many times as good as the peer the value is."""
+        """How many times better the value is than the peer's. None without a peer."""
         return self._ratio_to(self.value, self.peer)
 
     @property
     def limit_share(self) -> float | None:
-        """Return the share of the limit that was reached."""
+        """Which share of the machine's limit the value reaches. None without a limit."""
         return self._ratio_to(self.value, self.limit)
 
     def _ratio_to(self, value: float, reference: float | None) -> float | None:
@@ -54,12 +54,16 @@ class BenchReport:
     config: dict[str, Any] = field(default_factory=dict)
     results: dict[str, BenchResult] = field(default_factory=dict)
 
-    def add(self, name: str, values: float | list[float], unit: str, **more: Any) -> None:
-        """Add a figure, as one value or as the values of its rounds. `BASE/PEER` is a peer's figure for `BASE`."""
+    def add(self, name: str, values: float | list[float], unit: str, **details: Any) -> None:
+        """Add a result: one value, or a list with the value of each round, of which the median is reported.
+
+        The name `BASE/PEER` is used for a peer's result that corresponds to our result `BASE`. `details` are further
+        fields of BenchResult.
+        """
         if isinstance(values, list):
-            more["spread"] = (min(values), max(values))
+            details["spread"] = (min(values), max(values))
             values = median(values)
-        self.results[name] = BenchResult(values, unit, **more)
+        self.results[name] = BenchResult(values, unit, **details)
 
     def as_dict(self, stated_commit: str | None = None) -> dict[str, Any]:
         return {
@@ -73,7 +77,10 @@ class BenchReport:
         }
 
     def print_and_save(self, json_file: Path | None = None, stated_commit: str | None = None) -> None:
-        """Return the result as JSON data. `stated` is the commit given by the user."""
+        """Print the report as a table and as JSON, and write the JSON to `json_file` if it is given.
+
+        `stated_commit` is the commit that the user gave, if any.
+        """
         whole = self.as_dict(stated_commit)
         print(format_table(self.results))
         if json_file is not None:
@@ -83,7 +90,7 @@ class BenchReport:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that emits a report."""
+    """Add the command-line options of every benchmark that prints a report."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument("--commit", metavar="REV", help="commit of this code, recorded as stated (default: from git)")
 
@@ -102,23 +109,32 @@ def _format_line(row: tuple[str, ...], widths: list[int]) -> str:
 
 
 def _format_row(name: str, result: BenchResult) -> tuple[str, ...]:
-    def number(x: float | None) -> str:
+    def format_number(x: float | None) -> str:
         return "" if x is None else f"{round_significant(x, 4):,}"
 
-    spread = "" if result.spread is None else f"{number(result.spread[0])}..{number(result.spread[1])}"
+    spread = "" if result.spread is None else f"{format_number(result.spread[0])}..{format_number(result.spread[1])}"
     ratio = "" if result.peer_ratio is None else f"{result.peer_ratio:.2f}x"
     achieved = "" if result.limit_share is None else f"{result.limit_share:.0%}"
-    return name, number(result.value), result.unit, spread, number(result.peer), ratio, number(result.limit), achieved
+    return (
+        name,
+        format_number(result.value),
+        result.unit,
+        spread,
+        format_number(result.peer),
+        ratio,
+        format_number(result.limit),
+        achieved,
+    )
 
 
 def round_significant(value: float, num_digits: int = 5) -> float:
-    """Format with a number of significant digits."""
+    """Round to `num_digits` significant digits."""
     short = float(f"{value:.{num_digits}g}")
     return int(short) if short.is_integer() else short
 
 
 def current_command() -> str:
-    """Return the command line as a user would type it."""
+    """Return the command line of this process as a user would type it."""
     name, *arguments = sys.argv
     parts = Path(name).with_suffix("").parts
     module = ".".join(parts[len(parts) - parts[::-1].index("emberline") - 1 :]) if "emberline" in parts else ""

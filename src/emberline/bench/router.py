@@ -1,7 +1,7 @@
 """`emberline bench router`: the router's overhead.
 
-Fake workers stream events as fast as they are read, or at a pace. The same requests go to one of them directly and
-through the router. CPU time is that of the router's process.
+Fake workers stream events as fast as the client reads them, or with a fixed time between events. The same requests are
+sent to a worker directly and through the router. CPU time is that of the router's process.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _add_results(
 
 
 async def _run_clients(url: str, router_pid: int, plan: RouterBenchPlan, events: int) -> RouterBenchRun:
-    """Send requests in a closed loop with a fixed number of open streams."""
+    """Send requests from `plan.streams` clients at once. Each client sends its next request after a reply."""
     left = iter(range(plan.requests))
     first: list[float] = []
     before = processes.read_usage(router_pid)
@@ -132,7 +132,7 @@ async def _run_client(
             got += part.count(b"\n\n")
             last = part
         if got != events + 3 or not last.endswith(b"[DONE]\n\n"):
-            raise EmberlineError(f"a stream had {got} events, not {events + 3}: {last[-200:]!r}")
+            raise EmberlineError(f"a stream ended after {got} of {events + 3} events: {last[-200:]!r}")
     connection.close()
 
 
@@ -148,4 +148,4 @@ async def _wait_until_ready(url: str, workers: int) -> None:
         except HTTPRequestFailed:
             pass
         await asyncio.sleep(0.1)
-    raise EmberlineError("the workers were not ready in time")
+    raise EmberlineError(f"the {workers} fake workers did not become ready in {READY_TIMEOUT_S:.0f} s")

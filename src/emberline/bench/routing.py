@@ -1,7 +1,7 @@
-"""`emberline bench routing`: the share of prompt tokens that each routing variant finds in a cache.
+"""`emberline bench routing`: which share of prompt tokens is found in a KV cache, for each way to route requests.
 
-Conversations of many turns over shared system prompts go to a few workers whose caches are too small for all of them.
-The production scheduler, KV manager and router run on a virtual clock.
+Conversations of many turns, with shared system prompts, are routed to a few workers whose caches are too small for all
+conversations. The real scheduler, KV manager and router run on a simulated clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ BLOCK_SECONDS = 2e-4  # 16 tokens of 128 KiB each from a store at 10 GB/s
 
 @dataclass(frozen=True, slots=True)
 class RoutingVariant:
-    """A routing policy, and whether clients name their session, workers share a store, and KV events are on."""
+    """One way to route requests.
+
+    It is a policy, and whether clients send a session header, workers share a KV store, and workers report their cached
+    blocks (KV events).
+    """
 
     chooser: Callable[[int], WorkerChooser]
     header: bool = False
@@ -95,7 +99,10 @@ def _add_cache_savings(
 
 
 def _add_load_balance(report: BenchReport, cluster_config: SimClusterConfig, seeds: int) -> None:
-    """Add the balance of requests of very different lengths without shared prefixes, with every worker busy."""
+    """Measure how evenly requests are spread over busy workers and add the results to the report.
+
+    The requests have very different lengths and no common prefixes.
+    """
     for name in BALANCED:
         seen = [_run_simulation(VARIANTS[name], SKEWED, cluster_config, 0, seed) for seed in range(seeds)]
         report.add(f"skewed, {name}: most over mean tokens in flight", [mean(one.load_imbalance) for one in seen], "x")

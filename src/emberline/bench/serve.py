@@ -1,4 +1,4 @@
-"""`emberline bench serve`: latencies of any OpenAI-compatible URL at a fixed concurrency or request rate."""
+"""`emberline bench serve`: latencies of any OpenAI-compatible server at a fixed concurrency or request rate."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ SHARES = {"p50": 50, "p90": 90, "p99": 99}
 
 
 async def run_closed_loop(client: CompletionClient, job: BenchJob, concurrency: int) -> list[RequestTrace]:
-    """Send the job's requests with a fixed number of them open, until all have ended."""
+    """Send all requests of the job, with `concurrency` requests open at any time."""
     todo = iter(list(zip(job.prompts, job.outputs, strict=True)))
 
-    async def worker() -> list[RequestTrace]:
+    async def run_client() -> list[RequestTrace]:
         return [await client.complete(prompt, output) for prompt, output in todo]
 
-    done = await asyncio.gather(*(worker() for _ in range(concurrency)))
+    done = await asyncio.gather(*(run_client() for _ in range(concurrency)))
     client.close()
     return [trace for traces in done for trace in traces]
 
 
 async def run_open_loop(client: CompletionClient, job: BenchJob, rate: float) -> list[RequestTrace]:
-    """Send the job's requests as Poisson arrivals, whether the server keeps up or not."""
+    """Send the requests of the job at random times (a Poisson process), whether or not the server keeps up."""
     waits = np.random.default_rng(0).exponential(1 / rate, len(job.prompts))
 
-    async def one(at: float, prompt: list[int], output: int) -> RequestTrace:
+    async def send_at(at: float, prompt: list[int], output: int) -> RequestTrace:
         await asyncio.sleep(at)
         return await client.complete(prompt, output)
 
     arrivals = zip(np.cumsum(waits) - waits[0], job.prompts, job.outputs, strict=True)
-    done = await asyncio.gather(*(one(float(at), prompt, output) for at, prompt, output in arrivals))
+    done = await asyncio.gather(*(send_at(float(at), prompt, output) for at, prompt, output in arrivals))
     client.close()
     return list(done)
 
@@ -53,7 +53,7 @@ def bench(
     config: dict[str, object],
 ) -> BenchReport:
     if (concurrency is None) == (rate is None):
-        raise InvalidRequest("give one of --concurrency and --rate", param="--concurrency")
+        raise InvalidRequest("exactly one of --concurrency and --rate must be given", param="--concurrency")
     pids = find_local_processes(url)
     before = {name: processes.read_usage(pid) for name, pid in pids.items()}
     began, cpu = time.perf_counter(), time.process_time()
@@ -82,7 +82,10 @@ def bench(
 
 
 def add_latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
-    """Add TTFT and end-to-end times as defined in core/events, and ITL between the events of a stream."""
+    """Add percentiles of TTFT, ITL and end-to-end latency to the report.
+
+    TTFT and end-to-end latency are defined in core/events.py. ITL is the time between two events of a stream.
+    """
     timings = [trace.timing for trace in traces if trace.error is None and not trace.abandoned]
     families = {
         "ttft": [t.ttft for t in timings if t.ttft is not None],
@@ -96,7 +99,7 @@ def add_latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
 
 
 def find_local_processes(url: str) -> dict[str, int]:
-    """Return the server's processes by name, if it runs on this machine."""
+    """Return the pids of the server's processes by name, or {} if the server runs on a different machine."""
     at = urlsplit(url)
     if at.hostname not in ("127.0.0.1", "localhost", "::1") or at.port is None:
         return {}

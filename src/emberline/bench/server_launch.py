@@ -1,6 +1,7 @@
-"""ServerLaunch runs `emberline serve` on a free loopback port and times it from start to readiness.
+"""Starts servers for benchmarks.
 
-running_server runs any other command for a measurement.
+EmberlineServer runs `emberline serve` on a free port and measures how long it takes to become ready. running_process
+runs any other command.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class EmberlineServer:
         while not self._is_ready():
             if self._process.poll() is not None or time.perf_counter() - began > START_TIMEOUT_S:
                 self.stop()
-                raise EmberlineError(f"the server was not ready in time: {log_file.read_text()[-500:]}")
+                raise EmberlineError(
+                    f"the server did not become ready; the end of its log: {log_file.read_text()[-500:]}"
+                )
             time.sleep(POLL_INTERVAL_S)
         self.ready_seconds = time.perf_counter() - began
 
@@ -67,7 +70,7 @@ class EmberlineServer:
 
 @contextmanager
 def running_process(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run another command without its output until the context exits."""
+    """Run a command while the context is open, and discard its output."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=quiet, stderr=quiet)
     try:

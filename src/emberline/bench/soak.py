@@ -1,4 +1,7 @@
-"""`emberline bench soak`: many streams for minutes. No request may fail, no block leak, and memory must not grow."""
+"""`emberline bench soak`: sends many streams for minutes.
+
+It checks that no request fails, that no KV block leaks, and that the memory of the server does not grow.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from emberline.bench.report import BenchReport
 from emberline.bench.serve import add_latencies, find_local_processes
 
 SETTLE_S = 60.0  # seconds for the last requests to end
-LENGTHS = ((4.0, 0.8, 512), (3.5, 0.6, 96))  # log-normal, prompts and outputs
+LENGTHS = (workload.LogNormal(4.0, 0.8, 512), workload.LogNormal(3.5, 0.6, 96))  # prompts, outputs
 
 
 async def run_soak(
@@ -71,7 +74,10 @@ async def _sample_memory(url: str, growth: MemoryGrowth, interval_s: float) -> N
 
 
 async def _add_idle_stats(report: BenchReport, url: str) -> None:
-    """Add the blocks that are neither free nor cached while no request is open; only Emberline reports them."""
+    """Wait until no request is open, and add the number of KV blocks that are then neither free nor cached (leaked).
+
+    Servers other than Emberline do not report their blocks; nothing is added for them.
+    """
     at = urlsplit(url)
     connection = MinimalHTTPConnection(f"{at.scheme}://{at.netloc}")
     deadline = time.perf_counter() + SETTLE_S

@@ -1,10 +1,12 @@
-"""`emberline bench split`: prefill and decode on separate workers, compared with as many workers that do both.
+"""`emberline bench split`: one prefill and one decode worker, compared with two workers that do both.
 
-Two workers, each on its own core, with each chunk size (smaller chunks disturb streams less but make prompts slower).
-The arms alternate, each run with a new cluster. First, long prompts arrive one at a time: the time to the first token
-minus the compute time, with a handoff minus without one, is the handoff's overhead. Then long prompts and short chats
-arrive at random, the same ones at the same times in every arm. Workers count the transfer time and how much of it was
-hidden behind computation.
+Each worker runs on its own core. The two arrangements take turns, each time with a new cluster, and the whole is
+repeated for each chunk size. Smaller chunks disturb running streams less but make prompts slower.
+
+In the first phase of a run, long prompts arrive one at a time. The time to the first token minus the compute time,
+compared between the two arrangements, is the overhead of the handoff between workers. In the second phase, long prompts
+and short chats arrive at random times, which are the same in every run. Workers report the time of KV transfers and how
+much of it overlapped with computation.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class SplitBenchRun:
         return [t.timing.ttft for t in self.traces[is_long] if t.error is None and t.timing.ttft is not None]
 
     def inter_token_seconds(self) -> list[float]:
-        """Return the times between events of all streams."""
+        """Return the seconds between consecutive events of all streams."""
         return [gap for traces in self.traces.values() for trace in traces for gap in trace.inter_token_seconds]
 
     @property
@@ -93,7 +95,7 @@ def bench(model: str, vocab_size: int, plan: SplitBenchPlan, log_dir: Path) -> B
         (shape, chunk): [] for chunk in plan.chunks for shape in SHAPES
     }
 
-    async def whole() -> None:
+    async def run_all_rounds() -> None:
         for number in range(plan.rounds):
             for (shape, chunk), done in turns.items():
                 home = log_dir / f"{shape}-{chunk}-{number + 1}"
@@ -101,7 +103,7 @@ def bench(model: str, vocab_size: int, plan: SplitBenchPlan, log_dir: Path) -> B
                     done.append(await _run_round(model, vocab_size, plan, number, shape, chunk, home))
                 print(f"{shape}, {chunk} tokens a step, round {number + 1}: {done[-1].wall:.0f} s", flush=True)
 
-    asyncio.run(whole())
+    asyncio.run(run_all_rounds())
     for chunk in plan.chunks:
         _add_results(report, chunk, turns["split", chunk], turns["colocated", chunk])
     return report
@@ -122,7 +124,9 @@ async def _run_round(
         for _ in range(plan.alone):
             trace, earlier = await client.complete(workload.random_tokens(plan.long, rng, vocab_size), 1), between
             if trace.error is not None or trace.timing.e2e is None:
-                raise EmberlineError(f"a request alone failed: {trace.error}", hint=f"logs are in {log_dir}")
+                raise EmberlineError(
+                    f"a request without other load failed: {trace.error}", hint=f"see the logs in {log_dir}"
+                )
             between = await _read_counters(cluster)
             computing = max(between[w]["busy_seconds"] - earlier[w]["busy_seconds"] for w in between)
             turn.alone.append(UnloadedTimes(trace.timing.e2e, computing))
@@ -139,7 +143,7 @@ async def _run_round(
 
 
 def plan_requests(plan: SplitBenchPlan, seed: int, vocab_size: int) -> list[PlannedRequest]:
-    """Return requests of both kinds at random times: Poisson processes with a fixed count."""
+    """Return long and short requests at random times. The number of requests follows from the rates of the plan."""
     rng, found = np.random.default_rng([seed, 1]), list[PlannedRequest]()
     for long, rate, (prompt, output) in (
         (True, plan.long_rate, (plan.long, plan.chat[1] // 2)),
@@ -153,22 +157,25 @@ def plan_requests(plan: SplitBenchPlan, seed: int, vocab_size: int) -> list[Plan
 async def _send_planned_requests(
     client: CompletionClient, planned_requests: Sequence[PlannedRequest], run: SplitBenchRun
 ) -> None:
-    async def one(arrival: PlannedRequest) -> None:
+    async def send_at_arrival(arrival: PlannedRequest) -> None:
         await asyncio.sleep(arrival.at)
         run.traces[arrival.long].append(await client.complete(arrival.prompt, arrival.output))
 
-    await asyncio.gather(*map(one, planned_requests))
+    await asyncio.gather(*map(send_at_arrival, planned_requests))
 
 
 async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
-    """Return the counters by worker while no request is open."""
+    """Wait until no request is open, and return the counters of each worker by its name.
+
+    Raises EmberlineError if a worker does not answer or does not become idle.
+    """
     if held := await cluster.wait_until_idle():
-        raise EmberlineError(f"workers hold something while no request is open: {held}")
+        raise EmberlineError(f"workers still hold resources while no request is open: {held}")
     found: dict[str, dict[str, float]] = {}
     for child in cluster.workers:
         stats: dict[str, Any] | None = await cluster.fetch_worker_stats(child)
         if stats is None:
-            raise EmberlineError(f"{child.name} does not answer", hint=f"its log is {child.log_file}")
+            raise EmberlineError(f"worker {child.name} does not answer", hint=f"see its log {child.log_file}")
         moved: dict[str, float] = stats["transfer"]
         found[child.name] = {"busy_seconds": stats["busy_seconds"], **{name: moved[name] for name in MOVED}}
     return found
@@ -197,12 +204,14 @@ def _add_results(
 
 
 def _result_functions() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], float]]]:
-    """Return the figures of one or several runs."""
+    """Yield the name, the unit and a function that computes the value of each result from one or more runs."""
 
-    def share(of: Callable[[SplitBenchRun], list[float]], percent: float) -> Callable[[Sequence[SplitBenchRun]], float]:
+    def percentile_ms(
+        of: Callable[[SplitBenchRun], list[float]], percent: float
+    ) -> Callable[[Sequence[SplitBenchRun]], float]:
         return lambda turns: 1e3 * float(np.percentile([x for turn in turns for x in of(turn)], percent))
 
-    def output(turns: Sequence[SplitBenchRun]) -> float:
+    def output_rate(turns: Sequence[SplitBenchRun]) -> float:
         return sum(trace.tokens for turn in turns for trace in turn.all_traces) / sum(turn.wall for turn in turns)
 
     latencies: dict[str, Callable[[SplitBenchRun], list[float]]] = {
@@ -212,14 +221,17 @@ def _result_functions() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenc
     }
     for name, of in latencies.items():
         for label, percent in SHARES.items():
-            yield f"{name}_{label}", "ms", share(of, percent)
-    yield "output", "tok/s", output
+            yield f"{name}_{label}", "ms", percentile_ms(of, percent)
+    yield "output", "tok/s", output_rate
 
 
 def _add_busy_results(
     report: BenchReport, chunk_tokens: int, split_runs: Sequence[SplitBenchRun], colocated_runs: Sequence[SplitBenchRun]
 ) -> None:
-    """Add the share of time that each worker computed; a worker near 1 limits its arm."""
+    """Add the share of time in which each worker computed.
+
+    A share near 1 means that this worker limits the throughput.
+    """
     for turns in (split_runs, colocated_runs):
         for worker in turns[0].busy:
             report.add(f"busy_{chunk_tokens}_{worker}", [turn.busy[worker] for turn in turns], "of the time")

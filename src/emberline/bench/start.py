@@ -1,4 +1,4 @@
-"""`emberline bench start`: from the start of `emberline serve` to its first "ready", with the model in the cache."""
+"""`emberline bench start`: the time from starting `emberline serve` until it is ready, with the model downloaded."""
 
 from __future__ import annotations
 

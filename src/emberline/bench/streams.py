@@ -1,7 +1,8 @@
-"""Streams over HTTP from several client processes, so that the clients do not limit a fast server.
+"""Streams completions over HTTP from several client processes, so that the clients do not slow down a fast server.
 
-Each process holds its share of the concurrent streams. The processes are started and have imported what they need
-before the first request is sent."""
+Each process runs its share of the concurrent streams. All processes have started and imported their libraries before
+the first request is sent.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ REPLY_TIMEOUT_S = 180.0
 
 @dataclass(slots=True)
 class StreamTiming:
-    """One stream as its client saw it, in seconds."""
+    """The latencies of one stream in seconds, measured by its client."""
 
     ttft_seconds: float | None = None  # from sending the request to its first text
     inter_token_seconds: list[float] = field(
@@ -38,7 +39,7 @@ class StreamTiming:
 
 @dataclass(frozen=True, slots=True)
 class StreamsResult:
-    """All streams of one measurement."""
+    """The latencies of all streams of one measurement."""
 
     streams: list[StreamTiming]
     seconds: float
@@ -61,12 +62,15 @@ class StreamsResult:
 
 
 def quantile_of_sorted(sorted_values: Sequence[float], fraction: float) -> float:
-    """The value below which `share` of the sorted values lie; the largest for a share of 1."""
+    """Return the value below which `fraction` of the sorted values lie.
+
+    For a fraction of 1, return the largest value.
+    """
     return sorted_values[min(len(sorted_values) - 1, int(len(sorted_values) * fraction))]
 
 
 class ClientProcesses:
-    """Client processes that repeat passes of a given concurrency against one server."""
+    """A set of client processes that measures one server, once for each call of `run`."""
 
     def __init__(self, count: int = 8) -> None:
         context = multiprocessing.get_context("spawn")
@@ -80,7 +84,7 @@ class ClientProcesses:
             pipe.recv()
 
     def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> StreamsResult:
-        """Send `rounds` requests one after the other on each of `streams` concurrent streams."""
+        """Run `streams` concurrent streams. Each sends `rounds` requests, one after the other."""
         used = self._clients[: min(len(self._clients), streams)]
         began = time.perf_counter()
         for index, (_, pipe) in enumerate(used):
@@ -103,16 +107,16 @@ def _serve_commands(pipe: Pipe) -> None:
 
 
 async def _warm_up_client() -> None:
-    """Read one stream from a server of our own, so that a client's first use of its libraries is not measured."""
+    """Read one stream from a small local server, so that no measurement includes loading the client's libraries."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_one_event(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         event = b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}\n\n'
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(event), event))
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(send_one_event, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         [timing] = await _run_streams(f"http://127.0.0.1:{port}", "none", 1, 1, 1, 0)
@@ -122,7 +126,7 @@ async def _warm_up_client() -> None:
 async def _run_streams(
     url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int
 ) -> list[StreamTiming]:
-    async def stream(index: int) -> list[StreamTiming]:
+    async def run_stream(index: int) -> list[StreamTiming]:
         words = random.Random(seed * 1000 + index)
         connection = MinimalHTTPConnection(url)
         try:
@@ -130,7 +134,7 @@ async def _run_streams(
         finally:
             connection.close()
 
-    done = await asyncio.gather(*(stream(index) for index in range(streams)))
+    done = await asyncio.gather(*(run_stream(index) for index in range(streams)))
     return [timing for timings in done for timing in timings]
 
 

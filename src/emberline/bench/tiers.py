@@ -1,9 +1,12 @@
-"""`emberline bench tiers`: loading blocks from main memory, disk and a store, compared with computing them.
+"""`emberline bench tiers`: loading KV blocks from main memory, disk and a shared store, compared with computing them.
 
-First the copies alone, in GB/s: a block between the cache and a buffer, and a buffer to a file or a store and back with
-its checks, plain and compressed (`_uw`), compared with memory and file system on the same bytes. Then a request: its
-time to the first token if the prompt is computed, in main memory, on disk, or in the store. Files are read past the
-page cache where the disk allows it. The store's master runs on this machine; without it the store is left out.
+The first part measures copies alone in GB/s: a block between the KV cache and a buffer, and a buffer to and from a file
+or the store, with checksums, uncompressed and compressed (`_uw`). They are compared with plain copies of the same bytes
+in memory and on the file system.
+
+The second part measures the time to the first token of a request whose prompt is computed, in main memory, on disk, or
+in the store. Files are read without the page cache where the file system allows it. The store's master process runs on
+this machine; if it is not installed, the store is not measured.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ OTHERS = 3  # prompts that evict the measured one from the cache
 
 
 def measure_speeds(call: Callable[[], object], num_bytes: int, rounds: int) -> list[float]:
-    """Return the GB/s of each round."""
+    """Call the function `rounds` times, which moves `num_bytes` bytes, and return the GB/s of each call."""
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -66,11 +69,11 @@ def add_copy_speeds(report: BenchReport, engine: Engine, rounds: int) -> None:
     target = memoryview(mmap.mmap(-1, size))
     copier.save(copies)
 
-    def plain() -> None:
+    def copy_plain() -> None:
         target[:] = host.memory[:size]
 
-    plain()
-    memcpy = measure_best_speed(plain, size, rounds)
+    copy_plain()
+    memcpy = measure_best_speed(copy_plain, size, rounds)
     report.add("host_save", measure_speeds(lambda: copier.save(copies), size, rounds), "GB/s", limit=memcpy)
     report.add("host_load", measure_speeds(lambda: copier.load(copies), size, rounds), "GB/s", limit=memcpy)
 
@@ -78,7 +81,10 @@ def add_copy_speeds(report: BenchReport, engine: Engine, rounds: int) -> None:
 def add_tier_speeds(
     report: BenchReport, block_bytes: int, work_dir: Path, master_address: str | None, rounds: int
 ) -> None:
-    """Add a tier's speed; its peer is the same bytes in one large file, appended and read at random."""
+    """Add the GB/s of the disk tier and of the store to the report.
+
+    They are compared with one large file of the same bytes, written in order and read in random order.
+    """
     host = HostTier(block_bytes, (COUNT + 2) * 2 * block_bytes)
     buffers = [host.memory[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]
     for i, buffer in enumerate(buffers):  # normally distributed, like keys and values
@@ -122,48 +128,48 @@ def add_tier_speed(
     size = sum(map(len, buffers))
     names: list[bytes] = []
 
-    def store() -> None:
+    def store_all() -> None:
         names[:] = store_blocks(tier, buffers)
 
-    def load() -> None:
+    def load_all() -> None:
         if tier.load([names[i] for i in read_order], [buffers[i] for i in read_order]) != len(read_order):
-            raise RuntimeError("a block that was stored could not be loaded")
+            raise RuntimeError(f"tier {tier.name} could not load a block that it had stored")
 
-    report.add(f"{tier.name}_store{name_suffix}", measure_speeds(store, size, rounds), "GB/s", peer=peer_speeds[0])
-    report.add(f"{tier.name}_load{name_suffix}", measure_speeds(load, size, rounds), "GB/s", peer=peer_speeds[1])
+    report.add(f"{tier.name}_store{name_suffix}", measure_speeds(store_all, size, rounds), "GB/s", peer=peer_speeds[0])
+    report.add(f"{tier.name}_load{name_suffix}", measure_speeds(load_all, size, rounds), "GB/s", peer=peer_speeds[1])
 
 
 def store_blocks(tier: DiskTier | RemoteTier, buffers: list[memoryview]) -> list[bytes]:
-    """Return the speeds of storing blocks under new names."""
+    """Store the buffers under new random hashes and return the hashes."""
     names = [os.urandom(16) for _ in buffers]
     if tier.store(names, buffers) != len(buffers):
-        raise RuntimeError("a block could not be stored; the log has the reason")
+        raise RuntimeError(f"tier {tier.name} could not store a block (hint: see its warning in the log)")
     return names
 
 
 def measure_single_file(
     path: Path, buffers: list[memoryview], read_order: list[int], rounds: int, *, use_direct_io: bool
 ) -> tuple[float, float]:
-    """Return the best GB/s of writing and reading one file without checks, with the same kind of I/O."""
+    """Return the best GB/s of writing and of reading one large file without checksums."""
     size = len(buffers[0])
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | (os.O_DIRECT if use_direct_io else 0))
 
-    def write() -> None:
+    def write_all() -> None:
         for i, buffer in enumerate(buffers):
             os.pwrite(handle, buffer, i * size)
 
-    def read() -> None:
+    def read_all() -> None:
         for i in read_order:
             os.preadv(handle, [buffers[i]], i * size)
 
-    writes, reads = (measure_best_speed(call, size * len(buffers), rounds) for call in (write, read))
+    writes, reads = (measure_best_speed(call, size * len(buffers), rounds) for call in (write_all, read_all))
     os.close(handle)
     path.unlink()
     return writes, reads
 
 
 def measure_first_token(engine: Engine, request_id: str, prompt: list[int]) -> tuple[float, int]:
-    """Return the seconds to the first token and the number of cached tokens."""
+    """Run a request and return the seconds to its first token and the number of its cached tokens."""
     engine.add(Submission(request_id, prompt, SamplingParams(max_tokens=1, temperature=0.0)))
     began, seconds, cached = time.perf_counter(), 0.0, 0
     while not engine.idle:
@@ -173,7 +179,10 @@ def measure_first_token(engine: Engine, request_id: str, prompt: list[int]) -> t
 
 
 def add_first_token_times(report: BenchReport, tier_name: str, engine: Engine, tokens: int, rounds: int) -> None:
-    """Add the first-token times of a prompt that was evicted from the cache and is requested again."""
+    """Add the time to the first token of prompts that the tier holds, compared with computing them.
+
+    Other prompts evict each prompt from the main cache before it is requested again.
+    """
     tiers, rng = engine.kv.tiers, random.Random(tier_name)
     assert tiers is not None
     computed, loaded = [], []
@@ -187,7 +196,7 @@ def add_first_token_times(report: BenchReport, tier_name: str, engine: Engine, t
         tiers.wait_until_written(60.0)
         seconds, cached = measure_first_token(engine, f"again-{i}", prompt)
         if cached < tokens - engine.config.block_size:
-            raise RuntimeError(f"only {cached} of {tokens} tokens came from {tier_name}")
+            raise RuntimeError(f"only {cached} of {tokens} prompt tokens were loaded from tier {tier_name}")
         loaded.append(seconds)
     report.add(f"ttft_{tier_name}_{tokens}", loaded, "s", peer=sorted(computed)[len(computed) // 2])
     report.add(f"ttft_computed_{tokens}/{tier_name}", computed, "s")
@@ -196,7 +205,7 @@ def add_first_token_times(report: BenchReport, tier_name: str, engine: Engine, t
 
 
 def bench(model_name: str, directory: Path | None, prompt_lengths: list[int], rounds: int) -> BenchReport:
-    """Run the benchmark. `directory` is on the disk to measure; None is the directory of temporary files."""
+    """Run the benchmark. `directory` selects the disk to measure; None is the system's directory of temporary files."""
     report = BenchReport("kv-tiers", {"model": model_name, "rounds": rounds, "tokens": prompt_lengths})
     where, master = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=directory)), MooncakeMaster()
     try:

@@ -1,8 +1,9 @@
-"""`emberline bench transfer`: speed and CPU time of moving blocks between two caches, over each transport.
+"""`emberline bench transfer`: the speed and CPU time of moving KV blocks between two caches, over each transport.
 
-The sender is another process, except for `local`. Blocks are scattered in both caches, the worst case, and once
-contiguous; they hold normally distributed bfloat16. For comparison: one memcpy of the same size, and bare sockets.
-`_uw`: compressed on the way, whether that is faster or not.
+The sender runs in a second process, except for the transport `local`. Blocks lie at random places of both caches, which
+is the worst case, and in a second measurement next to each other. They hold normally distributed bfloat16 numbers. For
+comparison, one memcpy of the same size and plain sockets are measured. In results with `_uw`, the blocks are compressed
+for the transfer, whether or not that is faster.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class TransferRound:
 
 
 def bench(block_sizes: list[int], total_bytes: int, rounds: int, piece_bytes: int) -> BenchReport:
-    """Run the benchmark. `sizes` are bytes per block, `total` is the bytes moved each time."""
+    """Run the benchmark. `block_sizes` are in bytes; each measurement moves `total_bytes`."""
     if any(size <= 0 or size % STEP for size in block_sizes):
-        raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
+        raise InvalidRequest(f"block sizes must be multiples of {STEP >> 10} KiB", param="blocks")
     library = find_library()
     crc, codec, broken = select_crc(library), select_kv_codec("auto", library, "bfloat16"), check_mooncake_usable()
     engine = MooncakeEngine() if broken is None else None
@@ -184,7 +185,7 @@ def _measure_memcpy(report: BenchReport, total_bytes: int, rounds: int) -> float
 
 
 def measure_raw_sockets(report: BenchReport, total_bytes: int, rounds: int, num_sockets: int) -> float:
-    """Add the speed of bare sockets, the most that the system moves over TCP."""
+    """Add the GB/s of plain sockets, the most that this system moves over TCP, and return it."""
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     args = (theirs, listener.getsockname()[1], total_bytes // num_sockets, rounds + 1, num_sockets)
@@ -228,14 +229,14 @@ def _send_bytes(pipe: Connection, port: int, bytes_per_socket: int, rounds: int,
     socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_sockets)]
     view = memoryview(bytearray(os.urandom(1 << 20) * -(-bytes_per_socket // (1 << 20))))[:bytes_per_socket]
 
-    def send(sock: socket.socket) -> None:
+    def send_all(sock: socket.socket) -> None:
         for at in range(0, bytes_per_socket, CALL):
             sock.sendall(view[at : at + CALL])
 
     for _ in range(rounds):
         pipe.send(time.process_time())
         pipe.recv()
-        _run_in_threads([partial(send, sock) for sock in socks])
+        _run_in_threads([partial(send_all, sock) for sock in socks])
         pipe.send(time.process_time())
 
 
@@ -245,7 +246,7 @@ def _send_bytes(pipe: Connection, port: int, bytes_per_socket: int, rounds: int,
 def _serve_blocks(
     pipe: Connection, layout: KVLayout, num_blocks: int, block_ids: list[int], use_mooncake: bool
 ) -> None:
-    """Publish blocks for each question."""
+    """Main function of the sending process: publish the blocks, or return measurements, on each command."""
     segment = SharedSegment(layout, num_blocks)
     _fill_with_random_values(segment.region)
     library = find_library()
@@ -276,7 +277,10 @@ def _whole_region_piece(region: HostRegion) -> TransferPiece:
 
 
 def _fill_with_random_values(region: HostRegion) -> None:
-    """Fill the region with normally distributed values; each plane differs from its neighbours."""
+    """Fill the region with normally distributed values.
+
+    Each plane (the keys or the values of one layer) differs from the next.
+    """
     rng = np.random.default_rng(1)
     values = (rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for view in region.piece_views(_whole_region_piece(region), np.arange(region.blocks)):
@@ -290,7 +294,7 @@ def _zero_region(region: HostRegion) -> None:
 
 
 def _plane_checksums(region: HostRegion, block_ids: list[int]) -> list[int]:
-    """Return a checksum of each plane of each block, which shows missing or misplaced planes."""
+    """Return a checksum of each layer's keys and values of each block, which reveals missing or misplaced data."""
     where = np.asarray(block_ids, np.int64)
     wholes = (region.piece_views(TransferPiece(0, LAYERS, i, i + 1), where) for i in range(len(block_ids)))
     return [int(np.frombuffer(view, np.uint64).sum()) for views in wholes for view in views]

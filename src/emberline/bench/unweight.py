@@ -1,8 +1,9 @@
-"""`emberline bench unweight`: bits per weight on disk and in memory, the entropy, and the speed of the codec.
+"""`emberline bench unweight`: bits per weight on disk and in memory, compared with the entropy, and the codec's speed.
 
-Real weights: SmolLM2 (quantised to 4 bits by its publisher, expanded to bf16) and MiniLM, cast to bf16. Generated ones:
-rows of every matrix of an 8B Llama, drawn from a Gaussian and from Student's t with 5 degrees of freedom, weighted by
-the number of such rows in the model. The format in memory is `uw12`, packed by its reference.
+Real weights are SmolLM2 (published with 4 bits, expanded to bf16) and MiniLM (cast to bf16). Generated weights are rows
+of every matrix of an 8B Llama, drawn from a Gaussian and from Student's t distribution with 5 degrees of freedom. Each
+matrix counts by its number of rows in the model. The format in memory is `uw12`, packed by the reference
+implementation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ FORMATS = {"float16": (torch.float16, 2), "float32": (torch.float32, 4), "float8
 
 @dataclass(slots=True)
 class CompressedSize:
-    """Sums over a model's matrices, in bits."""
+    """The sizes of all matrices of a model, in bits."""
 
     weights: float = 0
     disk: float = 0
@@ -90,7 +91,7 @@ def bench(rounds: int, peers_dir: Path) -> BenchReport:
 
 
 def matrices_by_model() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
-    """Yield models by name: their matrices in bf16 and the weight of each."""
+    """Yield the name of each model and its bf16 matrices. Each matrix comes with the number of times that it counts."""
     for name in ("smollm2", "minilm"):
         yield name, ((matrix, 1.0) for matrix in _checkpoint_matrices(resolve_model(name)))
     yield "llama_8b_gaussian", _llama_matrices(draw_gaussian)
@@ -133,7 +134,7 @@ def _add_format_size(report: BenchReport, name: str, tensor: Tensor, element_byt
 
 
 def _add_codec_speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path) -> None:
-    """Add the codec's GB/s of bf16 bytes, for encoding and decoding."""
+    """Add the GB/s of encoding and decoding to the report, counted in uncompressed bf16 bytes."""
     elements = as_bytes(draw_gaussian(TIMED).bfloat16())
     code = PrefixCode.from_counts(codec.count_symbols(elements, 2))
     runs = [elements[at : at + 2 * RUN] for at in range(0, len(elements), 2 * RUN)]
@@ -141,7 +142,7 @@ def _add_codec_speed(report: BenchReport, codec: WeightCodec, rounds: int, peers
     outs = [np.empty_like(run) for run in runs]
     pairs = list(zip(coded, outs, strict=True))
 
-    def decode(pair: tuple[tuple[Bytes, Bytes], Bytes], check: bool = True) -> None:
+    def decode_pair(pair: tuple[tuple[Bytes, Bytes], Bytes], check: bool = True) -> None:
         assert codec.decode(*pair[0], 2, code, pair[1], check=check) == -1
 
     peers = {name: found for name in PEERS if (found := measure_peer(name, elements.tobytes(), rounds, peers_dir))}
@@ -150,8 +151,8 @@ def _add_codec_speed(report: BenchReport, codec: WeightCodec, rounds: int, peers
             ours = {
                 "count": lambda: list(pool.map(lambda run: codec.count_symbols(run, 2), runs)),
                 "encode": lambda: list(pool.map(lambda run: codec.encode(run, 2, code), runs)),
-                "decode": lambda: list(pool.map(decode, pairs)),
-                "decode_unchecked": lambda: list(pool.map(lambda pair: decode(pair, False), pairs)),
+                "decode": lambda: list(pool.map(decode_pair, pairs)),
+                "decode_unchecked": lambda: list(pool.map(lambda pair: decode_pair(pair, False), pairs)),
             }
             for what, work in ours.items():
                 theirs = {name: found[what] for name, found in peers.items() if label == "1" and what in found}
@@ -167,7 +168,10 @@ def _add_codec_speed(report: BenchReport, codec: WeightCodec, rounds: int, peers
 
 
 def _time_rounds(work: Callable[[], object], rounds: int) -> list[float]:
-    """Return the seconds of each round, after a warm-up in which the system spreads the threads over the cores."""
+    """Return the seconds of each round.
+
+    A warm-up gives the operating system time to spread the threads over the cores.
+    """
     until = time.perf_counter() + WARM_SECONDS
     times: list[float] = []
     while len(times) < rounds:

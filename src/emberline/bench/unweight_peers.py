@@ -1,6 +1,7 @@
-"""Other compressors on the same bytes, each in its own process; one that is missing or crashes is left out.
+"""Measures other compressors on the same bytes, each in its own process.
 
-`scripts/bench-peers` installs them into an environment; without it they are searched in ours.
+A compressor that is missing or crashes is left out. `scripts/bench-peers` installs the compressors into a separate
+Python environment; without that environment the current one is used.
 """
 
 from __future__ import annotations

@@ -1,14 +1,21 @@
-"""Seeded request sets, so that every engine serves the same lengths and tokens."""
+"""Requests with random lengths and tokens from a fixed seed, so that every engine serves the same requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from emberline.bench.job import BenchJob
 
 CONTEXT, STEPS = 128, 64  # of a decode measurement
+
+
+class LogNormal(NamedTuple):
+    mean: float  # of the logarithm
+    sigma: float
+    maximum: int
 
 
 def random_tokens(count: int, rng: np.random.Generator, vocab_size: int) -> list[int]:
@@ -26,19 +33,20 @@ def decode_job(batch_size: int, vocab_size: int, context_tokens: int = CONTEXT, 
 
 
 def mixed_job(count: int, vocab_size: int) -> BenchJob:
-    """Return a mix of short and long requests, submitted at once."""
-    return make_job(lognormal_lengths(count, (4.5, 0.8, 512), (4.0, 0.6, 128)), vocab_size)
+    """Return a job with a mix of short and long requests."""
+    return make_job(lognormal_lengths(count, LogNormal(4.5, 0.8, 512), LogNormal(4.0, 0.6, 128)), vocab_size)
 
 
 def chat_lengths(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
-    """Return lengths (prompt, output) that resemble shared conversations."""
-    return lognormal_lengths(count, (5.0, 1.1, 3500), (5.1, 0.8, 1024), seed)
+    """Return the lengths (prompt, output) of requests that resemble shared conversations."""
+    return lognormal_lengths(count, LogNormal(5.0, 1.1, 3500), LogNormal(5.1, 0.8, 1024), seed)
 
 
-def lognormal_lengths(
-    count: int, prompt: tuple[float, float, int], output: tuple[float, float, int], seed: int = 0
-) -> list[tuple[int, int]]:
-    """Return log-normal lengths (mean, sigma, maximum) of at least 8; all prompts are drawn before all outputs."""
+def lognormal_lengths(count: int, prompt: LogNormal, output: LogNormal, seed: int = 0) -> list[tuple[int, int]]:
+    """Return lengths (prompt, output) from two log-normal distributions. Every length is at least 8.
+
+    The lengths of all prompts are drawn before those of all outputs.
+    """
     rng = np.random.default_rng(seed)
     drawn = [np.clip(rng.lognormal(mean, sigma, count), 8, most).astype(int) for mean, sigma, most in (prompt, output)]
     return list(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True))

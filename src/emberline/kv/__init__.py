@@ -1,1 +1,1 @@
-"""The KV cache: block bookkeeping (pool, prefix, manager: torch-free) and its memory (cache)."""
+"""The KV cache: which request holds which block (pool, prefix, manager; no torch), and the memory itself (cache)."""

@@ -1,4 +1,4 @@
-"""KVCache: the memory of keys and values, one tensor of each for all layers, divided into blocks."""
+"""KVCache: the memory of keys and values. One tensor holds the keys of all layers and blocks, a second the values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
     def layout(self, model: str, *, transposed_keys: bool = True) -> KVLayout:
-        """Return the layout for KV transfer.
+        """Return the memory layout for KV transfer between workers.
 
-        The keys of a CPU cache are transposed, those of a GPU cache are not.
+        A CPU cache stores keys transposed, a GPU cache does not.
         """
         item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
         width = self.head_dim * item
@@ -41,7 +41,7 @@ class KVCache:
     def __init__(
         self, shape: KVShape, num_blocks: int, device: str = "cpu", *, segment: SharedSegment | None = None
     ) -> None:
-        """Allocate the cache, or place it in `segment`, shared memory of exactly this size."""
+        """Allocate the cache, or place it in `segment`, a shared memory segment of exactly the needed size."""
         dims = (shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         self.shape = shape
         self.num_blocks = num_blocks
@@ -55,9 +55,9 @@ class KVCache:
 
 
 def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Return zeros: masked lanes of a kernel must not read NaN.
+    """Return a tensor of zeros, because kernels may read masked positions and must not find NaN there.
 
-    On a CPU, unwritten pages of an mmap use no memory.
+    On a CPU the memory comes from mmap, so that pages that were never written use no physical memory.
     """
     if device != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)

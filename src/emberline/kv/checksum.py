@@ -1,4 +1,4 @@
-"""CRC-32 of blocks on disk and on the wire: native if the library could be built, otherwise zlib's."""
+"""CRC-32 of KV blocks on disk and in network transfers, by our native library or, without it, by zlib."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""KVCodec: lossless compression of keys and values on the wire and on disk.
+"""KVCodec: lossless compression of keys and values for network transfers and for blocks on disk.
 
-Encoded data includes checksums.
-
-The exponents of keys and values have about 2.7 bits of entropy, so a prefix code stores a bfloat16 in about 11 of 16
-bits (docs/unweight-format.md, section 6). The codec is native only: without the library, bytes stay uncompressed.
+Encoded data includes checksums. The exponents of keys and values have about 2.7 bits of entropy, so a prefix code
+stores a bfloat16 number in about 11 of 16 bits (docs/unweight-format.md, section 6). The codec exists only in the
+native library. Without the library, data is not compressed.
 """
 
 from __future__ import annotations
@@ -30,13 +29,19 @@ class KVCodec(Protocol):
     name: str
 
     def max_encoded_bytes(self, size: int) -> int:
-        """Return the size of the output buffer that encoding `size` bytes needs."""
+        """Return the size of the output buffer that `encode` needs for `size` bytes of input."""
 
     def encode(self, data: memoryview, out: memoryview) -> int:
-        """Encode `data` into `out`, of at least `max_encoded_bytes(len(data))`, and return the bytes written."""
+        """Encode `data` into `out` and return the number of bytes written.
+
+        `out` must have at least `max_encoded_bytes(len(data))` bytes.
+        """
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
-        """Decode `data` into all of `out`. Return False if `data` is damaged; `out` is then undefined."""
+        """Decode `data` and fill `out` completely.
+
+        Return False if `data` is damaged. The content of `out` is then undefined.
+        """
 
 
 class UnweightKVCodec:
@@ -64,13 +69,14 @@ class UnweightKVCodec:
 
 
 def select_kv_codec(choice: str, library: ctypes.CDLL | None, dtype: str) -> KVCodec | None:
-    """Return the codec for a cache of torch dtype `dtype`, or None if its bytes are not compressed.
+    """Return the codec for a cache with this torch dtype, or None if blocks are not compressed.
 
-    Raises InvalidRequest if `choice` is unknown, or is "uw" and the codec cannot be used.
+    `choice` is the setting `kv_codec`. Raises InvalidRequest if it is unknown, or if it is "uw" and the codec cannot be
+    used.
     """
     dtype = dtype.removeprefix("torch.")
     if choice not in CODEC_CHOICES:
-        raise InvalidRequest(f"kv_codec is {choice!r}; it must be auto, none or uw", param="kv_codec")
+        raise InvalidRequest(f"kv_codec is {choice!r}, but must be auto, none or uw", param="kv_codec")
     if choice == "none":
         return None
     if library is not None and dtype in ELEMENT_BYTES:

@@ -1,8 +1,8 @@
-"""Confine the listeners of a library that binds every address (0.0.0.0) to one address of this host.
+"""Makes TCP listeners that a library opened at every address (0.0.0.0) reachable at one address only.
 
 Mooncake's engine opens two TCP listeners and has no setting for their address. A socket filter drops every packet that
-was not sent to the stated address, which is what a bind to it means; connections that a listener accepts inherit the
-filter. Linux lets any process attach such a filter to its own sockets.
+was not sent to the configured address. The effect is the same as binding to that address. Connections that the listener
+accepts inherit the filter. Linux lets any process attach such a filter to its own sockets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LISTEN, TIME_WAIT = "0A", "06"  # states in /proc/net/tcp
 
 
 class ListenerExposed(EmberlineError):
-    """A listener could not be confined to its address."""
+    """A listener could not be restricted to one address."""
 
     status = 503
     code = "listener_exposed"
@@ -41,7 +41,10 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve_ipv4_address(host: str, setting_name: str) -> str:
-    """Return the IPv4 address of `host`; raise InvalidRequest if it has none or names every address."""
+    """Return the IPv4 address of `host`, the value of a setting.
+
+    Raises InvalidRequest if the host has no IPv4 address or stands for every address (0.0.0.0).
+    """
     try:
         address = ipaddress.IPv4Address(socket.gethostbyname(host))
     except (OSError, ValueError) as error:
@@ -49,15 +52,18 @@ def resolve_ipv4_address(host: str, setting_name: str) -> str:
         raise InvalidRequest(f"{setting_name} is {host!r}, which {reason}", param=setting_name, hint=hint) from error
     if address.is_unspecified:
         hint = "set it to the one address that other workers connect to"
-        raise InvalidRequest(f"{setting_name} is {host!r}, which means every address", param=setting_name, hint=hint)
+        raise InvalidRequest(
+            f"{setting_name} is {host!r}, which stands for every address of this host", param=setting_name, hint=hint
+        )
     return str(address)
 
 
 @contextmanager
 def confine_new_listeners(host: str) -> Iterator[None]:
-    """Let only connections to the IPv4 address `host` reach listeners that the body opens.
+    """Restrict the listeners that are opened within this context to connections to the IPv4 address `host`.
 
-    Raises ListenerExposed if a connection to another address is possible, or was made before the filter was there.
+    Raises ListenerExposed if a listener still accepts connections at a different address, or accepted one before the
+    filter was attached.
     """
     before = _find_own_listeners()
     yield
@@ -68,17 +74,21 @@ def confine_new_listeners(host: str) -> Iterator[None]:
             if inode not in before:
                 _attach_socket_filter(fd, host)
     except OSError as error:
-        raise ListenerExposed(f"cannot attach a socket filter for {host} to the listeners: {error}") from error
+        raise ListenerExposed(f"cannot restrict Mooncake's listeners to {host}: {error}") from error
     if early := [address for address in _connection_addresses(ports) if address != host]:
-        raise ListenerExposed(f"connections were made to {', '.join(early)} before the listeners were confined")
+        raise ListenerExposed(
+            f"Mooncake's listeners accepted connections to {', '.join(early)} before they were restricted to {host}"
+        )
     other = next(address for address in ("127.0.0.2", "127.0.0.3") if address != host)
     for port in ports:
         if _accepts_connection(other, port):
-            raise ListenerExposed(f"port {port} answers at {other} though it was confined to {host}")
+            raise ListenerExposed(
+                f"Mooncake's port {port} accepts connections at {other}, although it was restricted to {host}"
+            )
 
 
 def _find_own_listeners() -> dict[str, tuple[int, int]]:
-    """Return descriptor and port of this process's TCP listeners, by inode."""
+    """Return the file descriptor and the port of each TCP listener of this process, by the inode of its socket."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor was closed meanwhile, or is not a socket
@@ -91,7 +101,7 @@ def _find_own_listeners() -> dict[str, tuple[int, int]]:
 
 
 def _attach_socket_filter(fd: int, host: str) -> None:
-    """Attach a filter that drops every packet that is not IPv4 or is not addressed to `host`."""
+    """Attach a filter to the socket that drops every packet that is not IPv4 or not addressed to `host`."""
     address = int(ipaddress.IPv4Address(host))
     program = (
         (LOAD_BYTE, 0, 0, NETWORK_HEADER_OFFSET),
@@ -108,7 +118,10 @@ def _attach_socket_filter(fd: int, host: str) -> None:
 
 
 def _connection_addresses(ports: Iterable[int]) -> list[str]:
-    """Return the local address of each connection to these ports. IPv6 stays in hex unless it maps IPv4."""
+    """Return the local address of each connection to these ports.
+
+    An IPv6 address is returned as hexadecimal digits, unless it is a mapped IPv4 address.
+    """
     wanted_ports, found = {f"{port:04X}" for port in ports}, []
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6

@@ -1,4 +1,4 @@
-"""KVManager: allocates blocks to requests, shares equal prefixes between them, and frees the blocks."""
+"""KVManager: allocates KV blocks to requests, shares blocks between requests with equal prefixes, and frees them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class KVManager:
     ) -> None:
         """Manage `total_blocks` blocks of `block_size` tokens.
 
-        `load_timeout_s`: how long a request waits for blocks from tiers before it computes them. `on_allocate` is
-        called with each block that will get new content, before anything is written to it.
+        A request waits at most `load_timeout_s` for blocks from tiers (host memory, disk, store), then it computes
+        them. `on_allocate` is called with each block that will get new content, before anything is written to the
+        block.
         """
         assert tiers is None or prefix_cache, "tiers are only used by the prefix cache"
         self.block_size = block_size
@@ -86,9 +87,10 @@ class KVManager:
         return self._block_tables[request.id]
 
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
-        """Allocate blocks for all known tokens of a request, or return False if they and `reserve` do not fit.
+        """Allocate blocks for all known tokens of a request and return True.
 
-        Sets the request's `computed` and `cached` to the length of the prefix it shares.
+        Return False if the pool has too few blocks for the request and `reserved_blocks` more. A prefix that is already
+        in the cache is shared, and the request's computed and cached tokens are set to the length of this prefix.
         """
         assert request.id not in self._block_tables
         shared = self._prefix.find_longest_prefix(self._shareable_hashes(request))
@@ -113,7 +115,7 @@ class KVManager:
         return True
 
     def extend_block_table(self, request: Request, num_tokens: int) -> bool:
-        """Extend the block table to `tokens` tokens; return False if the pool has too few blocks."""
+        """Allocate blocks until the request has room for `num_tokens` tokens. Return False if the pool has too few."""
         table = self._block_tables[request.id]
         if num_tokens <= len(table) * self.block_size:
             return True
@@ -125,7 +127,7 @@ class KVManager:
         return True
 
     def index_full_blocks(self, request: Request) -> None:
-        """Add the blocks that are now full of computed tokens to the prefix index."""
+        """Add the request's full blocks of computed tokens to the prefix index, so that other requests find them."""
         full, indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
         if full <= indexed or not self._can_share_blocks(request):
             return
@@ -137,7 +139,10 @@ class KVManager:
         self._num_indexed[request.id] = full
 
     def free_request(self, request: Request) -> None:
-        """Release the request's blocks, last block first, so that a prefix is evicted after what follows it."""
+        """Release the blocks of the request.
+
+        The last block is released first, so that the beginning of a prefix is evicted after its end.
+        """
         table, holder = self._block_tables.pop(request.id), self._holders.pop(request.id)
         del self._num_indexed[request.id]
         if (pull := self._active_pulls.pop(request.id, None)) is not None:
@@ -162,7 +167,10 @@ class KVManager:
         return self._prefix.is_tracking_changes
 
     def take_prefix_changes(self) -> PrefixChanges | None:
-        """Return the blocks added and removed since the last call (at first all), or None if unchanged."""
+        """Return the prefix blocks that were added and removed since the last call, or None if nothing changed.
+
+        The first call returns all blocks.
+        """
         return self._prefix.take_changes()
 
     def parent_hashes(self) -> dict[bytes, bytes]:
@@ -171,7 +179,7 @@ class KVManager:
     # -- blocks that outlive their request --------------------------------------------------------------------------
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """Keep blocks of a request unchanged until they have been unpinned as often."""
+        """Keep the blocks from being freed or overwritten until `unpin` was called once for each `pin`."""
         self._pin_counts.update(blocks)
         for block in blocks:
             self._pool.add_holder(block)
@@ -187,7 +195,7 @@ class KVManager:
         return bool(self._pin_counts)
 
     def release_quarantined_blocks(self) -> None:
-        """Release the blocks of freed requests whose pull has ended."""
+        """Release the blocks of freed requests whose cancelled pull has ended, so that it no longer writes to them."""
         released = [table for pull, table in self._quarantined if pull.ended]
         self._quarantined = [(pull, table) for pull, table in self._quarantined if not pull.ended]
         for table in released:
@@ -195,7 +203,7 @@ class KVManager:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Number of blocks of freed requests that a pull may still write to."""
+        """The number of blocks of freed requests to which a cancelled pull may still write."""
         return sum(len(table) for _, table in self._quarantined)
 
     def _release_blocks(self, blocks: Sequence[int], holder: int = 0) -> None:
@@ -208,21 +216,25 @@ class KVManager:
         return request.id in self._fetches or request.id in self._active_pulls
 
     def keep_source_lease_alive(self, request: Request) -> None:
-        """Keep the lease on a new request's prefix at its peer alive; without pulls, ignore the peer."""
+        """Keep renewing the lease on the blocks that a peer holds for a new request.
+
+        If this engine does not pull blocks from peers, forget the peer instead.
+        """
         if self.pulls is None:
             request.source = None
         elif request.source is not None:
             self.pulls.keep_lease_alive(request)
 
     def drop_unadmitted_request(self, request: Request) -> None:
-        """Drop the state of a request that ended before it was admitted."""
+        """Release the peer's lease of a request that ended before it was admitted."""
         if self.pulls is not None:
             self.pulls.drop_lease(request)
 
     def update_loaded_prefix(self, request: Request) -> None:
-        """Count the blocks of the request's prefix that arrived since the last call as computed.
+        """Mark the blocks of the request's prefix that have arrived from a tier or a peer as computed.
 
-        Other requests may share them at once: the plan that is being made copies them before it computes anything.
+        Other requests may share these blocks immediately, because the step plan that is being built copies them before
+        it computes anything.
         """
         if (pull := self._active_pulls.get(request.id)) is not None:
             self._take_pulled_tokens(request, pull)
@@ -277,7 +289,10 @@ class KVManager:
         return bool(self._pending_saves)
 
     def take_pending_saves(self) -> list[BlockCopy]:
-        """Return the copies to tiers that the next plan must make; later plans may overwrite these blocks."""
+        """Return the block copies to host memory that the next step plan must make.
+
+        Later plans may overwrite these blocks.
+        """
         if self.tiers is None:
             return []
         unsaved, self._pending_saves = self._pending_saves, []
@@ -285,12 +300,12 @@ class KVManager:
         return [BlockCopy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
 
     def take_pending_loads(self) -> list[BlockCopy]:
-        """Return the copies from host buffers into blocks that the next plan must make."""
+        """Return the copies from host buffers into cache blocks that the next step plan must make."""
         loads, self._pending_loads = self._pending_loads, []
         return loads
 
     def finish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Release the buffers of a plan's copies after they have been made."""
+        """Release the host buffers of a step plan's copies after the copies have been made."""
         if self.tiers is not None:
             for copy in saves:
                 self.tiers.finish_save(copy.digest)
@@ -298,7 +313,10 @@ class KVManager:
                 self.tiers.release_fetched(copy.digest)
 
     def _load_missing_prefix(self, request: Request) -> None:
-        """Start a pull or a fetch for the part of a newly admitted request's prefix that is not in the cache."""
+        """Start to load the part of a newly admitted request's prefix that is not in the cache.
+
+        The blocks come from the request's peer (a pull) or from the tiers (a fetch).
+        """
         if self.pulls is not None and request.source is not None:
             if (pull := self.pulls.start(request, self._block_tables[request.id])) is not None:
                 self._active_pulls[request.id] = pull
@@ -310,20 +328,24 @@ class KVManager:
                 self._fetches[request.id] = self.tiers.start_fetch(missing[:count]), deadline
 
     def _drop_pending_copies(self, blocks: Sequence[int]) -> None:
-        """Drop the pending copies of these blocks' earlier content: a pull writes to them while steps run."""
+        """Drop pending copies to and from these blocks, because a pull overwrites the blocks while steps run."""
         dropped = set(blocks)
         self._pending_saves = [unsaved for unsaved in self._pending_saves if unsaved[0] not in dropped]
         self.finish_copies((), [copy for copy in self._pending_loads if copy.block in dropped])
         self._pending_loads = [copy for copy in self._pending_loads if copy.block not in dropped]
 
     def num_reclaimable_blocks(self, request: Request) -> int:
-        """Return how many blocks become available at once when this request is freed."""
+        """Return how many blocks would become available immediately if this request were freed."""
         if request.id in self._active_pulls:
             return 0
         return self._pool.num_exclusive_blocks(self._holders[request.id])
 
     def check_invariants(self) -> None:
-        """Assert that each block has as many holders as block tables (quarantined ones too) and pins list it."""
+        """Assert that the holder count of each block is correct.
+
+        It must equal the number of block tables and pins that contain the block. The tables of freed requests whose
+        blocks are held back for a pull count too.
+        """
         self._pool.check_invariants()
         assert (
             self._fetches.keys() <= self._block_tables.keys() and self._active_pulls.keys() <= self._block_tables.keys()
@@ -337,14 +359,14 @@ class KVManager:
             assert self._pool.num_exclusive_blocks(self._holders[name]) == alone
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the blocks that the request need not compute if they are found."""
+        """Return the hashes of the request's leading blocks that need not be computed if they are found in a cache."""
         if not self._can_share_blocks(request) or request.params.prompt_logprobs is not None:
             return []  # prompt logprobs need logits, which cached blocks do not have
         full = (request.num_known - 1) // self.block_size  # the last token is always computed, for its logits
         return self._block_hashes(request, full)
 
     def _can_share_blocks(self, request: Request) -> bool:
-        """Return whether other requests can share these blocks.
+        """Return whether other requests may share the blocks of this request.
 
         Without a prefix cache, only the n choices of one request share blocks.
         """

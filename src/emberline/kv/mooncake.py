@@ -1,7 +1,7 @@
-"""The only module that imports Mooncake: the parts of its Transfer Engine and its Store that we use.
+"""The only module that imports Mooncake. It contains the parts of Mooncake's Transfer Engine and Store that we use.
 
-A Mooncake wheel that does not fit the machine may crash the importing process, so `check_mooncake_usable`
-tries it in another process.
+A Mooncake wheel that does not fit the machine may crash the process that imports it. `check_mooncake_usable` therefore
+tries the import in a child process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PORT_RANGE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")  # environment var
 PROBE_SCRIPT = """
 import sys
 from mooncake.engine import TransferEngine
-from emberline.kv.confine import confined_to
+from emberline.kv.confine import confine_new_listeners
 engine = TransferEngine()
-with confined_to(sys.argv[1]):
+with confine_new_listeners(sys.argv[1]):
     if engine.initialize(sys.argv[1], "P2PHANDSHAKE", sys.argv[2], "") != 0:
         sys.exit("the Transfer Engine does not start")
 source, target = (engine.allocate_managed_buffer(4096) for _ in range(2))
@@ -34,7 +34,10 @@ sys.exit(0 if engine.read_bytes_from_buffer(target, 5) == b"ember" else "a test 
 
 
 def installed_distribution() -> str | None:
-    """Return the installed Mooncake package and its version; several packages provide the same module."""
+    """Return the name and version of the installed Mooncake package, or None.
+
+    Several packages provide the module `mooncake`.
+    """
     found = importlib.metadata.packages_distributions().get("mooncake", [])
     return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
 
@@ -42,9 +45,9 @@ def installed_distribution() -> str | None:
 def check_mooncake_usable(
     host: str = "127.0.0.1", protocol: str = "tcp", timeout_s: float = PROBE_TIMEOUT_S
 ) -> str | None:
-    """Return why Mooncake cannot be used, or None if it can.
+    """Return why Mooncake cannot be used on this machine, or None if it can.
 
-    Tries it in another process, which may crash or hang.
+    Mooncake is started in a child process, because it may crash or hang.
     """
     command = [sys.executable, "-c", PROBE_SCRIPT, host, protocol]
     environment = {**os.environ, "MC_LOG_LEVEL": "ERROR"}
@@ -84,10 +87,7 @@ class MooncakeTransferEngine(Protocol):
 
 
 class MooncakeStore(Protocol):
-    """The methods of mooncake.store.MooncakeDistributedStore that we use.
-
-    Negative results are error codes.
-    """
+    """The methods of mooncake.store.MooncakeDistributedStore that we use. A negative result is an error code."""
 
     def setup(
         self, host: str, metadata: str, segment_bytes: int, buffer_bytes: int, protocol: str, devices: str, master: str
@@ -107,13 +107,13 @@ class MooncakeStore(Protocol):
 
 
 def fastest_protocol() -> str:
-    """Return the fastest protocol that this machine supports: rdma or tcp."""
+    """Return the fastest protocol that this machine supports, "rdma" or "tcp"."""
     devices = Path("/sys/class/infiniband")
     return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"
 
 
 def new_engine(first_port: int = 0) -> MooncakeTransferEngine:
-    """Create a Transfer Engine that listens at `port` and `port` + 1; 0: at any free ports."""
+    """Create a Transfer Engine that listens at `first_port` and the next port. With 0, it uses any free ports."""
     _set_mooncake_environment(first_port)
     try:
         from mooncake.engine import TransferEngine
@@ -124,7 +124,7 @@ def new_engine(first_port: int = 0) -> MooncakeTransferEngine:
 
 
 def new_store(first_port: int = 0) -> MooncakeStore:
-    """Create a store client that listens at `port` and `port` + 1; 0: at any free ports."""
+    """Create a store client that listens at `first_port` and the next port. With 0, it uses any free ports."""
     _set_mooncake_environment(first_port)
     try:
         from mooncake.store import MooncakeDistributedStore
@@ -135,7 +135,10 @@ def new_store(first_port: int = 0) -> MooncakeStore:
 
 
 def _set_mooncake_environment(first_port: int) -> None:
-    """Set the variables that Mooncake reads when it starts. Without a log level it logs every call."""
+    """Set the environment variables that Mooncake reads when it starts.
+
+    They contain the log level, because by default Mooncake logs every call.
+    """
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if first_port:
         os.environ.update(zip(PORT_RANGE_VARIABLES, (str(first_port), str(first_port + 1)), strict=True))

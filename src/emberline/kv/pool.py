@@ -1,9 +1,11 @@
-"""BlockPool: tracks which blocks are free, used or idle (cached, without a holder), and evicts idle ones.
+"""BlockPool: tracks which blocks are free, used or idle, and evicts idle blocks.
 
-free + used + idle == total always holds. A used block has at least one holder; free and idle blocks have none. Each
-request is a holder with a number of its own; all other holders have number 0. The pool keeps the sum of each block's
-holder numbers: when one holder is left, the sum is its number. So the blocks that one holder has exclusively are
-counted as holders are added and removed, without scanning block tables.
+A used block has at least one holder. Free and idle blocks have none; an idle block still has content that can be
+reused. Every block is in exactly one of these states.
+
+Each request is a holder with its own number. All other holders share the number 0. For each block the pool keeps the
+sum of its holders' numbers. When one holder is left, the sum is that holder's number. So the pool can count the blocks
+that one holder has exclusively without scanning block tables.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ class BlockPool:
         residency: ResidencySampler,
         on_allocate: Callable[[int], None] = lambda block: None,
     ) -> None:
-        """`on_allocate` is called with each block that will get new content, before anything is written to it."""
+        """Create a pool of `total` free blocks.
+
+        `on_allocate` is called with each block that will get new content, before anything is written to the block.
+        """
         self.total = total
         self._on_evict = on_evict
         self._on_allocate = on_allocate
@@ -53,7 +58,7 @@ class BlockPool:
         return self._exclusive[holder]
 
     def allocate_block(self, holder: int = 0) -> int:
-        """Return a block for new content; evict the longest idle block if none is free."""
+        """Return a block for new content. If no block is free, the block that was idle longest is evicted."""
         assert self.num_available, "the caller checks `available`"
         if self._free:
             block = self._free.pop()
@@ -82,19 +87,22 @@ class BlockPool:
         self._holder_sums[block] += holder
 
     def make_holder_anonymous(self, block: int, holder: int) -> None:
-        """Keep the hold on the block, but count it under number 0 from now on."""
+        """Let the holder keep this block, but count it under the shared holder number 0 from now on."""
         if self._holders[block] == 1:
             self._exclusive[holder] -= 1
             self._exclusive[0] += 1
         self._holder_sums[block] -= holder
 
     def forget_holder(self, holder: int) -> None:
-        """Forget the number of a holder that holds no block."""
+        """Delete the number of a holder that no longer holds any block exclusively."""
         assert not self._exclusive[holder]
         del self._exclusive[holder]
 
     def release_block(self, block: int, holder: int = 0, *, keep_content: bool) -> None:
-        """Remove one holder. Without holders the block becomes idle if `keep`, otherwise free."""
+        """Remove one holder of the block.
+
+        A block without holders becomes idle if `keep_content`, otherwise free.
+        """
         assert self._holders[block] > 0
         count = self._holders[block] = self._holders[block] - 1
         remaining_sum = self._holder_sums[block] = self._holder_sums[block] - holder

@@ -1,6 +1,7 @@
-"""PrefixIndex: maps each block hash to the one block that holds its content, and each block to one hash.
+"""PrefixIndex: maps each block hash to the one cache block that has this content, and each block to its hash.
 
-After `track_changes` it also records what was added and removed, for the router's map of cached prefixes.
+After `track_changes`, the index also records which hashes were added and removed. The router needs these changes for
+its map of cached prefixes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PrefixIndex:
         return len(self._block_of)
 
     def find_longest_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest indexed prefix of a chain of hashes."""
+        """Return the blocks of the longest prefix of the hash chain that is in the index."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -35,7 +36,10 @@ class PrefixIndex:
         return blocks
 
     def insert(self, block_hash: bytes, parent_hash: bytes, block: int) -> None:
-        """Add a block, unless another block has this hash: equal content may be computed twice at once."""
+        """Add a block, unless a different block with this hash is in the index.
+
+        Two requests may compute the same content at the same time.
+        """
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash, parent_hash
@@ -61,7 +65,10 @@ class PrefixIndex:
         return self._changes is not None
 
     def take_changes(self) -> PrefixChanges | None:
-        """Return what changed since the last call, the full state at first, or None if nothing changed."""
+        """Return the changes since the last call, or None if nothing changed.
+
+        The first call returns the whole index.
+        """
         if self._changes is None or (self._full_state_taken and not self._changes):
             return None
         changes, self._changes = self._changes, {}

@@ -1,9 +1,10 @@
-"""PullManager: pulls prompt prefixes from other engines' caches into blocks of requests, a thread each.
+"""PullManager: copies (pulls) prompt prefixes from other engines' KV caches into the blocks of requests.
 
-As with a TierFetch, the tokens that have arrived count as computed and the rest is computed here. The thread writes
-directly to the request's blocks, so the blocks must not be reused before the pull has ended, even if it is cancelled.
-It writes while steps run, but only after the steps that were running when it started: they may still use earlier
-content of these blocks (`Region.fence`). The engine's loop never waits for a pull, and gets no exception from it.
+Each pull runs in its own thread. Tokens that have arrived count as computed, and the other tokens of the prompt are
+computed here, as with a TierFetch. The thread writes directly to the request's blocks, so the blocks must not be reused
+before the pull has ended, even if it is cancelled. The thread writes while engine steps run. It first waits for the
+steps that were running when it started, because they may still read earlier content of these blocks
+(`Region.wait_for_started_work`). The engine's loop never waits for a pull and gets no exception from it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LEASE_CHECK_INTERVAL_S = 1.0  # between checks of the leases of waiting requests
 
 
 class PullSource(Protocol):
-    """The methods of Receiver that pulls use."""
+    """The methods of Receiver that PullManager uses."""
 
     region: Region
 
@@ -66,19 +67,19 @@ class Pull:
 
     @property
     def available_tokens(self) -> int:
-        """Number of leading prompt tokens that are in the cache, including those cached before the pull."""
+        """The number of leading prompt tokens in the cache, including those that were cached before the pull."""
         return max(self.progress.confirmed_blocks, self.first_missing_block) * self.ticket.peer.layout.tokens
 
     @property
     def prefill_result(self) -> PrefillResult | None:
-        """The peer's note about the finished prefill, if the pull is complete."""
+        """What the peer reported about the finished prefill, or None if the pull is not complete."""
         ticket = self.progress.ticket
         return PrefillResult.parse(ticket.note) if self.progress.complete and ticket is not None else None
 
 
 @dataclass(slots=True)
 class WaitingLease:
-    """A ticket whose request waits for admission; its lease is renewed until then."""
+    """The ticket of a request that waits for admission. The ticket's lease is renewed until the request is admitted."""
 
     ticket: Ticket
     covered_tokens: int  # tokens that the ticket covers
@@ -86,14 +87,14 @@ class WaitingLease:
 
 
 def _count_covered_tokens(ticket: Ticket, request: Request) -> int:
-    """Return how many of the request's tokens the ticket covers: its prompt, or all that it arrived with.
+    """Return how many tokens of the request the ticket covers: its prompt, or the prompt and the resumed output.
 
-    Raises BadTransfer if the ticket is for other tokens.
+    Raises BadTransfer if the ticket was issued for different tokens.
     """
     for count in {request.prompt_len, request.submitted_len}:
         if ticket.subject == ticket_subject(ticket.peer.layout, request.salt, request.tokens[:count]):
             return count
-    raise BadTransfer("the KV ticket is for another prompt than the request's")
+    raise BadTransfer("the KV ticket was issued for a different prompt than that of the request")
 
 
 def start_daemon_thread(work: Callable[[], None]) -> None:
@@ -108,7 +109,10 @@ class PullManager:
         stall_timeout_s: float = PULL_STALL_TIMEOUT_S,
         clock: Clock | None = None,
     ) -> None:
-        """`stall_timeout_s`: time without a new byte after which a pull is cancelled and the rest is computed."""
+        """Create a manager that pulls through `source`.
+
+        A pull that receives no byte for `stall_timeout_s` is cancelled, and the missing blocks are computed.
+        """
         self._source = source
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock or SystemClock()
@@ -122,7 +126,10 @@ class PullManager:
     # -- called by the engine's loop -----------------------------------------------------------------------------------
 
     def keep_lease_alive(self, request: Request) -> None:
-        """Renew the lease on the request's source until `start` or `drop_lease`; clear an unusable source."""
+        """Renew the lease on the peer's blocks until `start` or `drop_lease` is called for this request.
+
+        If the request's ticket is invalid, remove it from the request.
+        """
         assert request.source is not None
         try:
             ticket = Ticket.parse(request.source)
@@ -137,11 +144,14 @@ class PullManager:
             self._is_renewing = self._is_renewing or self._run_in_background(self._renew_while_waiting)
 
     def peer_block_tokens(self, request: Request) -> int:
-        """Return the tokens per block of the request's peer: a pull starts at a boundary of the peer's blocks."""
+        """Return the number of tokens per block of the request's peer. A pull can only start at a block of the peer."""
         return self._waiting_leases[request.id].ticket.peer.layout.tokens
 
     def start(self, request: Request, target_blocks: Sequence[int]) -> Pull | None:
-        """Start pulling the full blocks that the ticket covers and the cache lacks; None if there are none."""
+        """Start a pull of the full blocks that the ticket covers and the cache does not have.
+
+        Return None if there are no such blocks, or if no thread could be started.
+        """
         with self._lock:
             lease = self._waiting_leases.pop(request.id)
         ticket = lease.ticket
@@ -162,7 +172,7 @@ class PullManager:
     def poll(self, pull: Pull) -> tuple[int, bool]:
         """Return how many leading prompt tokens are available, and whether the pull has ended.
 
-        Cancel a stalled pull.
+        A pull that has received no data for too long is cancelled.
         """
         ended = pull.ended  # read before the token count, so that no token is missed after the end was reported
         now, arrived = self._clock.now(), pull.progress.arrived_bytes
@@ -174,7 +184,10 @@ class PullManager:
         return pull.available_tokens, ended
 
     def cancel(self, pull: Pull) -> None:
-        """Cancel the pull of a request that has ended. Its blocks must not be reused until the pull has ended."""
+        """Cancel the pull of a request that has ended.
+
+        The blocks of the request must not be reused before the pull has ended.
+        """
         pull.cancelled = True
         pull.progress.cancel()
 
@@ -186,11 +199,11 @@ class PullManager:
             self._run_in_background(lambda: self._release_lease(lease.ticket))
 
     def count_hit_tokens(self, tokens: int) -> None:
-        """Count tokens that a request got from a peer."""
+        """Count tokens that a request received from a peer, for the statistics."""
         self._stats.hit_tokens += tokens
 
     def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a pull has ended, or until the timeout."""
+        """Wait until a pull has ended, at most `timeout_s`."""
         self._progress_event.wait(timeout_s)
         self._progress_event.clear()
 
@@ -202,7 +215,7 @@ class PullManager:
             return self._stats.copy()
 
     def _run_in_background(self, work: Callable[[], None]) -> bool:
-        """Run `work` in a thread. Return False if none can be started; leases then expire without a message."""
+        """Run `work` in a thread. Return False if no thread can be started."""
         try:
             self._start_thread(work)
         except RuntimeError as error:
@@ -266,7 +279,7 @@ class PullManager:
             send(ticket, self._clock.now() + LEASE_END_TIMEOUT_S)
 
     def _renew_while_waiting(self) -> None:
-        """Renew the leases while any request waits for its pull to start."""
+        """Renew the leases in a loop until no request waits for its pull to start."""
         while not self._close_event.wait(LEASE_CHECK_INTERVAL_S):
             with self._lock:
                 if not self._waiting_leases:
@@ -275,7 +288,7 @@ class PullManager:
             self.renew_leases()
 
     def renew_leases(self) -> None:
-        """Renew each waiting lease once a third of its duration has passed."""
+        """Renew each waiting lease whose last renewal is more than a third of its duration ago."""
         with self._lock:
             leases = list(self._waiting_leases.values())
         for lease in leases:

@@ -1,4 +1,4 @@
-"""ResidencySampler: measures how long blocks keep their content and how long they stay idle."""
+"""ResidencySampler: measures how long blocks keep their content, and how long they are idle."""
 
 from __future__ import annotations
 

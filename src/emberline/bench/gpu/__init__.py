@@ -1,4 +1,4 @@
-"""Measurements on an NVIDIA GPU: kernels alone, and the engine.
+"""Benchmarks on an NVIDIA GPU: single kernels, and the whole engine.
 
-`python -m emberline.bench.gpu` runs them.
+Run them with `python -m emberline.bench.gpu`.
 """

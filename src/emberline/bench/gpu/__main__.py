@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu`: measures kernels, engine, open loop and cold start on a GPU."""
+"""`python -m emberline.bench.gpu`: measures kernels, the engine, latencies at a given request rate, and cold starts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PEER_FIGURES_NOTE = "vLLM 0.24.0 on the same machine, measured once; those of ke
 
 
 class AppendingReport(BenchReport):
-    """A report that also appends every figure to a file at once, so that a crash does not lose figures."""
+    """A report that also appends every result to a file immediately, so that a crash loses no results."""
 
     def __init__(self, bench: str, lines: Path) -> None:
         super().__init__(bench)
         self._lines = lines
 
-    def add(self, name: str, values: float | list[float], unit: str, **more: Any) -> None:
-        super().add(name, values, unit, **more)
+    def add(self, name: str, values: float | list[float], unit: str, **details: Any) -> None:
+        super().add(name, values, unit, **details)
         result = self.results[name]
         print(f"  {name} {result.value:,.4g} {unit}", file=sys.stderr, flush=True)
         self._append_line({"name": name, "result": asdict(result)})
@@ -50,7 +50,10 @@ class AppendingReport(BenchReport):
 
 @dataclass(frozen=True, slots=True)
 class BenchPart:
-    """A part that runs in a child process, so that a crash or a hang does not affect the others."""
+    """One part of the benchmark.
+
+    It runs in a child process, so that a crash or a hang does not affect the other parts.
+    """
 
     name: str
     timeout: float  # seconds
@@ -108,7 +111,7 @@ def _load_kernel_bench(name: str) -> Callable[[BenchReport], None]:
 
 
 def run_part(part: BenchPart, lines_file: Path) -> None:
-    """Run a part in this child process and write its figures, and the reason of a failure, to `lines`."""
+    """Run one part in this process and write its results, or the reason of its failure, to `lines_file`."""
     from emberline.bench.gpu.engine import run_measurement
 
     report = AppendingReport(part.name, lines_file)
@@ -138,7 +141,10 @@ def _describe_gpu() -> dict[str, Any]:
 
 
 def run_part_in_child(part: BenchPart, command: list[str], report: BenchReport, timeout_s: float) -> None:
-    """Run a part in a child process with a timeout, and merge the figures it wrote, however it ended."""
+    """Run one part in a child process with a timeout, and add the results that it wrote to the report.
+
+    Results that the child process wrote before a failure are kept.
+    """
     print(f"part started: name={part.name} timeout_s={timeout_s:.0f}", file=sys.stderr, flush=True)
     with TemporaryDirectory() as directory:
         lines = Path(directory) / "lines"
@@ -153,9 +159,9 @@ def run_part_in_child(part: BenchPart, command: list[str], report: BenchReport, 
 
 
 def _run_command(command: list[str], timeout_s: float) -> str:
-    """Run the command and return why it failed, or an empty string.
+    """Run the command and return why it failed, or "" if it succeeded.
 
-    Its output goes to stderr, since the last line of our stdout is the result.
+    Its output goes to stderr, because the last line of our own stdout must be the JSON result.
     """
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as child:
         try:
@@ -170,7 +176,10 @@ def _run_command(command: list[str], timeout_s: float) -> str:
 
 
 def merge_child_results(lines_file: Path, report: BenchReport) -> dict[str, Any]:
-    """Add the figures that a child wrote to the report, and return its config if it got that far."""
+    """Add the results in `lines_file` to the report and return the configuration that the child process wrote.
+
+    The configuration is the last line; it is empty if the child process failed before it.
+    """
     config: dict[str, Any] = {}
     for line in lines_file.read_text("utf-8").splitlines() if lines_file.exists() else ():
         try:
@@ -195,31 +204,33 @@ def _parse_setting(text: str) -> tuple[str, Any]:
 def _argument_parser() -> argparse.ArgumentParser:
     from emberline.bench.gpu import openloop
 
-    def names(text: str) -> list[str]:
+    def parse_names(text: str) -> list[str]:
         return [name for name in text.split(",") if name]
 
-    def rates(text: str) -> list[float]:
-        return [float(rate) for rate in names(text)]
+    def parse_rates(text: str) -> list[float]:
+        return [float(rate) for rate in parse_names(text)]
 
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu", description=__doc__)
     parser.add_argument("what", nargs="?", choices=BENCHES, default="all")
     reports.add_report_arguments(parser)
     parser.add_argument(
         "--only",
-        type=names,
+        type=parse_names,
         default=[],
         metavar="NAMES",
         help="measurements to run, such as decode_b1,prefill_*,linear",
     )
     parser.add_argument("--rounds", type=int, default=0, help="rounds of each measurement; 0: its own default")
     parser.add_argument(
-        "--rates", type=rates, default=list(openloop.RATES), help="requests per second in the open loop"
+        "--rates", type=parse_rates, default=list(openloop.RATES), help="requests per second in the open loop"
     )
     parser.add_argument("--seconds", type=float, default=openloop.LOAD_SECONDS, help="seconds of arrivals at each rate")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="checkpoint of the cold start, written if absent"
     )
-    parser.add_argument("--peers", type=names, default=[], help="peers to measure, if installed: vllm,transformers")
+    parser.add_argument(
+        "--peers", type=parse_names, default=[], help="peers to measure, if installed: vllm,transformers"
+    )
     parser.add_argument(
         "--set", type=_parse_setting, action="append", default=[], metavar="NAME=VALUE", help="setting of the engine"
     )

@@ -1,6 +1,7 @@
-"""Measures a cold start: the time to a new process's first token, with its checkpoint only on disk.
+"""Measures a cold start: the time from starting a process to its first token, with the checkpoint only on disk.
 
-This module does not import torch at its top, so that the child's measured time includes it, as a real start does.
+This module imports torch only inside functions, because a real start also has to import torch, and the child process
+measures that time.
 """
 
 from __future__ import annotations
@@ -83,11 +84,13 @@ def measure(
             report.add(f"cold_import_{name}_s", [result["ready"] - result["entered"]], "s")
     if warm:
         read = warm[0]["read_bytes"]
-        raise EmberlineError(f"the start was not cold: only {read} of {size} bytes were read from the disk")
+        raise EmberlineError(
+            f"the start was not cold: only {read} of the checkpoint's {size} bytes were read from disk"
+        )
 
 
 def _ensure_checkpoint(report: BenchReport, directory: Path, packed: bool) -> Path:
-    """Return the directory of the checkpoint, plain or packed, and write it if it is missing."""
+    """Write the checkpoint if it is missing, compressed if `packed`, and return its directory."""
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     target = packed_directory(directory) if packed else directory
     for action, checkpoint in (("write", directory), ("pack", target)):
@@ -117,7 +120,10 @@ def _measure_import(directory: Path, *, preload_recorded_files: bool) -> dict[st
 
 
 def drop_page_cache(directory: Path, drop_all_files: bool) -> bool:
-    """Drop the checkpoint from the page cache, or all files; return whether all files were dropped."""
+    """Remove the checkpoint's files, or with `drop_all_files` all files, from the page cache.
+
+    Return whether the cache of all files was dropped, which only root may do.
+    """
     for file in _shard_files(directory):
         with file.open("rb") as f:
             os.fsync(f.fileno())  # dirty pages cannot be dropped
@@ -136,7 +142,7 @@ def _shard_files(directory: Path) -> list[Path]:
 
 
 def _run_child(action: str, directory: Path, settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run an action of this module in a child process and return the JSON object on its last line."""
+    """Run an action of this module in a child process and return the JSON object that it prints last."""
     command = [sys.executable, "-m", "emberline.bench.gpu.cold", action, str(directory), json.dumps(settings)]
     try:
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s)
@@ -164,9 +170,10 @@ def write_packed_checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def time_import(preload_recorded_files: bool) -> dict[str, Any]:
-    """Import torch and return its times, without a checkpoint to read.
+    """Import torch and return the duration and the I/O of the import.
 
-    The bytes read from disk during the import show which files the recorded list misses.
+    With `preload_recorded_files`, the files that an earlier start recorded are read into the page cache first. Bytes
+    that are then still read from disk belong to files that the record misses.
     """
     from emberline.engine import preload
     from emberline.models.reader import FileReader
@@ -192,40 +199,37 @@ def time_import(preload_recorded_files: bool) -> dict[str, Any]:
 
 
 def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Load the model and generate one token, in the same way as a server (engine/process.py).
+    """Load the model and generate one token in the same steps as a server (engine/process.py). Return the times."""
+    phase_times = [("", time.monotonic())]
 
-    Return the times.
-    """
-    marks = [("", time.monotonic())]
-
-    def mark(phase: str) -> None:
-        marks.append((phase, time.monotonic()))
+    def record_phase(phase: str) -> None:
+        phase_times.append((phase, time.monotonic()))
 
     from emberline.engine import preload
 
     reader = preload.start_preload(directory)
     preload.skip_unused_torch_imports()
-    mark("first_files")
+    record_phase("first_files")
     before = read_io_counters()
     for phase, module in IMPORTS.items():
         importlib.import_module(module)
-        mark(f"import_{phase}")
+        record_phase(f"import_{phase}")
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     read_by_then = reader.stats
     imported = {f"import_{name}": count - before[name] for name, count in read_io_counters().items()}
     booted = boot_from_checkpoint(directory, EngineConfig.build("", **settings).for_gpu(), reader=reader)
-    mark("boot")
+    record_phase("boot")
     _generate_tokens(booted.engine, 1)
-    mark("first_token")
+    record_phase("first_token")
     _generate_tokens(booted.engine, 2)
-    mark("second_request")  # its second token comes from a captured step
-    seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(marks)}
+    record_phase("second_request")  # its second token comes from a captured step
+    seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(phase_times)}
     seconds |= {f"boot_{name}": spent for name, spent in booted.seconds.items()}
     preload.write_record()
     return {
-        "entered": marks[0][1],
-        "ready": dict(marks)["first_token"],
+        "entered": phase_times[0][1],
+        "ready": dict(phase_times)["first_token"],
         "seconds": seconds,
         "reader": type(reader).__name__,
         **imported,
@@ -248,13 +252,13 @@ def _generate_tokens(engine: Engine, num_tokens: int) -> None:
             num_tokens -= len(output.tokens)
             if num_tokens <= 0:
                 return
-    raise EmberlineError(f"no token within {START_TIMEOUT_S:.0f} s")
+    raise EmberlineError(f"the engine generated no token in {START_TIMEOUT_S:.0f} s")
 
 
 def read_io_counters() -> dict[str, int]:
-    """Return the bytes that this process read from storage, and its major page faults.
+    """Return the bytes that this process has read from storage and the number of its major page faults.
 
-    Reads count whether direct or through the page cache. Child processes count once they have ended.
+    Both direct reads and reads through the page cache count. The reads of a child process count after it has ended.
     """
     used = {"read_bytes": 0, "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
     with contextlib.suppress(OSError):

@@ -1,8 +1,7 @@
 """Measures decode attention of one layer of Llama 3.1 8B.
 
-Cases: batches of 640 keys per row, uneven lengths, and an fp8 cache.
-
-Run it by `python -m emberline.bench.gpu.decode`.
+The cases are batches with 640 keys per sequence, batches with uneven lengths, and an fp8 cache. Run it with `python -m
+emberline.bench.gpu.decode`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,10 @@ def count_bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
 
 
 class DecodeInputs:
-    """Rows of given lengths in several layers, more than the L2 cache holds."""
+    """Random queries, and KV caches of several layers, for sequences of the given lengths.
+
+    There are enough layers that their data does not fit into the L2 cache.
+    """
 
     def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int) -> None:
         self.lengths, self._device, rows = np.array(lengths, np.int32), torch.device("cuda"), len(lengths)
@@ -74,9 +76,10 @@ class DecodeInputs:
     def make_attention_calls(
         self, *, use_pdl: bool = True, tiles_per_part: int | None = None
     ) -> list[Callable[[], Tensor]]:
-        """Return a call for each layer's attention.
+        """Return one function per layer that computes the attention of that layer.
 
-        `part_tiles`: tiles of a part; by default chosen as in a step.
+        The kernel splits each sequence into parts of `tiles_per_part` tiles; by default the size is chosen as in an
+        engine step.
         """
         rows, sms = len(self.lengths), count_sms(self._device)
         parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
@@ -96,7 +99,7 @@ class DecodeInputs:
 
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return random numbers, drawn layer by layer, because float32 for all layers would not fit."""
+    """Return random numbers. They are drawn layer by layer, because float32 values of all layers would not fit."""
     numbers = torch.empty(shape, device="cuda", dtype=dtype)
     for part in numbers:
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16).to(dtype))

@@ -1,6 +1,6 @@
-"""Measures the small kernels of a Llama 8B layer, compared with the time to transfer their bytes.
+"""Measures the small kernels of a Llama 8B layer and compares each with the time to move its bytes.
 
-Inputs of few rows stay in the L2 cache from one use to the next, as they do between two kernels of a model.
+Inputs of few rows stay in the L2 cache between two calls, as they do between two kernels of a model.
 """
 
 from __future__ import annotations

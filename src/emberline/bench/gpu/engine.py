@@ -1,4 +1,4 @@
-"""Measures the engine in this process: decode steps, single prompts and many conversations."""
+"""Measures the engine in this process: decode steps, single prompts, and many concurrent conversations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Clock = Callable[[], float]
 
 
 class MeasuredEngine(Protocol):
-    """An engine under test: ours, or a peer with the same interface."""
+    """The interface of an engine that is measured: Emberline's engine, or a wrapper of another engine (a peer)."""
 
     @property
     def idle(self) -> bool: ...
@@ -87,13 +87,13 @@ class MeasuredEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """The result of a job: when its tokens were returned, and the CPU time of this process."""
+    """The result of a job: when each token was returned, and how much CPU time this process used."""
 
     timeline: TokenTimeline
     step_times: list[tuple[float, float]]  # (seconds, CPU seconds) since submission, at the start and after each step
 
     def cpu_percent(self, begin: float, end: float) -> float:
-        """Return the CPU time as a percentage of one core, over the steps in [begin, end]."""
+        """Return this process's CPU time between two times of the run, as a percentage of one core."""
         within = [mark for mark in self.step_times if begin <= mark[0] <= end]
         (t0, cpu0), (t1, cpu1) = within[0], within[-1]
         return 100.0 * (cpu1 - cpu0) / (t1 - t0)
@@ -104,7 +104,7 @@ RunJob = Callable[[BenchJob, float], JobRun]  # runs a job with a timeout in sec
 
 @dataclass(frozen=True, slots=True)
 class SteadyPhase:
-    """The part of a job in which every request decodes and none prefills."""
+    """The period of a job in which every request decodes and none is in prefill."""
 
     begin: float
     end: float
@@ -118,7 +118,9 @@ class SteadyPhase:
         # all its tokens within the bounds.
         steps = max(sum(begin < t <= end for t in times) for times in timeline.times)
         if steps < 1:
-            raise EmberlineError("at no time did all requests decode together", hint="check the KV cache's size")
+            raise EmberlineError(
+                "the requests of the job never decoded all at the same time", hint="use a larger KV cache"
+            )
         keys = [
             len(prompt) + i
             for prompt, times in zip(job.prompts, timeline.times, strict=True)
@@ -147,11 +149,10 @@ def run_job(
     cpu_clock: Clock = time.process_time,
     params: SamplingParams = GREEDY,
 ) -> JobRun:
-    """Submit all requests at once and step the engine to the end.
+    """Submit all requests at once and run engine steps until all have ended.
 
-    A token's time is when its step returned.
-
-    Raises EmberlineError if a request fails or the job takes longer than `timeout` seconds.
+    The time of a token is the time at which its step returned. Raises EmberlineError if a request fails or the job
+    takes longer than `timeout_s`.
     """
     run = next(_runs)
     index = {f"job{run}-{i}": i for i in range(len(job.prompts))}
@@ -180,7 +181,7 @@ def run_job(
 
 
 def _abort_requests(engine: MeasuredEngine, request_ids: dict[str, int], max_steps: int = 100) -> None:
-    """Abort the requests and wait for their end, so that they do not affect the next measurement."""
+    """Abort the requests and run steps until they have ended, so that they do not affect the next measurement."""
     for name in request_ids:
         engine.abort(name)
     while (engine.step() or not engine.idle) and (max_steps := max_steps - 1):
@@ -197,17 +198,26 @@ def token_cost(settings: dict[str, Any]) -> TokenCost:
 
 
 def min_decode_step_ms(batch: int, context_tokens: float, cost: TokenCost) -> float:
-    """Return the least time of a step: one read of all weights, keys and values, or the arithmetic."""
+    """Return the shortest possible time of a decode step on this GPU, in milliseconds.
+
+    It is the time to read all weights, keys and values once, or the time of the arithmetic, whichever is longer.
+    """
     return 1e3 * batch / cost.max_decode_rate(H200, batch, round(context_tokens))
 
 
 def min_prefill_ms(tokens: int, cost: TokenCost) -> float:
-    """Return the least time of a prompt: the arithmetic of the linear layers and of causal attention."""
+    """Return the shortest possible time to compute a prompt on this GPU, in milliseconds.
+
+    It is the time of the arithmetic in the linear layers and in causal attention.
+    """
     return 1e3 * tokens / cost.max_prefill_rate(H200, tokens)
 
 
 def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
-    """Return request lengths that run every eighth batch size, and all below 16, for a warm-up."""
+    """Return lengths (prompt, output) whose requests end one after the other, for a warm-up.
+
+    The batch then has every size below 16 and every eighth larger size.
+    """
     wide = max(0, requests - 16)
     steps = [(16, 2 + i // 8) for i in range(wide)]
     return steps + [(16, 3 + wide // 8 + i) for i in range(requests - wide)]
@@ -215,7 +225,10 @@ def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
+    """Measures one engine and adds the results to a report.
+
+    `peer` is the name of another engine (a peer), or "" for Emberline's engine.
+    """
 
     report: BenchReport
     run_job: RunJob
@@ -314,9 +327,9 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
 
 
 def is_measurement_selected(name: str, name_patterns: Sequence[str]) -> bool:
-    """Return whether `only` selects a measurement: by name, by pattern or by one of its figures.
+    """Return whether the patterns select a measurement. No patterns select all measurements.
 
-    Empty: all.
+    A pattern matches the name of a measurement, also with wildcards, or the name of one of its results.
     """
     return not name_patterns or any(
         fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in name_patterns
@@ -324,7 +337,7 @@ def is_measurement_selected(name: str, name_patterns: Sequence[str]) -> bool:
 
 
 def run_measurement(report: BenchReport, name: str, measurement: Callable[[], None]) -> None:
-    """Run a measurement and record a failure in the report, so that the others still run."""
+    """Run a measurement. If it fails, record the error in the report, so that the other measurements still run."""
     began = time.perf_counter()
     try:
         measurement()

@@ -1,7 +1,7 @@
 """Measures the linear layers of Llama 3.1 8B for 256 to 8,192 rows, compared with cuBLAS.
 
-Each is measured in a short burst, and under a load that lasts until the GPU is at its power limit. Run it by `python -m
-emberline.bench.gpu.gemm [--json | --variants]`.
+Each layer is measured in a short burst, and under a load that is long enough for the GPU to reach its power limit. Run
+it with `python -m emberline.bench.gpu.gemm [--json | --variants]`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Call = Callable[[], object]
 
 
 def measure(report: BenchReport) -> None:
-    """Add the time of a burst in microseconds and the rate under sustained load in TFLOP/s to the report."""
+    """Add the microseconds per product in a burst and the TFLOP/s under sustained load to the report."""
     for name, (k, n) in SHAPES.items():
         weights = _make_weights(n, k)
         for m in ROWS:
@@ -63,7 +63,10 @@ def measure(report: BenchReport) -> None:
 
 
 def measure_variants() -> None:
-    """Print the burst and sustained TFLOP/s of plans similar to the chosen one, until the time is up."""
+    """Print the TFLOP/s of the chosen kernel plan and of similar plans, in a burst and under sustained load.
+
+    The search stops when its time is up.
+    """
     end = time.monotonic() + VARIANTS_SECONDS
     for name, m in (
         (GATED_LAYER, 8192),
@@ -98,39 +101,42 @@ def _describe_plan(plan: gemm.GemmPlan) -> str:
 
 
 def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPlan | None = None) -> list[Call]:
-    """Return calls of our GEMM. Outputs that are added to grow with every call, but never by much."""
+    """Return one function per weight that calls our GEMM kernel.
+
+    Some shapes add to their output. These outputs grow with every call, but only slightly.
+    """
     x, n = _random_matrix(m, weights[0].k), weights[0].n
     gated = name == GATED_LAYER
     out = _random_matrix(m, n // 2 if gated else n)
     residual = out if name in ADDING_LAYERS else None
 
-    def call(weight: BF16Weight) -> Call:
+    def make_call(weight: BF16Weight) -> Call:
         return lambda: gemm.linear(x, weight, out=out, residual=residual, gated=gated, plan=plan)
 
-    return [call(weight) for weight in weights]
+    return [make_call(weight) for weight in weights]
 
 
 def _cublas_calls(name: str, weights: list[BF16Weight], m: int) -> list[Call]:
     x, n = _random_matrix(m, weights[0].k), weights[0].n
     out = _random_matrix(m, n // 2 if name == GATED_LAYER else n)
 
-    def call(w: Tensor) -> Call:
+    def make_call(w: Tensor) -> Call:
         if name == GATED_LAYER:
             return lambda: activation.silu_mul(F.linear(x, w), out, GATE_GROUP_ROWS, pdl=True)
         return (lambda: out.addmm_(x, w.t())) if name in ADDING_LAYERS else (lambda: torch.mm(x, w.t(), out=out))
 
-    return [call(weight.data) for weight in weights]
+    return [make_call(weight.data) for weight in weights]
 
 
 def _time_burst(calls: list[Call]) -> float:
-    """Return the microseconds of a call after the GPU was idle."""
+    """Return the microseconds per call when the GPU was idle before."""
     torch.cuda.synchronize()
     time.sleep(REST_SECONDS)
     return time_graph_replay(calls, replays=3)
 
 
 def _time_sustained(calls: list[Call], seconds: float) -> float:
-    """Return the microseconds of a call in the second half of so many seconds of continuous load."""
+    """Return the microseconds per call in the second half of `seconds` of continuous load."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -150,7 +156,7 @@ def _time_sustained(calls: list[Call], seconds: float) -> float:
 
 
 def _count_replays(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
-    """Return how often a graph runs in so many seconds, estimated from a few replays."""
+    """Return how often the CUDA graph can run in `seconds`, estimated from a few replays."""
     graph.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

@@ -1,7 +1,8 @@
 """Measures KV transfer between two processes on one GPU, over TCP and by CUDA IPC.
 
-Blocks alone are measured in GB/s, compared with plain copies. Then one process computes a prompt and the other
-continues it: the benchmark shows what the handoff costs, and how much of the transfer overlaps with the prefill.
+First, transfers of KV blocks alone are measured in GB/s and compared with plain copies. Then one process computes a
+prompt and the other process continues the request. The results show how much time this handoff adds, and how much of
+the transfer overlaps with the prefill.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def measure(report: BenchReport, rounds: int = 0) -> None:
 
 
 def _measure_blocks(report: BenchReport, rounds: int) -> None:
-    """Add the rates of block transfers. A name ends with the number of connections; four are the default."""
+    """Add the GB/s of block transfers over each transport to the report.
+
+    The name of a TCP result ends with the number of connections. The engine uses four by default.
+    """
     crc = select_crc(find_library())
     with _child_process(_publish_blocks) as pipe:
         region = _make_region()
@@ -93,7 +97,7 @@ def _measure_transport(pipe: Connection, region: DeviceRegion, transport: Transp
 
 
 def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, rounds: int) -> None:
-    """Add the rates of the copies between cache and main memory that every connection makes."""
+    """Add the GB/s of the copies between GPU cache and main memory that a TCP connection makes."""
     layout, blocks = region.layout, np.asarray(_random_block_ids(1), np.int64)
     pieces = list(cut_into_pieces(range(layout.layers), range(MOVED_BLOCKS), layout, MAX_PIECE_BYTES))
     buffer = memoryview(bytearray(max(piece.num_bytes(layout) for piece in pieces)))
@@ -130,7 +134,10 @@ def _measure_requests(report: BenchReport, rounds: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HandoffTimes:
-    """Times of a prompt that the other process computes and this one continues, in ms since it was sent."""
+    """Times of one prompt that the other process computes and this process continues.
+
+    All are milliseconds since the prompt was sent, unless stated otherwise.
+    """
 
     alone: float  # first token, if this process computes the prompt itself
     moving: float  # duration of the copies
@@ -186,7 +193,10 @@ def _run_request(engine: Engine, submission: Submission) -> Timing:
 
 
 def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
-    """Return the best GB/s of copying the same bytes to main memory and back, and within the device."""
+    """Return the best GB/s of plain copies of the same size, which are the limits of the two transports.
+
+    `tcp` is a copy to main memory and back, `cuda` a copy within the GPU.
+    """
     size = MOVED_BLOCKS * region.layout.block_bytes
     device = torch.empty(size, dtype=torch.uint8, device=region.device)
     second_copy, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -209,7 +219,7 @@ def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
 
 
 def _publish_blocks(pipe: Connection) -> None:
-    """Publish the same blocks on each request of the parent, in the other process."""
+    """Main function of the sending process: publish the same blocks each time the parent process asks for them."""
     dock = _open_endpoint("there", _make_region())
     pipe.send("ready")
     while pipe.recv() is not None:
@@ -219,9 +229,10 @@ def _publish_blocks(pipe: Connection) -> None:
 
 
 def _compute_prompts(pipe: Connection) -> None:
-    """Compute prompts in the other process.
+    """Main function of the computing process: compute the prompts that the parent process sends.
 
-    Send each one's first ticket, and the time of its first token.
+    For each prompt it sends the first ticket (the right to pull the prompt's KV blocks) and the time of the first
+    token.
     """
     engine = _make_engine("there")
     pipe.send("ready")
@@ -245,7 +256,7 @@ def _compute_prompts(pipe: Connection) -> None:
 
 @contextmanager
 def _child_process(child_main: Callable[[Connection], None]) -> Iterator[Connection]:
-    """Run `work` in another process until the block ends, and yield the connection to it."""
+    """Run `child_main` in a child process while the context is open, and yield the connection to that process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=child_main, args=(theirs,), daemon=True)
@@ -262,7 +273,7 @@ def _child_process(child_main: Callable[[Connection], None]) -> Iterator[Connect
 
 def _receive_message(pipe: Connection) -> Any:
     if not pipe.poll(2 * TRANSFER_TIMEOUT_S):
-        raise EmberlineError(f"the other process sent nothing for {2 * TRANSFER_TIMEOUT_S:.0f} s")
+        raise EmberlineError(f"the child process sent no message for {2 * TRANSFER_TIMEOUT_S:.0f} s")
     return pipe.recv()
 
 

@@ -1,7 +1,7 @@
-"""`python -m emberline.bench.gpu.http DIR`: measures a model served over HTTP on a GPU.
+"""`python -m emberline.bench.gpu.http DIR`: measures a model that is served over HTTP on a GPU.
 
-A new server is started for each concurrency. Its first pass is the cold one, and its third the warm one, with other
-prompts. With `--peers vllm` the same passes run against vLLM's server in the same run, started once.
+A new server is started for each concurrency. The first pass over the prompts is reported as cold, the third as warm;
+every pass has new prompts. With `--peers vllm`, the same passes run against one vLLM server.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SERVED_NAME = "model"
 
 @contextmanager
 def running_server(command: list[str], port: int, log_file: Path, packages_dir: Path | None = None) -> Iterator[float]:
-    """Run a server until the block ends, and yield the seconds from its start until it lists its model.
+    """Run a server while the context is open, and yield the seconds from its start until it lists its model.
 
-    `packages`: a directory from which it imports packages first. Raises EmberlineError if it does not become ready.
+    `packages_dir` is added to the front of its PYTHONPATH. Raises EmberlineError if the server does not become ready.
     """
     environment = os.environ if packages_dir is None else {**os.environ, "PYTHONPATH": str(packages_dir)}
     began = time.perf_counter()
@@ -48,7 +48,7 @@ def running_server(command: list[str], port: int, log_file: Path, packages_dir: 
         while not _lists_models(port):
             if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
                 raise EmberlineError(
-                    f"the server did not become ready, its log ends with: {log_file.read_text()[-1500:]}"
+                    f"the server did not become ready; the end of its log: {log_file.read_text()[-1500:]}"
                 )
             time.sleep(0.01)
         yield time.perf_counter() - began
@@ -84,7 +84,7 @@ def vllm_command(model: str, port: int) -> list[str]:
 
 
 class ServerBench:
-    """Measures one server program and adds its figures to the report; `suffix` marks a peer's figures."""
+    """Measures one server program and adds the results to the report. `suffix` marks the results of a peer."""
 
     def __init__(self, report: BenchReport, clients: ClientProcesses, suffix: str = "") -> None:
         self._report, self._clients, self._suffix = report, clients, suffix
@@ -97,7 +97,7 @@ class ServerBench:
     def measure_fresh_starts(
         self, make_command: Callable[[int], list[str]], log_dir: Path, concurrencies: list[int]
     ) -> None:
-        """Start a new server for each concurrency, so that each has a first pass after a start."""
+        """Start a new server for each concurrency, so that each concurrency has a first pass after a start."""
         for streams in concurrencies:
             port = free_port()
             with running_server(
@@ -113,7 +113,7 @@ class ServerBench:
         concurrencies: list[int],
         packages_dir: Path | None,
     ) -> None:
-        """Start one server for all concurrencies, since it takes long to start; only its first pass is cold."""
+        """Start one server for all concurrencies, because it takes long to start. Only its first pass is cold."""
         port = free_port()
         log = log_dir / f"all{self._suffix.replace('/', '-')}.log"
         with running_server(make_command(port), port, log, packages_dir) as ready:
@@ -210,7 +210,9 @@ def main() -> None:
         measure(report, args.model, "emberline", clients, logs, only)
         for peer in filter(None, args.peers.split(",")):
             if args.peer_packages is None and importlib.util.find_spec(peer) is None:
-                raise SystemExit(f"{peer} is not installed (hint: name its packages with --peer-packages)")
+                raise SystemExit(
+                    f"peer {peer} is not installed (hint: give the directory of its packages with --peer-packages)"
+                )
             measure(report, args.model, peer, clients, logs, only, args.peer_packages)
     clients.close()
     report.print_and_save(args.json, args.commit)

@@ -1,7 +1,7 @@
 """Measures the linear layers of Llama 3.1 8B for up to 128 rows, compared with cuBLAS.
 
-It measures each shape alone and all of them in one CUDA graph, or sweeps over plans. Run it by `python -m
-emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`.
+It measures each layer alone, and all layers of a step in one CUDA graph. The options search for faster kernel plans
+instead. Run it with `python -m emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(report: BenchReport) -> None:
 
 
 def sweep_plans(seconds: float = SWEEP_SECONDS) -> None:
-    """Print the fastest plans of each shape and the chosen plan, until the time is up."""
+    """Print the time of the chosen kernel plan and of the fastest plans, for each shape, until the time is up."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
         weights = _make_weights(n, k)
@@ -84,10 +84,10 @@ def sweep_plans(seconds: float = SWEEP_SECONDS) -> None:
 
 
 def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
-    """Print the fastest plans for packed weights, until the time is up.
+    """Print the fastest kernel plans for compressed (uw12) weights, for each shape, until the time is up.
 
-    Plans vary in tile, pipeline stages, sets of partial sums and CTAs per SM. The number of warps is fixed, because it
-    determines the result's last bits.
+    The plans differ in tile size, pipeline stages, sets of partial sums and CTAs per SM. The number of warps is fixed,
+    because it determines the last bits of the result.
     """
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
@@ -124,13 +124,16 @@ def _candidate_packed_plans(chosen_plan: SkinnyPlan, n: int, k: int) -> Iterator
 
 
 def _compile_variants(variants: set[str]) -> None:
-    """Compile the variants in parallel, before they are needed."""
+    """Compile the kernel variants in parallel, before they are needed."""
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(lambda variant: nvrtc.compile_cached(FILE, [variant]), variants))
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
-    """Print the fastest plans of `cuda.wide`, which vary in tile, split of k, stages and grid."""
+    """Print the fastest plans of the kernel `cuda.wide`, for each shape, until the time is up.
+
+    The plans differ in tile size, in how the k dimension is split, in pipeline stages and in grid size.
+    """
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
         weights = _make_weights(n, k)
@@ -153,7 +156,7 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
 
 
 def _candidate_wide_plans(chosen_plan: wide.WidePlan, n: int, k: int) -> Iterator[wide.WidePlan]:
-    """Yield plans to measure, the best estimates first, since the time may not suffice for all."""
+    """Yield plans to measure, the shortest estimated time first, because the time may not suffice for all plans."""
     tiles = product(wide.GROUPS, wide.MAX_CLUSTERS)
     deep = [wide.make_plan(chosen_plan.columns, n, k, wide.TileConfig(groups, split)) for groups, split in tiles]
     deep = sorted((p for p in deep if p.grid <= NUM_SMS), key=lambda plan: wide.estimate_us(plan, n, k))[:9]
@@ -187,7 +190,7 @@ def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], pa
 
 
 def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, packed: UW12Weight) -> None:
-    """Measure how fast a weight is packed (once at load time) and unpacked (before a large batch)."""
+    """Measure how fast a weight is compressed (once, at load time) and decompressed (before a large batch)."""
     out = torch.empty_like(weight.data)
     limit = (packed.nbytes + weight.data.nbytes) / BYTES_PER_US
     unpacking = time_graph_replay([lambda: unpack(packed, out)])
@@ -213,23 +216,23 @@ def _time_our_linear(
 ) -> float:
     x, out = _random_matrix(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
 
-    def call(weight: AnyWeight) -> Callable[[], Tensor]:
+    def make_call(weight: AnyWeight) -> Callable[[], Tensor]:
         if plan:
             return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
         if wide_plan:
             return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
         return lambda: _select_linear(weight, m)(x, weight, out=out, pdl=pdl)
 
-    return time_graph_replay([call(weight) for weight in weights], replays=replays)
+    return time_graph_replay([make_call(weight) for weight in weights], replays=replays)
 
 
 def _select_linear(weight: AnyWeight, m: int) -> Callable[..., Tensor]:
-    """Return the product that a model would use."""
+    """Return the kernel that a model would use for this weight and `m` rows."""
     return wide.linear if wide.supports(m, weight.n, weight.k, packed=isinstance(weight, UW12Weight)) else linear
 
 
 def _candidate_plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
-    """Yield the chosen plan and similar ones, with other tiles, warps, CTAs per SM, buffers and stages."""
+    """Yield the chosen plan and plans that differ from it in tiles, warps, CTAs per SM, buffers and stages."""
     rule = choose_plan(m, n, k)
     yield rule
     for blocks, warps, two_ctas in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
@@ -279,36 +282,39 @@ def _measure_all_layers(report: BenchReport) -> None:
 def _our_layer_calls(
     layers: Sequence[Sequence[AnyWeight]], head: AnyWeight, m: int, *, pdl: bool
 ) -> Callable[[], None]:
-    """Return a call of all layers with a model's epilogues. Inputs stay the same, so that no value grows."""
+    """Return a function that runs all linear layers with the fused operations of a model.
+
+    Every call uses the same inputs, so that no value grows.
+    """
     x, inner, residual = _random_matrix(m, 4096), _random_matrix(m, 14336), _random_matrix(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
     logits = torch.empty(m, head.n, device="cuda")
 
-    def product(x: Tensor, weight: AnyWeight, out: Tensor, **options: object) -> None:
+    def run_linear(x: Tensor, weight: AnyWeight, out: Tensor, **options: object) -> None:
         _select_linear(weight, m)(x, weight, out=out, pdl=pdl, **options)
 
-    def run() -> None:
+    def run_all_layers() -> None:
         for layer in range(LAYERS):
             qkv, o, gate_up, down = layers[layer % DISTINCT_LAYERS]
-            product(x, qkv, qkv_out)
-            product(x, o, hidden, residual=residual)
-            product(x, gate_up, active, gated=True)
-            product(inner, down, hidden, residual=residual)
-        product(x, head, logits)
+            run_linear(x, qkv, qkv_out)
+            run_linear(x, o, hidden, residual=residual)
+            run_linear(x, gate_up, active, gated=True)
+            run_linear(inner, down, hidden, residual=residual)
+        run_linear(x, head, logits)
 
-    return run
+    return run_all_layers
 
 
 def _cublas_layer_calls(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> Callable[[], None]:
     inputs = {k: _random_matrix(m, k) for k in (4096, 14336)}
 
-    def run() -> None:
+    def run_all_layers() -> None:
         for layer in range(LAYERS):
             for weight in layers[layer % DISTINCT_LAYERS]:
                 F.linear(inputs[weight.k], weight.data)
         F.linear(inputs[4096], head.data)
 
-    return run
+    return run_all_layers
 
 
 def _make_weights(n: int, k: int) -> list[BF16Weight]:
@@ -316,7 +322,10 @@ def _make_weights(n: int, k: int) -> list[BF16Weight]:
 
 
 def _packed_copies(weights: Sequence[BF16Weight]) -> list[UW12Weight]:
-    """Return as many packed copies of the first weight, since a plan is made for headers of one size."""
+    """Return compressed copies of the first weight, one for each weight.
+
+    All copies have headers of the same size, because a kernel plan is made for one header size.
+    """
     packed = _pack_weight(weights[0])
     return [replace(packed, planes=packed.planes.clone(), headers=packed.headers.clone()) for _ in weights]
 
@@ -328,7 +337,10 @@ def _pack_weight(weight: BF16Weight) -> UW12Weight:
 
 
 def _heavy_tailed_matrix(n: int, k: int) -> Tensor:
-    """Return a random weight with the tails, and so the escapes, of trained ones (Student's t)."""
+    """Return random weights with the heavy tails of trained weights (Student's t distribution).
+
+    Their rare large values are stored separately (as escapes) when the weights are compressed.
+    """
     weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in weight.split(4096):
         squares = torch.zeros(rows.shape, device="cuda")

@@ -1,4 +1,4 @@
-"""The model of all GPU benchmarks: Llama-3.1-8B with random weights, in memory or on disk."""
+"""The model of all GPU benchmarks: Llama 3.1 8B with random weights, in memory or as a checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class GPURandomWeights(Weights):
-    """Random weights in place of a checkpoint's: every tensor exists and is drawn on its device."""
+    """Random weights in place of a checkpoint. Every requested tensor exists and is drawn on its device."""
 
     def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
         self.device = torch.device(device)
@@ -79,7 +79,7 @@ class GPURandomWeights(Weights):
         return self._count_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
-        """Return one random matrix: the order of its rows does not matter."""
+        """Return one random matrix for all parts. The order of its rows does not matter."""
         return self.matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
@@ -110,7 +110,7 @@ class GPURandomWeights(Weights):
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Return tensor names and shapes as in a published checkpoint, in its order."""
+    """Return the names and shapes of the tensors of a published checkpoint, in the checkpoint's order."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab, hidden)}
     for layer in range(config.layers):
@@ -130,7 +130,7 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 def split_shapes(shapes: Shapes, shards: int) -> list[Shapes]:
-    """Split the shapes in order into parts of about the same size."""
+    """Split the shapes, in order, into `shards` parts of about the same number of bytes."""
     total, before = sum(map(prod, shapes.values())), 0
     parts: list[Shapes] = [{} for _ in range(shards)]
     for name, shape in shapes.items():
@@ -144,8 +144,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint of random weights.
 
-    The index is written last, so that its presence marks a complete checkpoint. Shards are written in parallel, to keep
-    the disk busy.
+    The shards are written in parallel, to keep the disk busy. The index file is written last, so that a checkpoint with
+    an index is complete.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX_FILE).unlink(missing_ok=True)
@@ -162,9 +162,9 @@ def write_checkpoint(
 
 
 def pack_checkpoint(source: Path, target: Path) -> str:
-    """Write a packed copy of a checkpoint and return the codec's name.
+    """Write a compressed copy of a checkpoint and return the name of the codec.
 
-    Files are packed in parallel: each is hashed and written by a single thread, however many threads encode.
+    Several files are compressed in parallel, because each file is hashed and written by a single thread.
     """
     codec, index = select_weight_codec(find_library()), json.loads((source / INDEX_FILE).read_text("utf-8"))
     target.mkdir(parents=True, exist_ok=True)
@@ -194,10 +194,7 @@ def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
 
 
 def _random_tensor_bytes(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
-    """Yield the bytes of all tensors in pieces.
-
-    They share a buffer: write each piece before taking the next.
-    """
+    """Yield the bytes of all tensors in pieces. All pieces share one buffer: use each piece before taking the next."""
     source = GPURandomWeights(device, torch.bfloat16, seed)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
     view = memoryview(buffer.numpy().data)

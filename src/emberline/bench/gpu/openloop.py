@@ -1,4 +1,4 @@
-"""Measures latencies in an open loop: requests arrive whether or not the engine keeps up."""
+"""Measures latencies in an open loop: requests arrive at a given rate, whether or not the engine keeps up."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ _runs = count()
 
 @dataclass(frozen=True, slots=True)
 class OpenLoopRun:
-    """Times of each request in seconds since the start: due, submitted, and of each token."""
+    """The times of each request, in seconds since the start of the run.
+
+    They are the time when the request was due, when it was submitted, and when each token arrived.
+    """
 
     due: list[float]
     added: list[float]
@@ -71,17 +74,20 @@ class OpenLoopRun:
 
     @property
     def first_token_seconds(self) -> list[float]:
-        """Seconds from when each request was due to its first token, so that a busy engine gets no discount."""
+        """Seconds from the time at which each request was due to its first token.
+
+        The time in which a request waited for the engine to accept it is included.
+        """
         return [times[0] - due for due, times in zip(self.due, self.times, strict=True) if times]
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds between consecutive tokens, of all requests."""
+        """Seconds between consecutive tokens of the same request, for all requests."""
         return [b - a for times in self.times for a, b in pairwise(times)]
 
 
 def draw_arrivals(rate: float, duration_s: float, seed: int) -> list[float]:
-    """Return the times of a Poisson process, whose gaps are independent and exponential."""
+    """Return the arrival times of a Poisson process."""
     rng = np.random.default_rng(seed)
     due: list[float] = []
     at = float(rng.exponential(1 / rate))
@@ -103,7 +109,7 @@ def run_open_loop(
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> OpenLoopRun:
-    """Add requests between steps as soon as they are due.
+    """Run engine steps, and submit each request before the first step that begins after its due time.
 
     At the timeout, return without aborting any request.
     """
@@ -143,7 +149,10 @@ def make_open_loop_job(
 
 @dataclass(frozen=True, slots=True)
 class OpenLoopBench:
-    """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
+    """Measures one engine and adds the results to a report.
+
+    `peer` is the name of another engine (a peer), or "" for Emberline's engine.
+    """
 
     report: BenchReport
     engine: MeasuredEngine
@@ -190,7 +199,9 @@ class OpenLoopBench:
     @staticmethod
     def _check_finished(run: OpenLoopRun) -> None:
         if run.unfinished:
-            raise EmberlineError(f"{run.unfinished} of {len(run.due)} requests had not ended at the deadline")
+            raise EmberlineError(
+                f"{run.unfinished} of {len(run.due)} requests had not finished when the time limit was reached"
+            )
 
 
 def measurement_names(rates: Sequence[float]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Measures other engines (peers) by the same protocol, if installed.
+"""Measures other engines (peers), if they are installed, in the same way as ours.
 
-Their figures are reported as NAME/PEER.
+Their results are reported as NAME/PEER.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRANSFORMERS_NAMES = ("decode_b1", "decode_b32", "prefill_2048", "prefill_8192")
 
 
 class OfflineVLLM:
-    """vLLM's offline engine with our engine's interface and random weights."""
+    """vLLM's offline engine with random weights, behind the interface of our engine."""
 
     def __init__(self, directory: Path) -> None:
         self._vllm: Any = import_module("vllm")
@@ -83,7 +83,10 @@ class OfflineVLLM:
 
 
 class GPUTransformers(Transformers):
-    """`generate` of transformers on the GPU. It waits for every token, so the times are correct."""
+    """The `generate` method of Hugging Face transformers on the GPU.
+
+    The method waits for the GPU after every token, so the recorded times are correct.
+    """
 
     def __init__(self) -> None:
         self._torch = import_module("torch")

@@ -43,7 +43,7 @@ def measure(report: BenchReport) -> None:
 
 
 def causal_flop(batch: int, new_tokens: int, cached_tokens: int) -> float:
-    """Return the FLOP of the unmasked scores only: two products of HEAD_DIM for each."""
+    """Return the floating-point operations of causal attention. Masked scores do not count."""
     return 4.0 * HEAD_DIM * Q_HEADS * batch * (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2)
 
 
@@ -64,19 +64,22 @@ def _attention_call(
 
 
 def _time_cudnn_ms(batch: int, new_tokens: int) -> float | None:
-    """Return cuDNN's milliseconds, with KV heads repeated if it does not support grouped heads."""
+    """Return the milliseconds of cuDNN's attention, or None if it cannot run.
+
+    The KV heads are repeated if cuDNN does not support grouped heads.
+    """
     for kv_heads in (KV_HEADS, Q_HEADS):
         q, k, v = (
             torch.randn(batch, heads, new_tokens, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
             for heads in (Q_HEADS, kv_heads, kv_heads)
         )
 
-        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, grouped: bool = kv_heads < Q_HEADS) -> Tensor:
+        def run_attention(q: Tensor = q, k: Tensor = k, v: Tensor = v, grouped: bool = kv_heads < Q_HEADS) -> Tensor:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         try:
-            return time_graph_replay([attend]) / 1e3
+            return time_graph_replay([run_attention]) / 1e3
         except RuntimeError as error:
             print(f"cuDNN attention failed: kv_heads={kv_heads} error={error}", file=sys.stderr, flush=True)
     return None

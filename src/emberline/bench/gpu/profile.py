@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu.profile`: prints the GPU time of each kernel in a step."""
+"""`python -m emberline.bench.gpu.profile`: prints the GPU time of each kernel in an engine step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROFILED_STEPS = 20
 
 
 def profile_decode(engine: Engine, batch: int) -> None:
-    """Profile decode steps of so many requests, after a warm-up."""
+    """Print the kernel times of decode steps with `batch` requests, after a warm-up."""
     job = workload.make_job([(PROMPT_TOKENS, 4 * PROFILED_STEPS)] * batch, VOCAB)
     for i, prompt in enumerate(job.prompts):
         engine.add(make_submission(f"decode-{batch}-{i}", prompt, 4 * PROFILED_STEPS))

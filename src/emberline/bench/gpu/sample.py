@@ -1,6 +1,6 @@
 """Measures sampling over the vocabulary of Llama 3.1, compared with torch.
 
-The logits come from memory, as after a step whose logits do not stay in the L2 cache.
+The logits are read from GPU memory, as in a step whose logits do not fit into the L2 cache.
 """
 
 from __future__ import annotations
@@ -52,12 +52,19 @@ def _add_comparison(report: BenchReport, name: str, our_calls: Calls, torch_call
 def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_p: float = 1.0) -> Calls:
     rows = len(inputs[0])
 
-    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    def filled_tensor(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
-    seed, position = torch.arange(rows, device="cuda"), full(7, torch.int32)
-    settings = full(temperature), full(top_k, torch.int32), full(top_p), full(0.0), seed, position
-    out = full(0, torch.int64)
+    seed, position = torch.arange(rows, device="cuda"), filled_tensor(7, torch.int32)
+    settings = (
+        filled_tensor(temperature),
+        filled_tensor(top_k, torch.int32),
+        filled_tensor(top_p),
+        filled_tensor(0.0),
+        seed,
+        position,
+    )
+    out = filled_tensor(0, torch.int64)
     return [_bind_arguments(sample, logits, *settings, out) for logits in inputs]
 
 
@@ -68,22 +75,25 @@ def _log_prob_calls(inputs: list[Tensor]) -> Calls:
 
 
 def _penalty_calls(inputs: list[Tensor]) -> Calls:
-    """Return calls that apply penalties for a prompt of 4,096 tokens and count one sampled token."""
+    """Return functions that apply penalties for a prompt of 4,096 tokens and count one sampled token."""
     rows = torch.arange(len(inputs[0]), device="cuda", dtype=torch.int32)
     counts = torch.zeros(len(rows), VOCAB, device="cuda", dtype=torch.int16)
     counts.scatter_(1, torch.randint(VOCAB, (len(rows), 4096), device="cuda"), 1)
     settings = torch.tensor([[1.1, 0.2, 0.5]], device="cuda").repeat(len(rows), 1)
     tokens = torch.arange(len(rows), device="cuda")
 
-    def call(logits: Tensor) -> None:
+    def penalize_and_count(logits: Tensor) -> None:
         apply_penalties(logits, rows, rows, settings, counts)
         count_tokens(counts, rows, rows, tokens)
 
-    return [_bind_arguments(call, x) for x in inputs]
+    return [_bind_arguments(penalize_and_count, x) for x in inputs]
 
 
 def _sample_by_sorting(logits: Tensor) -> Tensor:
-    """Sample in torch by sorting. The draw is what multinomial does, without its check of the input."""
+    """Sample with torch by sorting the logits.
+
+    The draw works as torch.multinomial does, without its check of the input.
+    """
     ordered, ids = logits.sort(descending=True)
     ordered[:, TOP_K:] = -torch.inf
     p = ordered.softmax(-1)

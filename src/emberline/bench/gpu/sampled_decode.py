@@ -47,7 +47,10 @@ def measure(
     measurement_name: str,
     rounds: int,
 ) -> None:
-    """Add the step times of one kind and of plain decoding, and the extra time per row, to the report."""
+    """Add the step times with and without one sampling feature, and the extra time per request, to the report.
+
+    `measurement_name` selects the feature: penalties or a JSON grammar.
+    """
     kind, _, size = measurement_name.rpartition("_b")
     batch = int(size)
     job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, engine.VOCAB)

@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu.soak`: random load for minutes, checked for leaks and lost requests."""
+"""`python -m emberline.bench.gpu.soak`: sends random requests for minutes and checks for leaks and lost requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_soak(engine: Engine, duration_s: float, requests_per_second: float = REQ
                 engine.abort(rng.choice(list(opened)[-50:]))
         for output in engine.step():
             if output.error is not None:
-                raise EmberlineError(f"{output.id}: {output.error}")
+                raise EmberlineError(f"request {output.id} failed: {output.error}")
             if output.finish is not None:
                 ended[output.id] += 1
         steps += 1

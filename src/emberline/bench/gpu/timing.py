@@ -1,4 +1,4 @@
-"""time_replay: measures kernels in a CUDA graph, with inputs that do not fit into the L2 cache."""
+"""time_graph_replay: measures kernels in a CUDA graph, with inputs that do not fit into the L2 cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MIN_REPLAY_US = 1000.0
 def time_graph_replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
     """Return the median microseconds of one call.
 
-    `calls` do the same on different inputs. They are captured one after the other, repeatedly until a replay takes
-    MIN_REPLAY_US.
+    `calls` compute the same operation on different inputs. They are captured one after the other in a CUDA graph,
+    several times each, until a replay of the graph takes MIN_REPLAY_US.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -37,7 +37,7 @@ def time_graph_replay(calls: Sequence[Callable[[], object]], *, replays: int = R
 
 
 def count_input_sets(bytes_per_set: int) -> int:
-    """Return how many sets of inputs are needed so that the L2 cache never holds the next one."""
+    """Return how many sets of inputs are needed so that none is still in the L2 cache when it is used again."""
     return max(1, -(-ROTATED_INPUT_BYTES // bytes_per_set))
 
 

@@ -1,7 +1,7 @@
-"""Measures plans of `cuda.wide` for packed weights (64, 128, 256 rows) and plain ones (256 rows).
+"""Measures kernel plans of `cuda.wide` for compressed weights (64, 128, 256 rows) and for plain weights (256 rows).
 
-It prints a JSON line for each plan, then the best plan of each shape in the form of `wide.MEASURED_PACKED` and
-`wide.MEASURED`. Run it by `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
+It prints a JSON line for each plan, then the best plan of each shape as Python dictionaries to paste into
+`wide.MEASURED_PACKED` and `wide.MEASURED`. Run it with `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AnyWeight = BF16Weight | UW12Weight
 
 
 def sweep(seconds: float = SWEEP_SECONDS) -> None:
-    """Measure each shape for an equal share of the time, compared with cuBLAS and plain weights."""
+    """Measure plans for each shape, each for an equal share of the time, and compare them with cuBLAS."""
     end = time.monotonic() + seconds
     compile_all_variants()
     best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}
@@ -110,13 +110,13 @@ def compare_with_epilogue(
     x: Tensor,
     plan: wide.WidePlan,
 ) -> float:
-    """Return how much faster the product with its fused epilogue is than cuBLAS with separate kernels."""
+    """Return how many times faster our product with its fused final operation is than cuBLAS with separate kernels."""
     m, n, name = len(x), plain_weights[0].n, labels["shape"]
     kind = torch.float32 if name == "lm_head" else torch.bfloat16
     out = torch.zeros(m, n // 2 if name == "gate_up" else n, device="cuda", dtype=kind)
     options: dict[str, object] = {"gated": name == "gate_up", "residual": out if name in ("o", "down") else None}
 
-    def by_cublas(weight: Tensor) -> Tensor:
+    def run_cublas(weight: Tensor) -> Tensor:
         if name == "gate_up":
             return activation.silu_mul(F.linear(x, weight), out, GATE_GROUP_ROWS, pdl=True)
         if name == "lm_head":
@@ -126,13 +126,13 @@ def compare_with_epilogue(
     ours = time_graph_replay(
         [_bind_arguments(wide.linear, x, weight, out=out, plan=plan, **options) for weight in candidate_weights]
     )
-    cublas = time_graph_replay([_bind_arguments(by_cublas, weight.data) for weight in plain_weights])
+    cublas = time_graph_replay([_bind_arguments(run_cublas, weight.data) for weight in plain_weights])
     _print_json_line(labels, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
     return cublas / ours
 
 
 def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.WidePlan, wide.TileConfig]:
-    """Return the plans to measure with the configuration of each, the best estimates first."""
+    """Return the plans to measure and the tile configuration of each plan, the shortest estimated time first."""
     result = {}
     for row in _tile_configs(columns, packed):
         if row.split > k // 64 or (row.split * row.share > MAX_CLUSTER_CTAS and not row.unclustered):
@@ -157,7 +157,7 @@ def _tile_configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
 
 
 def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:
-    """Return plain and packed copies of a random weight, more than the L2 cache holds."""
+    """Return plain and compressed copies of one random weight. There are more copies than the L2 cache holds."""
     data = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in data.split(ROWS_PER_DRAW):
         spread = torch.zeros(rows.shape, device="cuda")
@@ -173,7 +173,7 @@ def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:
 
 
 def compile_all_variants() -> None:
-    """Compile all variants in parallel; the compiler releases the GIL."""
+    """Compile all variants of the kernel in parallel threads; the compiler releases the GIL."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), wide.VARIANTS))
 
@@ -182,8 +182,8 @@ def _bind_arguments(function: Callable[..., Tensor], *arguments: object, **optio
     return lambda: function(*arguments, **options)
 
 
-def _print_json_line(labels: dict[str, object], **more: object) -> None:
-    rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in more.items()}
+def _print_json_line(labels: dict[str, object], **values: object) -> None:
+    rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in values.items()}
     print(json.dumps(labels | rounded), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Measures decode attention of one layer of Llama 3.1 8B with every part size of `worklist`.
+"""Measures decode attention of one layer of Llama 3.1 8B with every part size of the module `worklist`.
 
-The cost estimate in `worklist` is fitted to these timings, which tests/unit/worklist_timings.json holds. Run it by
-`python -m emberline.bench.gpu.worklist_sweep FILE`.
+The kernel splits each sequence into parts. `worklist` estimates the time of each part size; its estimate is fitted to
+these measurements, which are stored in tests/unit/worklist_timings.json. Run it with `python -m
+emberline.bench.gpu.worklist_sweep FILE`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def sequence_lengths_by_case() -> dict[str, list[int]]:
 
 
 def measure_part_sizes(lengths: list[int]) -> dict[int, float]:
-    """Return the microseconds for each part size that is not too large and gives few enough parts."""
+    """Return the microseconds of attention for each possible part size."""
     layers = DecodeInputs(
         lengths, torch.bfloat16, max(MIN_LAYERS, count_input_sets(count_bytes_read(lengths, torch.bfloat16)))
     )
@@ -48,7 +49,7 @@ def measure_part_sizes(lengths: list[int]) -> dict[int, float]:
 
 
 def keep_shorter_times(old: dict[str, float], new: dict[int, float]) -> dict[str, float]:
-    """Return the lesser time of two runs for each part size, since disturbances only add time."""
+    """Return the shorter time of two runs for each part size, because disturbances only add time."""
     return {str(size): min(us, old.get(str(size), us)) for size, us in new.items()}
 
 

@@ -1,1 +1,4 @@
-"""Contenders of `bench cpu`: each a child process in its own environment that uses `child_protocol`."""
+"""The engines that `emberline bench cpu` compares with ours.
+
+Each runs in a child process with its own Python environment and uses `child_protocol`.
+"""

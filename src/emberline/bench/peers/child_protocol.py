@@ -1,4 +1,8 @@
-"""The protocol of a contender's child process: jobs in, timelines out, one JSON line each. Stdlib only."""
+"""The protocol between a benchmark and the child process of a compared engine.
+
+The child process reads jobs from stdin and writes the arrival times of the tokens to stdout, one JSON object per line.
+This module imports only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,15 @@ class BenchContender(Protocol):
     def run(self, job: BenchJob) -> TokenTimeline: ...
 
     def counters(self) -> Mapping[str, float]:
-        """Return counters in seconds whose differences are reported; most contenders have none."""
+        """Return counters in seconds. Their increase during a job is reported. Most engines have none."""
         ...
 
 
 def serve_jobs(make_contender: Callable[[dict[str, Any]], BenchContender]) -> None:
-    """Serve jobs until stdin ends. `make` gets the settings from the command line."""
+    """Run the jobs that arrive on stdin until stdin ends.
+
+    `make_contender` creates the engine from the settings, which are the last command-line argument.
+    """
     out = _reserve_stdout()
     contender = make_contender(json.loads(sys.argv[-1]))
     _write_message(out, {"ready": contender.facts})
@@ -53,7 +60,7 @@ class TokenTimeRecorder:
 
 
 def _reserve_stdout() -> TextIO:
-    """Return stdout for messages and redirect print output of libraries to stderr."""
+    """Return stdout for the messages of the protocol, and redirect what libraries print to stderr."""
     mine = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return mine

@@ -1,4 +1,4 @@
-"""Widens a quantised GGUF file to 16 bits, so that llama.cpp uses the same weights as Emberline. Keeps metadata."""
+"""Converts a quantised GGUF file to 16 bits per weight, so that llama.cpp uses the same weights as Emberline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ KINDS = {"bf16": "BF16", "f16": "F16"}
 
 
 def widen_gguf(source: Path, target: Path, tensor_type: str) -> Path:
-    """Write matrices as `kind` and vectors as float32, like llama.cpp's converter."""
+    """Write a copy of a GGUF file with its matrices as `tensor_type` and its vectors as float32.
+
+    The metadata is kept. llama.cpp's converter chooses the same types.
+    """
     if target.exists():
         return target
     import gguf

@@ -1,4 +1,7 @@
-"""llama.cpp from the xllamacpp wheel: its server in this process, one slot per request, continuous batching."""
+"""llama.cpp from the xllamacpp wheel as one of the compared engines.
+
+Its server runs in this process, with continuous batching and one slot per request.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class LlamaCpp:
         return self._library.Server(params)
 
     def _run_request(self, server: Any, job: BenchJob, request_index: int, recorder: TokenTimeRecorder) -> None:
-        def tick(chunk: dict[str, Any]) -> None:
+        def record_chunk(chunk: dict[str, Any]) -> None:
             # Text may wait for the rest of a character, so the token count is used.
             count = chunk.get("timings", {}).get("predicted_n", 0)
             if count > len(recorder.times[request_index]):
@@ -64,7 +67,7 @@ class LlamaCpp:
             "stream": True,
         }
         more = {"temperature": 0.0, "ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
-        server.handle_completions(body | more, tick)
+        server.handle_completions(body | more, record_chunk)
 
 
 if __name__ == "__main__":

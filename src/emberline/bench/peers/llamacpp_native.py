@@ -1,7 +1,7 @@
-"""llama.cpp built for this machine, through llama-cpp-python's bindings.
+"""llama.cpp built for this machine as one of the compared engines, used through llama-cpp-python's bindings.
 
-Its decode function is called directly, with batches as in its own parallel example: one token of every running
-sequence, then prompts.
+Its decode function is called directly. As in llama.cpp's parallel example, a batch holds one token of every running
+sequence, then prompt tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LlamaCppNative:
         params = self._library.llama_model_default_params()
         self._model = self._library.llama_model_load_from_file(settings["model"].encode(), params)
         if not self._model:
-            raise RuntimeError(f"llama.cpp cannot load {settings['model']}")
+            raise RuntimeError(f"llama.cpp cannot load the model {settings['model']}")
         self._vocab = self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model))
         self.facts: dict[str, Any] = {
             "llama-cpp-python": self._library.__version__,
@@ -43,7 +43,7 @@ class LlamaCppNative:
             todo.sort(key=lambda i: len(known[i]) - fed[i])  # sequences that need one token first
             sampled = self._fill_batch(batch, todo, known, fed)
             if status := self._library.llama_decode(context, batch):
-                raise RuntimeError(f"llama_decode gave {status}")
+                raise RuntimeError(f"llama_decode failed with status {status}")
             for i, row in sampled.items():
                 known[i].append(self._most_likely_token(context, row))
                 ticks.record_tokens(i)
@@ -65,7 +65,10 @@ class LlamaCppNative:
     def _fill_batch(
         self, batch: Any, pending_sequences: list[int], known_tokens: list[list[int]], num_computed: list[int]
     ) -> dict[int, int]:
-        """Fill the batch and return the row of every sequence that is complete and can be sampled."""
+        """Fill the batch with tokens that are not yet computed.
+
+        Return the batch row of the last token of each sequence whose tokens are then all computed; it can be sampled.
+        """
         rows: dict[int, int] = {}
         batch.n_tokens = 0
         for i in pending_sequences:

@@ -1,4 +1,7 @@
-"""Hugging Face transformers in eager mode: `generate` on a batch of equal lengths, without continuous batching."""
+"""Hugging Face transformers in eager mode as one of the compared engines.
+
+It calls `generate` on a batch of equal lengths, without continuous batching.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,13 @@ class Transformers:
 
     def run(self, job: BenchJob) -> TokenTimeline:
         if len({len(prompt) for prompt in job.prompts}) > 1 or len(set(job.outputs)) > 1:
-            raise NotImplementedError("requests of different lengths would be padded")
+            raise NotImplementedError(
+                "transformers can only run requests of equal length here, because it would pad the shorter ones"
+            )
         ids = self._torch.tensor(job.prompts)
         ticks = TokenTimeRecorder(job)
 
-        def tick(*_: Any) -> Any:
+        def record_step(*_: Any) -> Any:
             for i in range(len(job.prompts)):
                 ticks.record_tokens(i)
             return self._torch.zeros(len(job.prompts), dtype=self._torch.bool)
@@ -42,7 +47,7 @@ class Transformers:
                 min_new_tokens=job.outputs[0],
                 do_sample=False,
                 pad_token_id=0,
-                stopping_criteria=self._library.StoppingCriteriaList([tick]),
+                stopping_criteria=self._library.StoppingCriteriaList([record_step]),
             )
         return ticks.timeline()
 

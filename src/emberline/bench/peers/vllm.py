@@ -1,4 +1,4 @@
-"""vLLM's offline engine, stepped like its LLM class does."""
+"""vLLM's offline engine as one of the compared engines, stepped as vLLM's LLM class does."""
 
 from __future__ import annotations
 

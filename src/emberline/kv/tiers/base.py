@@ -1,11 +1,12 @@
-"""Tier: the interface of a store of KV blocks, addressed by block hash.
+"""Tier: the interface of a place that keeps KV blocks, addressed by their block hash.
 
-A block hash covers the block's tokens, all tokens before them, the cache's layout and the tenant's salt
+A block hash covers the block's tokens, all tokens before them, the memory layout of the cache, and the tenant's salt
 (tokens/blockhash.py). So only a request of the same tenant with the same prefix can name a block, and a tier needs no
 other access check.
 
-A block is only usable together with all blocks before it, so lookups and loads return counts of leading blocks. A tier
-never raises for its own failures: a block that cannot be read is a miss, and the engine computes it again.
+A block is usable only together with all blocks before it, so lookups and loads return the number of leading blocks. A
+tier does not raise for its own failures. A block that cannot be read counts as missing, and the engine computes it
+again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PAGE_BYTES = 4096  # buffers start and end on page boundaries, for pinning and f
 
 
 def buffer_bytes_for(block_bytes: int) -> int:
-    """Return the size of a buffer for one block: its bytes rounded up to whole pages."""
+    """Return the size of a host buffer for one block: the block's size, rounded up to whole memory pages."""
     return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -27,28 +28,31 @@ class Tier(Protocol):
     name: str
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the chain the tier is known to hold. Never blocks."""
+        """Return how many leading blocks of the hash chain the tier certainly holds. Does not wait for I/O."""
         ...
 
     def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks are worth trying to load. Never blocks.
+        """Return how many leading blocks of the hash chain are worth trying to load. Does not wait for I/O.
 
-        This exceeds `lookup` for a tier that must be queried over the network to know what it holds.
+        The number is larger than that of `lookup` for a tier that must ask over the network what it holds.
         """
         ...
 
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Copy blocks into the buffers and return how many leading ones were copied; the rest is undefined."""
+        """Copy blocks into the buffers and return how many leading blocks were copied.
+
+        The content of the other buffers is undefined.
+        """
         ...
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Store copies of the blocks, evicting others if needed, and return how many were stored."""
+        """Store copies of the blocks and return how many were stored. Older blocks are evicted if needed."""
         ...
 
     def discard(self, hashes: Sequence[bytes]) -> None: ...
 
     def refresh(self) -> None:
-        """Update the tier's index with changes that other processes made to shared storage."""
+        """Update the tier's index with the changes that other processes made to shared storage."""
         ...
 
     def stats(self) -> TierStats: ...

@@ -1,16 +1,16 @@
-"""BlockFiles: writes and reads one block per file, in the format of `blockformat.py`.
+"""BlockFiles: writes and reads one KV block per file, in the format of `blockformat.py`.
 
-Encoded blocks are padded to a multiple of 1/32 of the buffer, so that nearly all files have the same length and can be
-overwritten in place.
+Compressed blocks are padded to a multiple of 1/32 of the buffer size. So nearly all files have the same length, and a
+new block can overwrite the file of an old one.
 
-A file is written under a temporary name and renamed when it is complete, so a reader sees all of it or nothing. The
-file of an evicted block is overwritten instead of deleted, because freeing disk space is slow (measured: nine times
-slower on a file system with discard). It is renamed before that, and a reader checks after its last byte that the file
-still has its name.
+A file is written under a temporary name and renamed when it is complete, so that a reader never sees part of a block.
+The file of an evicted block is overwritten instead of deleted, because freeing disk space is slow (measured: nine times
+slower on a file system with discard). The file is renamed before it is overwritten. A reader checks after its last byte
+that the file still has its name.
 
-There is no fsync: a cache may lose blocks when the power fails, and a file torn by a crash does not match its CRC.
-Reads and writes bypass the page cache if the file system supports it (measured: twice as fast for cold blocks, and no
-block is in memory twice).
+There is no fsync. The cache may lose blocks when the power fails, and a file that was written only in part does not
+match its checksum. Reads and writes bypass the page cache if the file system supports it (measured: twice as fast for
+blocks that are not cached, and no block is in memory twice).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VectorIO = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
 
 @dataclass(slots=True)
 class BlockFiles:
-    """Writes and reads the files of blocks of one layout."""
+    """Writes and reads block files of one memory layout."""
 
     format: BlockFormat
     uses_direct_io: bool = field(default=bool(O_DIRECT))  # cleared when the file system rejects it
@@ -49,7 +49,10 @@ class BlockFiles:
     def write(
         self, path: Path, temporary_path: Path, block_hash: bytes, buffer: memoryview, *, encode: bool = False
     ) -> int:
-        """Write a block to `temporary`, which may be an old file, rename it to `path`, and return its length."""
+        """Write a block to `temporary_path`, rename the file to `path`, and return the file's length.
+
+        `temporary_path` may be an old file, which is overwritten.
+        """
         with self._scratch_buffer() as scratch:
             payload = self.format.write(
                 block_hash, buffer, scratch, encode=encode, max_encoded_bytes=len(buffer) - self._padding_bytes
@@ -68,9 +71,10 @@ class BlockFiles:
             return PAGE_BYTES + len(body)
 
     def read(self, path: Path, block_hash: bytes, buffer: memoryview) -> BlockReadTiming | None:
-        """Read a block into the buffer and return the timing; None if the file is damaged or is another block.
+        """Read a block into the buffer and return how long reading and decoding took.
 
-        After None the buffer is undefined. Raises FileNotFoundError if the file is missing or was evicted meanwhile.
+        Return None if the file is damaged or contains a different block; the buffer's content is then undefined. Raises
+        FileNotFoundError if the file does not exist or was evicted during the read.
         """
         began, handle = time.perf_counter(), self._open(path, READ_FLAGS)
         try:
@@ -83,7 +87,7 @@ class BlockFiles:
                     complete and self._run_vector_io(os.readv, handle, [scratch[:PAGE_BYTES], body]) == status.st_size
                 )
                 if not os.path.samestat(status, path.lstat()):
-                    raise FileNotFoundError(errno.ENOENT, "evicted while being read", str(path))
+                    raise FileNotFoundError(errno.ENOENT, "the block file was evicted while it was read", str(path))
                 seconds = time.perf_counter() - began
                 if not complete or not self.format.read(block_hash, scratch[:PAGE_BYTES], body, buffer):
                     return None
@@ -120,7 +124,7 @@ class BlockFiles:
         try:
             size, written = sum(map(len, parts)), self._run_vector_io(os.writev, handle, parts)
             if written != size:  # a disk that fills up writes a part
-                raise OSError(errno.ENOSPC, f"only {written} of {size} bytes were written", str(path))
+                raise OSError(errno.ENOSPC, f"only {written} of {size} bytes of a block file were written", str(path))
             if os.fstat(handle).st_size != size:
                 os.ftruncate(handle, size)
         finally:

@@ -1,10 +1,10 @@
-"""BlockFormat: the byte format of a stored block: a header page, then the buffer, plain or encoded.
+"""BlockFormat: the byte format of a stored block. It is a header page, then the plain or compressed content.
 
 offset  type  header field         offset  type  header field
 0       8s    magic                36      16s   block hash
-8       u32   version              52      u64   payload bytes after the page, without padding
-12      8s    codec name, zeros    60      u32   CRC-32 of the payload
-              for a plain payload  64      u32   CRC-32 of the header up to here
+8       u32   version              52      u64   content bytes after the page, without padding
+12      8s    codec name, zeros    60      u32   CRC-32 of the content
+              for plain content    64      u32   CRC-32 of the header up to here
 20      16s   layout hash
 """
 
@@ -30,7 +30,7 @@ def layout_hash(layout: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """The format of the blocks of one layout."""
+    """The format of stored blocks of one memory layout."""
 
     layout: bytes
     buffer_bytes: int
@@ -39,21 +39,21 @@ class BlockFormat:
 
     @property
     def plain_bytes(self) -> int:
-        """Length of a plain block with its header page, the longest that a stored block can be."""
+        """The length of an uncompressed block with its header page. No stored block is longer."""
         return PAGE_BYTES + self.buffer_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the memory that `write` needs, and that a stored block is read into."""
+        """The size of the scratch memory that `write` needs, and that a stored block can be read into."""
         return PAGE_BYTES + max(self.buffer_bytes, self.codec.max_encoded_bytes(self.buffer_bytes) if self.codec else 0)
 
     def write(
         self, block_hash: bytes, buffer: memoryview, scratch: memoryview, *, encode: bool, max_encoded_bytes: int
     ) -> memoryview:
-        """Write the header page to `scratch` and return the payload that follows it.
+        """Write the header page to `scratch` and return the content that must follow it.
 
-        The payload is encoded behind the page in `scratch` if `coded` is set and the result has at most
-        `max_coded_bytes`; otherwise it is the buffer itself.
+        With `encode`, the content is compressed into `scratch` behind the page, unless the result is longer than
+        `max_encoded_bytes`. Otherwise the content is the buffer itself.
         """
         assert max_encoded_bytes < self.buffer_bytes
         payload, name = buffer, b""
@@ -66,9 +66,10 @@ class BlockFormat:
         return payload
 
     def read(self, block_hash: bytes, header_page: memoryview, body: memoryview, buffer: memoryview) -> bool:
-        """Verify and decode a stored block into the buffer; return False if it is damaged or another block.
+        """Check a stored block, decode it into the buffer and return True.
 
-        `body` may be the buffer itself, for a plain block.
+        Return False if the block is damaged or has a different hash. For an uncompressed block, `body` may be the
+        buffer itself.
         """
         *_, length, _ = HEADER_FIELDS.unpack(header_page[: HEADER_FIELDS.size])
         plain, codec = len(body) == self.buffer_bytes, self.codec

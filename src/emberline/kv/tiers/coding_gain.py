@@ -1,4 +1,4 @@
-"""CodingGain: decides from measured reads whether encoded blocks load faster than plain ones. Pure."""
+"""EncodingBenefit: decides from measured reads whether compressed blocks load faster than uncompressed ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class EncodingBenefit:
             )
 
     def is_encoding_faster(self) -> bool:
-        """Return whether encoding makes loads faster; True until measured, since more encoded blocks fit."""
+        """Return whether compression makes loads faster.
+
+        Return True until there are measurements, because a tier holds more blocks when they are compressed.
+        """
         if self._seconds_per_byte is None or self._coded is None:
             return True
         size, decoding = self._coded

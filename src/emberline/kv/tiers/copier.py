@@ -1,7 +1,7 @@
-"""HostBlockCopier: copies blocks between a CPU cache's tensors and host buffers.
+"""HostBlockCopier: copies blocks between the tensors of a CPU cache and host buffers.
 
-A buffer holds the keys of all layers, then the values. This is the only module of the tiers that imports torch. It
-copies with numpy, which measured faster than torch for these copies.
+A buffer holds the keys of all layers, then the values. Of the tier modules, only this one imports torch. It copies with
+numpy, which was faster than torch for these copies.
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
-"""DiskTier: blocks on disk, one file each, at DIR/LAYOUT/XX/HASH.
+"""DiskTier: keeps KV blocks on disk, one file per block, at DIR/LAYOUT/XX/HASH.
 
-After a restart they are found by their names.
+After a restart the blocks are found by their file names. One large file for many blocks would be faster
+(`bench/tiers.py` measures both), but would need compaction, an index that survives a crash, and a lock between
+processes. Separate files need none of these, and loading a block is many times faster than computing it either way.
 
-Packed segments instead of one file per block would be faster (`bench/tiers.py` measures both), but need compaction, an
-index that survives a crash, and a lock between processes. File names and renames need none of these, and either way
-loading a block is many times faster than computing it.
+Several processes may share a directory. A reader never gets a damaged or a wrong block: a file is complete or absent,
+and its name, length and checksums are checked. A block that one process evicts is missing for the others. Other
+processes see a new block only after their next `refresh`. Each process applies the quota to the files that it knows, so
+together they may exceed it by what they write between two refreshes.
 
-Several processes may share a directory. Guaranteed: a reader never gets a torn or a wrong block (a file is complete or
-absent, and its name, length and checksums are verified), and a block that one process evicts is a miss for the others.
-Not guaranteed: other processes see a new block only after their next `refresh`, and each process applies the quota to
-the files it knows, so together they may exceed it by what they write between two refreshes.
+With a codec, blocks are stored compressed always, never, or if they load faster that way (`coding_gain.py`). Existing
+blocks are read in either form. The quota counts bytes, so more blocks fit when they are compressed.
 
-With a codec, blocks are stored encoded always, never, or if they load faster that way (`coding_gain.py`). Existing
-blocks are read in either form. The quota counts bytes, so more encoded blocks fit.
-
-On a full disk, blocks are evicted before the quota is reached; if that does not help, stores are skipped for a while
-and loads continue. A deleted directory is created again, unless its file system was unmounted. Any other I/O error
-turns the tier off for a while. Each of these events is logged once and fails no request.
+If the disk is full, blocks are evicted before the quota is reached. If that does not help, no blocks are stored for a
+while, but loads continue. A deleted directory is created again, unless its file system was unmounted. Any other I/O
+error turns the tier off for a while. Each of these events is logged once and fails no request.
 """
 
 from __future__ import annotations
@@ -66,8 +64,9 @@ class DiskTier:
         codec_choice: str = "auto",
         clock: Clock | None = None,
     ) -> None:
-        """Open or create the directory and index its blocks. `coding`, of new blocks: auto, uw or none.
+        """Open or create the directory and index its blocks.
 
+        `codec_choice` is how new blocks are stored: "uw" (compressed), "none", or "auto" (whichever loads faster).
         Raises InvalidRequest if the quota is too small for one block or the directory cannot be used.
         """
         digest = layout_hash(layout)
@@ -78,7 +77,7 @@ class DiskTier:
         self.capacity = quota_bytes // form.plain_bytes  # in plain blocks
         if self.capacity < 1:
             raise InvalidRequest(
-                f"kv_disk_size is {quota_bytes} bytes; one KV block of this model takes {form.plain_bytes}",
+                f"kv_disk_size is {quota_bytes} bytes, but one KV block of this model needs {form.plain_bytes}",
                 param="kv_disk_size",
                 hint="raise --kv-disk-size",
             )
@@ -106,7 +105,6 @@ class DiskTier:
 
     @property
     def uses_direct_io(self) -> bool:
-        """Whether reads and writes bypass the page cache."""
         return self._files.uses_direct_io
 
     # -- the Tier interface ------------------------------------------------------------------------------------------
@@ -149,7 +147,7 @@ class DiskTier:
             return self._stats.copy()
 
     def close(self) -> None:
-        """Do nothing: no file is kept open."""
+        """Do nothing, because the tier keeps no file open."""
 
     # -- one block ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class DiskTier:
         return True
 
     def _write_block(self, block_hash: bytes, buffer: memoryview) -> int | None:
-        """Return the bytes written, or None after an error, or if the disk is full in spite of evictions."""
+        """Write the block and return the length of its file, or None after an error or if the disk stays full."""
         for evicted in range(1 + MAX_EVICTIONS_PER_WRITE):
             try:
                 size = self._try_write_block(block_hash, buffer)
@@ -230,7 +228,7 @@ class DiskTier:
         return self._files.write(path, temporary, block_hash, buffer, encode=coded)
 
     def _evict_block(self, incoming_hash: bytes) -> bool:
-        """Remove the block that the policy evicts for `incoming`; return False if there is none."""
+        """Remove the block that the eviction policy chooses. Return False if there is none to remove."""
         with self._lock:
             evicted = self._policy.evict(incoming_hash, lambda key: True) if len(self._policy) else None
             if evicted is None:
@@ -241,7 +239,7 @@ class DiskTier:
         return True
 
     def _evict_to_fit(self, incoming_hash: bytes, size: int) -> Path | None:
-        """Evict blocks until `size` more bytes fit the quota.
+        """Evict blocks until `size` more bytes fit into the quota.
 
         Return the file of the last evicted block, which the caller overwrites or deletes, or None.
         """
@@ -265,7 +263,7 @@ class DiskTier:
                 self._used_bytes -= self._sizes.pop(block_hash)
 
     def _add_entry(self, block_hash: bytes, size: int) -> None:
-        """Add or update a block's entry. The caller holds the lock."""
+        """Add a block to the index, or update it. The caller must hold the lock."""
         if block_hash not in self._policy:
             self._policy.insert(block_hash)
         self._used_bytes += size - self._sizes.get(block_hash, 0)
@@ -282,7 +280,7 @@ class DiskTier:
     # -- the directory -----------------------------------------------------------------------------------------------
 
     def _scan_changed_folders(self) -> None:
-        """Index the folders that changed since the last scan, least recently used files first."""
+        """Index the files of the folders that changed since the last scan, least recently used files first."""
         listed: dict[str, dict[bytes, tuple[float, int]]] = {}
         seen: dict[str, int] = {}  # applied at the end: reading one folder may fail, and the scan is then repeated
         entries = self._list_folders()
@@ -328,9 +326,10 @@ class DiskTier:
             folder.mkdir(exist_ok=True)
 
     def _recreate_directory(self) -> None:
-        """Create a deleted directory again.
+        """Create the tier's directory again after it was deleted.
 
-        Raises OSError if its file system was unmounted: the one below the mount point must not fill up instead.
+        Raises OSError if its file system was unmounted. The blocks would otherwise fill the file system below the mount
+        point.
         """
         nearest = next(folder for folder in self._root.parents if folder.exists())
         if nearest.stat().st_dev != self._device:
@@ -346,7 +345,8 @@ class DiskTier:
     def _list_blocks(self, folder: Path) -> dict[bytes, tuple[float, int]]:
         """Return the time of last use and the length of each block file in the folder.
 
-        Deletes stale temporary files and files that cannot be complete blocks; leaves files of other names alone.
+        Old temporary files, and files whose length no block can have, are deleted. Files with other names are left
+        alone.
         """
         blocks: dict[bytes, tuple[float, int]] = {}
         for entry in os.scandir(folder):
@@ -374,20 +374,21 @@ class DiskTier:
             self._off_until = self._clock.now() + RETRY_INTERVAL_S
             self._stats.errors += 1
         if first:
-            log.warning("KV disk is off, retrying every %.0f s: path=%s error=%s", RETRY_INTERVAL_S, self._root, error)
+            text = "KV disk tier turned off after an I/O error, retrying every %.0f s: path=%s error=%s"
+            log.warning(text, RETRY_INTERVAL_S, self._root, error)
 
     def _record_full_disk(self, error: OSError) -> None:
         with self._lock:
             first, self._is_full = not self._is_full, True
             self._stats.errors += first
         if first:
-            log.warning("KV disk is full, evicting blocks below the quota: path=%s error=%s", self._root, error)
+            log.warning("KV disk is full, evicting blocks early to make space: path=%s error=%s", self._root, error)
 
     def _turn_on(self) -> None:
         with self._lock:
             was_off, self._is_off = self._is_off, False
         if was_off:
-            log.warning("KV disk is on again: path=%s", self._root)
+            log.warning("KV disk tier turned on again: path=%s", self._root)
 
 
 def _parse_digest(name: str) -> bytes | None:

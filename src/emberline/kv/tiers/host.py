@@ -1,7 +1,7 @@
-"""HostTier: blocks in main memory, in page-aligned buffers of one area that a GPU driver can pin.
+"""HostTier: keeps KV blocks in main memory, in page-aligned buffers of one area that a GPU driver can pin.
 
-A buffer is free, being filled, or kept. Lookups do not find a buffer that is being filled, and a kept buffer that is
-pinned cannot be evicted, so the bytes of a buffer never change while they are read. All methods are thread-safe.
+A buffer is free, being filled, or holds a block. Lookups do not find a buffer that is being filled. A block that is
+pinned cannot be evicted. So the bytes of a buffer never change while they are read. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class HostTier:
     # -- buffers: reserve, publish, pin ------------------------------------------------------------------------------
 
     def reserve_buffer(self, block_hash: bytes) -> memoryview | None:
-        """Return a buffer to fill, or None if the block is stored or being filled, or all buffers are in use."""
+        """Return a buffer to fill with this block.
+
+        Return None if the block is already stored or being filled, or if no buffer can be freed.
+        """
         with self._lock:
             if block_hash in self._kept or block_hash in self._filling:
                 return None
@@ -55,7 +58,7 @@ class HostTier:
             return self._buffer_at(slot)
 
     def publish_buffer(self, block_hash: bytes, *, pin: bool = False) -> None:
-        """Make the filled buffer available to lookups, pinned once if `pin`."""
+        """Make the filled buffer visible to lookups. With `pin`, the block is pinned once."""
         with self._lock:
             self._kept[block_hash] = self._filling.pop(block_hash)
             self._policy.insert(block_hash)
@@ -69,7 +72,10 @@ class HostTier:
             self._free.append(self._filling.pop(block_hash))
 
     def pin_block(self, block_hash: bytes) -> memoryview | None:
-        """Return the block's buffer and keep it from eviction until `unpin`; None if the block is not stored."""
+        """Return the buffer of a stored block and keep it from eviction until `unpin_block`.
+
+        Return None if the block is not stored.
+        """
         with self._lock:
             slot = self._kept.get(block_hash)
             if slot is None:
@@ -119,7 +125,7 @@ class HostTier:
         return count
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """Remove the blocks, except pinned ones, which are being read."""
+        """Remove the blocks, except pinned blocks, which are being read."""
         with self._lock:
             for digest in hashes:
                 if digest in self._kept and digest not in self._pins:
@@ -127,7 +133,7 @@ class HostTier:
                     self._free.append(self._kept.pop(digest))
 
     def refresh(self) -> None:
-        """Do nothing: no other process shares this memory."""
+        """Do nothing, because no other process shares this memory."""
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -145,7 +151,7 @@ class HostTier:
         self.on_close()
 
     def check_invariants(self) -> None:
-        """Assert that every buffer is free, being filled or kept, and that only kept ones are pinned."""
+        """Assert that every buffer is free, being filled or stored, and that only stored blocks are pinned."""
         with self._lock:
             slots = [*self._free, *self._filling.values(), *self._kept.values()]
             assert sorted(slots) == list(range(self.capacity))

@@ -1,10 +1,9 @@
-"""EvictionPolicy: chooses the block to evict when a tier is full.
+"""EvictionPolicy: chooses the block to evict when a tier is full. It works on block hashes only.
 
-Pure: works on hashes and their order of use.
-
-LRU evicts the least recently used block. ARC (Megiddo and Modha, 2003) keeps blocks used once (`_used_once`) apart from
-blocks used again (`_used_again`) and remembers the hashes evicted from each list. It shifts capacity to the list whose
-evicted blocks are requested again, so a scan of prompts that never repeat does not evict prompts that do.
+LRU evicts the least recently used block. ARC (Megiddo and Modha, 2003) separates blocks that were used once
+(`_used_once`) from blocks that were used again (`_used_again`), and remembers the hashes that were evicted from each of
+the two lists. It gives more capacity to the list whose evicted blocks are requested again. So many prompts that never
+repeat do not evict the prompts that do.
 """
 
 from __future__ import annotations
@@ -30,13 +29,16 @@ class EvictionPolicy(Protocol):
         ...
 
     def evict(self, incoming_hash: bytes, can_evict: CanEvict) -> bytes | None:
-        """Remove and return the block to evict for `incoming`, or None if no block may be evicted."""
+        """Remove and return the hash of the block to evict, or None if no block may be evicted.
+
+        `incoming_hash` is the block that needs the space.
+        """
         ...
 
     def insert(self, block_hash: bytes) -> None: ...
 
     def remove(self, block_hash: bytes) -> None:
-        """Remove a block that was deleted without `evict`."""
+        """Remove a block that was deleted for a reason other than eviction."""
         ...
 
 
@@ -126,7 +128,7 @@ class ARCPolicy:
 
 def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
     if name not in ("lru", "arc"):
-        raise InvalidRequest(f"kv_policy is {name!r}; it must be lru or arc", param="kv_policy")
+        raise InvalidRequest(f"kv_policy is {name!r}, but must be lru or arc", param="kv_policy")
     return LRUPolicy() if name == "lru" else ARCPolicy(capacity)
 
 

@@ -1,10 +1,12 @@
-"""RemoteTier: blocks in Mooncake's Store, memory that all workers of a cluster contribute and share.
+"""RemoteTier: keeps KV blocks in Mooncake's Store, memory that all workers of a cluster contribute and share.
 
-A block that one worker computed can be loaded by any other. Its key is the hash of the layout and the block hash.
+A block that one worker computed can be loaded by every other worker. The key of a block in the store is the hash of the
+cache's layout and the block hash.
 
-Only a query to the store shows whether it holds a block. So `lookup_optimistic` counts every block that was not missing
-a few seconds ago, and a load ends at the first missing block. A failure turns the tier off. Then only `refresh` queries
-the store, and turns the tier on again when it answers: requests wait at most once for a store that is down.
+The tier must ask the store whether it holds a block. So `lookup_optimistic` counts every block that the store did not
+lack a few seconds ago, and a load ends at the first missing block. After a failure the tier is off. Then only `refresh`
+asks the store, and turns the tier on again when the store answers. So requests wait at most once for a store that is
+down.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ class RemoteTier:
         clock: Clock | None = None,
         client: StoreClient | None = None,
     ) -> None:
-        """`master`: HOST:PORT. `memory_bytes`: contributed to the store. `coding`: auto, uw or none."""
+        """Create the tier; `refresh` connects it to the store.
+
+        `master` is the HOST:PORT of the store's master process. This worker contributes `memory_bytes` to the store.
+        `codec_choice` is how new blocks are stored: "uw" (compressed), "none", or "auto" (whichever loads faster).
+        """
         digest = layout_hash(layout)
         self._format = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
         self._coding, self._gain = codec_choice, EncodingBenefit(self._format.buffer_bytes)
@@ -111,7 +117,7 @@ class RemoteTier:
         with self._lock:
             self._is_on, was_off, self._warned = True, self._warned, False
         if was_off:
-            log.warning("KV store is on again: key_prefix=%s", self._key_prefix)
+            log.warning("KV store tier turned on again: key_prefix=%s", self._key_prefix)
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -201,7 +207,7 @@ class RemoteTier:
                     remembered.popitem(last=False)
 
     def _turn_off(self, error: StoreUnavailable) -> None:
-        """Turn the tier off and forget what the store held: the blocks may be gone when it answers again."""
+        """Turn the tier off and forget which blocks the store holds, because they may be gone when it answers again."""
         with self._lock:
             self._is_on = False
             self._known.clear()
@@ -209,4 +215,4 @@ class RemoteTier:
             self._stats.errors += 1
             first, self._warned = not self._warned, True
         if first:
-            log.warning("KV store is off, retrying periodically: reason=%s", error)
+            log.warning("KV store tier turned off, retrying periodically: reason=%s", error)

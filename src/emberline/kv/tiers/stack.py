@@ -1,13 +1,15 @@
-"""TierStack: all tiers of a cache behind one interface.
+"""TierStack: all tiers of a KV cache behind one interface.
 
-Host memory is the first tier, and every block passes through it.
+Host memory is the first tier, and every block passes through it. The tiers below it are disk and the shared store.
 
-    main cache <--copies in plans--> host buffers <--a reader and a writer thread--> lower tiers
+    main cache <--copies in step plans--> host buffers <--a reader and a writer thread--> lower tiers
 
-Stores are asynchronous: the next plan copies a full block to a host buffer, and the writer thread copies it from there
-to the lower tiers. The writer's queue is bounded; blocks that do not fit are dropped. For loads, a TierFetch delivers
-pinned host buffers in order: at once those in host memory, then the others as the reader thread loads them. They stay
-in host memory for the next request. The engine's loop never waits here, and a failed load only ends its fetch early.
+To store a block, the next step plan copies it to a host buffer, and the writer thread copies it from there to the lower
+tiers. The writer's queue is limited, and blocks that do not fit into the queue are dropped.
+
+To load blocks, a TierFetch delivers pinned host buffers in the order of the prefix: first the blocks that are in host
+memory, then the others when the reader thread has loaded them. Loaded blocks stay in host memory for later requests.
+The engine's loop never waits here. A failed load only ends its fetch early.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ STUCK_READ_S = 1.0  # while one block takes longer to read, lower tiers are not 
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlock:
-    """A block in a host buffer, pinned until TierStack.release_fetched."""
+    """A loaded block in a host buffer, which stays pinned until TierStack.release_fetched."""
 
     block_hash: bytes
     buffer: memoryview
@@ -39,7 +41,7 @@ class FetchedBlock:
 
 @dataclass(slots=True, eq=False)
 class TierFetch:
-    """The leading blocks of a prefix being loaded into host buffers. Accessed only under the stack's lock."""
+    """The leading blocks of a prefix that are being loaded into host buffers. Guarded by the lock of TierStack."""
 
     hashes: Sequence[bytes]
     num_fetched: int = 0
@@ -51,7 +53,10 @@ class TierStack:
     def __init__(
         self, host: HostTier, lower_tiers: Sequence[Tier] = (), *, clock: Clock | None = None, threads: bool = True
     ) -> None:
-        """Without `threads`, blocks move only when `load_next_block` or `write_next_block` is called, as tests do."""
+        """Create the stack and start its threads.
+
+        With `threads` False, blocks move only when `load_next_block` or `write_next_block` is called, as tests do.
+        """
         self.host = host
         self.lower_tiers = list(lower_tiers)
         self._clock = clock or SystemClock()
@@ -74,7 +79,10 @@ class TierStack:
     # -- loads: called by the engine's loop ---------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the chain are worth fetching, whichever tiers hold them."""
+        """Return how many leading blocks of the hash chain are worth loading.
+
+        Different tiers may hold different blocks of the chain.
+        """
         tiers: list[Tier] = [self.host, *(() if self._is_reader_stuck() else self.lower_tiers)]
         count = 0
         while count < len(hashes) and (more := max(tier.lookup_optimistic(hashes[count:]) for tier in tiers)):
@@ -97,7 +105,7 @@ class TierStack:
         return fetch
 
     def take_fetched(self, fetch: TierFetch) -> tuple[list[FetchedBlock], bool]:
-        """Return the blocks loaded since the last call, and whether the fetch has ended."""
+        """Return the blocks that were loaded since the last call, and whether the fetch has ended."""
         with self._lock:
             arrivals, fetch.ready = fetch.ready, []
             return arrivals, fetch.ended
@@ -116,19 +124,22 @@ class TierStack:
             self.release_fetched(arrival.block_hash)
 
     def count_hit(self, tier: str, tokens: int) -> None:
-        """Count a block, with its tokens, that a request got from a tier."""
+        """Count one block of `tokens` tokens that a request got from a tier, for the statistics."""
         self._hit_tokens[tier] += tokens
         self._hit_blocks[tier] += 1
 
     def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a block has been loaded or a fetch has ended, or until the timeout."""
+        """Wait until a block has been loaded or a fetch has ended, at most `timeout_s`."""
         self._progress_event.wait(timeout_s)
         self._progress_event.clear()
 
     # -- stores: called by the engine's loop --------------------------------------------------------------------------
 
     def reserve_host_buffer(self, block_hash: bytes) -> memoryview | None:
-        """Return a host buffer to copy the block to, or None if host memory has the block or no free buffer."""
+        """Return a host buffer to copy the block to.
+
+        Return None if host memory already has the block, or if no buffer is free.
+        """
         buffer = self.host.reserve_buffer(block_hash)
         if buffer is None and block_hash in self.host:
             self._queue_write(block_hash)  # the lower tiers may not have it
@@ -137,7 +148,7 @@ class TierStack:
         return buffer
 
     def finish_save(self, block_hash: bytes) -> None:
-        """Publish a filled buffer and queue it for the lower tiers."""
+        """Make a filled host buffer available to lookups, and queue the block for the lower tiers."""
         self.host.publish_buffer(block_hash)
         self._queue_write(block_hash)
         self._read_event.set()
@@ -157,7 +168,7 @@ class TierStack:
     # -- run by the threads -------------------------------------------------------------------------------------------
 
     def load_next_block(self) -> bool:
-        """Load one block into host memory. Return False if no fetch needs one, or no buffer is free."""
+        """Load one block into host memory. Return False if no fetch needs a block, or if no buffer is free."""
         with self._lock:
             if not self._fetches:
                 return False
@@ -184,10 +195,10 @@ class TierStack:
         return True
 
     def _load_block(self, block_hash: bytes, buffer: memoryview, following_hashes: Sequence[bytes]) -> str | None:
-        """Load the block from the first lower tier that has it, and return the tier's name, or None.
+        """Load the block from the first lower tier that has it. Return the tier's name, or None.
 
-        A tier whose copy is damaged discards the rest of the prefix too, so that it is written again: it may be damaged
-        as well, and would otherwise not be checked before the next restart.
+        If a tier's copy of the block is damaged, the tier also discards the following blocks of the prefix, because
+        they may be damaged too. They will then be written again.
         """
         self._reading_since = self._clock.now()
         for tier in self.lower_tiers:
@@ -203,7 +214,7 @@ class TierStack:
         return None
 
     def write_next_block(self) -> bool:
-        """Write one queued block to the lower tiers that lack it. Return False if the queue is empty."""
+        """Write one queued block to the lower tiers that do not have it. Return False if the queue is empty."""
         with self._lock:
             if not self._writes:
                 return False
@@ -227,7 +238,7 @@ class TierStack:
     def _write_loop(self) -> None:
         refreshed = self._clock.now()
 
-        def work() -> bool:
+        def refresh_or_write() -> bool:
             nonlocal refreshed
             if self._clock.now() - refreshed > REFRESH_INTERVAL_S:
                 for tier in self.lower_tiers:
@@ -235,7 +246,7 @@ class TierStack:
                 refreshed = self._clock.now()
             return self.write_next_block()
 
-        self._run_loop(self._write_event, work)
+        self._run_loop(self._write_event, refresh_or_write)
 
     def _run_loop(self, wake_event: threading.Event, work: Callable[[], bool]) -> None:
         while not self._closed:
@@ -247,7 +258,7 @@ class TierStack:
     # -- shutdown and statistics --------------------------------------------------------------------------------------
 
     def wait_until_written(self, timeout_s: float) -> bool:
-        """Wait until all queued blocks are written; return False after the timeout."""
+        """Wait until all queued blocks are written. Return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._lock:

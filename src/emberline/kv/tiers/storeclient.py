@@ -1,7 +1,8 @@
 """StoreClient: reads and writes values in Mooncake's Store through a child process, with timeouts.
 
-A call that times out continues in the child process. Its buffer stays unusable until the result arrives. If that takes
-too long, the child is killed and started again; the blocks in the memory that it contributed to the store are lost.
+A call that times out continues in the child process, and the buffer of the call cannot be used until its result
+arrives. If that takes too long, the child process is killed and started again. The blocks in the memory that it
+contributed to the store are then lost.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ NO_MEMORY, NOT_READY, NOT_FOUND = -200, -703, -704
 
 @dataclass(frozen=True, slots=True)
 class StoreListenAddress:
-    """The address at which this worker's part of the store listens."""
+    """The address at which this worker's part of the shared store listens."""
 
     host: str | None = None  # address of this host; None: loopback, for a master on this machine
     port: int = 0  # first of two consecutive ports; 0: any that are free
 
 
 class StoreUnavailable(Exception):
-    """The store's master or the child process does not answer."""
+    """The store's master process, or our child process that talks to it, does not answer."""
 
 
 class StoreConnection:
-    """A socket to the child process, for one call at a time, with the buffer that its values pass through."""
+    """A socket to the child process that carries one call at a time, with a shared buffer for the values."""
 
     def __init__(self, sock: socket.socket, buffer: memoryview) -> None:
         self.buffer = buffer
@@ -62,32 +63,42 @@ class StoreConnection:
             self.receive_result(0.0)
 
     def call(self, operation: str, key: str, size: int, timeout_s: float) -> int:
-        """Send a request and return its result. Raises StoreUnavailable if none arrives in time."""
+        """Send a request to the child process and return its result.
+
+        Raises StoreUnavailable if no result arrives in time.
+        """
         self.check_buffer_free()
         self._request_number += 1
         request = json.dumps([self._request_number, operation, key, size]).encode()
         try:
             self._socket.send(request, socket.MSG_DONTWAIT)
         except OSError as error:
-            raise StoreUnavailable(f"the store's client process is gone: {error}") from error
+            raise StoreUnavailable(
+                f"the connection to the child process of the KV store client failed: {error}"
+            ) from error
         result = self.receive_result(timeout_s)
         if result <= MASTER_UNREACHABLE:
-            raise StoreUnavailable(f"the store's master does not answer (error {result})")
+            raise StoreUnavailable(f"the KV store's master does not answer: Mooncake error code {result}")
         return result
 
     def receive_result(self, timeout_s: float) -> int:
-        """Return the result of the last request, or that of the setup, which the child sends by itself."""
+        """Return the result of the last request.
+
+        Before the first request, this is the result of the store's setup, which the child process sends unasked.
+        """
         self._pending_since = self._pending_since or time.monotonic()
         self._socket.settimeout(max(timeout_s, 1e-3))
         try:
             message = self._socket.recv(MAX_MESSAGE_BYTES)
         except TimeoutError as error:
             late = f"no answer within {timeout_s:g} s" if timeout_s else "an earlier call has not been answered yet"
-            raise StoreUnavailable(f"the store's client process is slow: {late}") from error
+            raise StoreUnavailable(f"the KV store did not answer in time: {late}") from error
         except OSError as error:
-            raise StoreUnavailable(f"the store's client process is gone: {error}") from error
+            raise StoreUnavailable(
+                f"the connection to the child process of the KV store client failed: {error}"
+            ) from error
         if not message:
-            raise StoreUnavailable("the store's client process has ended")
+            raise StoreUnavailable("the child process of the KV store client has ended")
         number, result = json.loads(message)
         assert number == self._request_number
         self._pending_since = None
@@ -124,15 +135,17 @@ class StoreClient:
     def __init__(
         self, master: str, memory_bytes: int, value_bytes: int, listen_address: StoreListenAddress | None = None
     ) -> None:
-        """Prepare a client; `check` starts the child process.
+        """Prepare a client. The child process is started by `ensure_running`.
 
-        `master`: HOST:PORT. `memory_bytes`: memory that this worker contributes to the store. `value_bytes`: the
-        largest value.
+        `master` is the HOST:PORT of the store's master process. This worker contributes `memory_bytes` to the store. No
+        value may be longer than `value_bytes`.
         """
         listen_address = listen_address or StoreListenAddress()
         host, _, port = master.rpartition(":")
         if not host or not port.isdigit():
-            raise InvalidRequest(f"kv_store is {master!r}; it must be the master's HOST:PORT", param="kv_store")
+            raise InvalidRequest(
+                f"kv_store is {master!r}, but must be the HOST:PORT of the store's master", param="kv_store"
+            )
         self._master, self._address = master, (host, int(port))
         self._host, self._port = _listen_host(host, listen_address.host), listen_address.port
         self._memory_bytes = memory_bytes
@@ -144,16 +157,16 @@ class StoreClient:
         return self._process.popen.pid if self._process is not None else None
 
     def get(self, key: str) -> memoryview | int:
-        """Return the value, valid until the next `get`, or the store's error code."""
+        """Return the value of the key, or the store's error code. The value is valid until the next `get`."""
         line = self._require_ready().get
         with line.lock:
             size = line.call("get", key, 0, CALL_TIMEOUT_S)
         return line.buffer[:size] if size > 0 else size
 
     def put(self, key: str, write_value: Callable[[memoryview], int]) -> tuple[int, int]:
-        """Store the value that `fill` writes into its argument, a buffer, and whose length it returns.
+        """Store a value and return the store's result code and the length of the value.
 
-        Return the store's result code and the length.
+        `write_value` writes the value into the buffer that it receives, and returns the value's length.
         """
         line = self._require_ready().put
         with line.lock:
@@ -167,7 +180,10 @@ class StoreClient:
             line.call("remove", key, 0, CALL_TIMEOUT_S)
 
     def ensure_running(self) -> None:
-        """Start or restart the child process if needed. Raises StoreUnavailable unless the master answers."""
+        """Start the child process, or restart it if needed.
+
+        Raises StoreUnavailable if the store's master process does not answer.
+        """
         if self._process is not None and self._process.needs_restart:
             self._process.kill()
             self._process = None
@@ -183,7 +199,7 @@ class StoreClient:
                     if result == LISTENER_EXPOSED
                     else f"error {result}"
                 )
-                raise StoreUnavailable(f"the store's client does not start: {reason}")
+                raise StoreUnavailable(f"the KV store client does not start: {reason}")
             process.is_ready = True
             process.put.call("check", "anything", 0, CALL_TIMEOUT_S)
 
@@ -199,19 +215,22 @@ class StoreClient:
 
     def _require_ready(self) -> StoreProcess:
         if self._process is None or not self._process.is_ready:
-            raise StoreUnavailable("the store has not answered since the start")
+            raise StoreUnavailable("the KV store has not answered since this process started")
         return self._process
 
     def _start_process(self) -> StoreProcess:
-        """Start the child process if the master accepts connections: Mooncake waits minutes for a missing one."""
+        """Start the child process if the store's master accepts connections.
+
+        Without this check, Mooncake would wait minutes for a master that is missing.
+        """
         try:
             socket.create_connection(self._address, timeout=CALL_TIMEOUT_S).close()
         except OSError as error:
-            raise StoreUnavailable(f"cannot connect to the store's master at {self._master}: {error}") from error
+            raise StoreUnavailable(f"cannot connect to the KV store's master at {self._master}: {error}") from error
         try:
             return self._spawn_process()
         except OSError as error:  # out of descriptors, memory or processes, perhaps only for now
-            raise StoreUnavailable(f"the store's client process cannot be started: {error}") from error
+            raise StoreUnavailable(f"cannot start the child process of the KV store client: {error}") from error
 
     def _spawn_process(self) -> StoreProcess:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -239,10 +258,10 @@ class StoreClient:
 
 
 def _listen_host(master_host: str, configured_host: str | None) -> str:
-    """Return the address to listen at: the configured one, or loopback for a master on this machine.
+    """Return the address to listen at: the configured one, or loopback if the store's master runs on this machine.
 
-    Raises InvalidRequest for a remote master without a setting: Mooncake authenticates no peer, so listening at a
-    network address must be the operator's choice.
+    Raises InvalidRequest if the master is remote and no address is configured. Mooncake authenticates no peer, so the
+    operator must choose to listen at a network address.
     """
     if configured_host is None:
         if is_loopback(master_host):

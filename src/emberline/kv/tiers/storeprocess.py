@@ -1,11 +1,11 @@
-"""A child process with a client of Mooncake's Store, started by `StoreClient` and killed with it.
+"""The child process that contains a client of Mooncake's Store. StoreClient starts it and ends it.
 
-Some of the client's calls block for minutes while holding the GIL, and its libraries may crash, so it does not run in
-the worker.
+Some calls of the client block for minutes while they hold the GIL, and its libraries may crash. So the client does not
+run in the worker's process.
 
-The process serves two SOCK_SEQPACKET sockets, one for gets and one for everything else. Each request is the JSON list
-`[number, operation, key, size]`, each reply `[number, result]`. Values pass through a buffer in shared memory, one per
-socket. The first message on the second socket, number 0, is the result of the setup.
+The process serves two SOCK_SEQPACKET sockets, one for get requests and one for all others. Each request is the JSON
+list `[number, operation, key, size]`, each reply `[number, result]`. Values are passed in shared memory, in one buffer
+per socket. The first message on the second socket, with number 0, is the result of the store's setup.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoreProcessConfig:
 
 
 def serve_store(config: StoreProcessConfig, store: MooncakeStore) -> None:
-    """Set the store up, report the result, and serve both sockets until the parent closes one."""
+    """Set up the store client, send the result, and serve both sockets until the parent process closes one of them."""
     memory = mmap.mmap(config.shared, 2 * config.room)
     begin = np.frombuffer(memory, np.uint8).ctypes.data
     get, put = (socket.socket(fileno=line) for line in config.lines)

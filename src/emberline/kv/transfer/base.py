@@ -1,7 +1,8 @@
-"""The interface of transports: a Transport connects to a peer and returns a TransferLink.
+"""The interface of transports, which move KV blocks between engines.
 
-A link copies pieces and manages leases. Every call has a deadline on the receiver's clock and raises errors of
-`transfer.errors`. After `fetch` has returned or raised, nothing writes to the receiver's memory any more.
+A Transport connects to a peer and returns a TransferLink. A link copies pieces of blocks and renews and ends leases.
+Every call has a deadline on the receiver's clock and raises the errors of `transfer.errors`. After `fetch` has returned
+or raised, nothing writes to the receiver's memory any more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from emberline.kv.transfer.ticket import Peer, Ticket
 
 @dataclass(frozen=True, slots=True)
 class PieceFetch:
-    """Pieces to fetch, and the blocks of the receiver that they are written to."""
+    """The pieces of KV blocks to fetch, and the receiver's blocks that they are written to."""
 
     ticket: Ticket
     blocks: BlockIds  # blocks of the ticket, at the sender
@@ -31,7 +32,10 @@ class PieceFetch:
     deadline: float
 
     def in_place_target(self, piece: TransferPiece) -> list[memoryview] | None:
-        """Return the memory that the piece can be received into directly, or None if it must be scattered."""
+        """Return the receiver's memory for the piece, if it can be received directly into this memory.
+
+        Return None if the piece must be received into a buffer and copied to its blocks.
+        """
         same = self.region.layout.tokens == self.ticket.peer.layout.tokens
         return self.region.in_place_views(piece, self.target_blocks) if same else None
 
@@ -44,13 +48,13 @@ class PieceFetch:
 
 class TransferLink(Protocol):
     def poll_ticket(self, ticket: Ticket, known_blocks: int, wait_s: float, deadline: float) -> Ticket:
-        """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`.
+        """Return the ticket as soon as it lists more than `known_blocks` blocks, at the latest after `wait_s`.
 
-        Renews the lease.
+        The lease is renewed.
         """
 
     def fetch(self, fetch: PieceFetch) -> None:
-        """Copy the pieces, verify each and mark it in the progress. Renews the lease meanwhile."""
+        """Copy the pieces, check each piece, and mark it as arrived. The lease is renewed during the copies."""
 
     def renew(self, ticket: Ticket, deadline: float) -> None: ...
 

@@ -1,9 +1,10 @@
 """MessageChannel: sends and receives messages and raw bytes over a stream socket.
 
-Every call has a deadline, and fails sooner if the peer sends or accepts no byte for the I/O timeout.
+Every call has a deadline. It fails earlier if the peer sends or accepts no byte for the duration of the I/O timeout.
 
-A message is a header and a body. The header holds magic, kind, transfer id, length and CRC-32 of the body, and the
-CRC-32 of the header up to there. The raw bytes of a piece follow its DATA message. Numbers are little-endian.
+A message is a header and a body. The header holds magic bytes, the message kind, the transfer id, the length and the
+CRC-32 of the body, and the CRC-32 of the header itself. The raw bytes of a piece of KV blocks follow its DATA message.
+Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TransferMessage(NamedTuple):
     body: bytes
 
     def read_json(self) -> dict[str, Any]:
-        """Return the JSON body of a message of any kind but DATA and PIECE_END."""
+        """Return the JSON body. All messages have one, except DATA and PIECE_END."""
         try:
             body = json.loads(self.body)
         except ValueError:
@@ -110,7 +111,10 @@ class MessageChannel:
             index = _advance_views(views, index, received)
 
     def wait_for_message(self, timeout_s: float) -> None:
-        """Wait until a message begins to arrive. Raises PeerLost if the peer closes or the timeout passes."""
+        """Wait until a message begins to arrive.
+
+        Raises PeerLost if the peer closes the connection or the timeout passes.
+        """
         try:
             self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
             if self.socket.recv(1, socket.MSG_PEEK):
@@ -131,7 +135,7 @@ class MessageChannel:
         return False
 
     def stop(self) -> None:
-        """Shut the connection down from any thread, so that a waiting call fails."""
+        """Shut the connection down, so that a call that waits in a different thread fails."""
         self.is_broken = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -141,7 +145,10 @@ class MessageChannel:
         self.socket.close()
 
     def _send_or_receive(self, timeout_option: int, deadline: float, views: list[memoryview]) -> int:
-        """Send or receive once and return the number of bytes, at least 1. Raises PeerLost or TransferTimeout."""
+        """Send or receive once, depending on `timeout_option`, and return the number of bytes, which is at least 1.
+
+        Raises PeerLost or TransferTimeout.
+        """
         remaining = deadline - time.monotonic()
         try:
             if remaining > 0:
@@ -174,7 +181,10 @@ class MessageChannel:
 
 
 def _advance_views(views: list[memoryview], index: int, count: int) -> int:
-    """Return the index of the view to continue with after `count` bytes; a view used in part is shortened."""
+    """Return the index of the first view that is not complete after `count` bytes.
+
+    A view that is complete in part is replaced by its remaining bytes.
+    """
     while index < len(views) and count >= len(views[index]):
         count -= len(views[index])
         index += 1

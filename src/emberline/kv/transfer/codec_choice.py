@@ -1,7 +1,4 @@
-"""LinkCodecChooser: decides from measured transfers whether a link is faster with a codec.
-
-Pure: reads no clock.
-"""
+"""LinkCodecChooser: decides from measured transfers whether a link is faster with compressed data."""
 
 from __future__ import annotations
 
@@ -16,7 +13,10 @@ class LinkCodecChooser:
         self._transfers_since_retry = 0  # transfers since the slower way was last tried
 
     def should_encode(self, num_bytes: int) -> bool:
-        """Return whether to encode the next `num_bytes`. Both ways are tried first, plain before encoded."""
+        """Return whether to compress the next `num_bytes`.
+
+        At first, transfers without and with compression are both tried.
+        """
         if len(self._rates) < 2:
             return num_bytes >= MIN_MEASURED_BYTES and False in self._rates
         faster = self._rates[True] > self._rates[False]

@@ -1,4 +1,4 @@
-"""TransferEndpoint: the transfer side of a cache: a sender with its servers, and a receiver."""
+"""TransferEndpoint: everything that one KV cache needs for transfers: a sender with its servers, and a receiver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GPU_PULL_CONNECTIONS = 4  # more than for a CPU: each piece also passes through 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How blocks are transferred."""
+    """Options of a TransferEndpoint."""
 
     crc: Crc = zlib.crc32
     codec: KVCodec | None = None  # used between hosts if it measures faster
@@ -45,14 +45,14 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True)
 class SameHostAccess:
-    """How processes on the same host access a cache."""
+    """How processes on the same host access a KV cache: the transport that they use and the server for it."""
 
     transport: Transport
     serve: Callable[[Sender], TransferServer]
 
     @staticmethod
     def via_shared_memory(segment: SharedSegment) -> SameHostAccess:
-        """Let processes on this host map the segment."""
+        """Return the access by shared memory: processes on this host map the segment."""
         return SameHostAccess(ShmTransport(segment.region.layout), lambda sender: serve_shm(sender, segment))
 
 
@@ -70,7 +70,7 @@ class TransferEndpoint:
         same_host: SameHostAccess | None = None,
         options: TransferOptions | None = None,
     ) -> TransferEndpoint:
-        """Start the servers of a region and the receiver. Stops the servers again if one cannot start."""
+        """Start the servers of a cache and the receiver. If a server cannot start, those that did are stopped again."""
         options = options or TransferOptions()
         sender, layout = (
             Sender(region, config.engine_name, crc=options.crc, publish_checksums=options.publish_checksums),
@@ -106,12 +106,15 @@ class TransferEndpoint:
 
 
 def port_at_offset(base: int, offset: int) -> int:
-    """Return the port of a listener, counted from `--kv-port`; 0 (any free port) stays 0."""
+    """Return the port of a listener, counted from the setting `--kv-port`.
+
+    With 0, every listener uses any free port.
+    """
     return base + offset if base else 0
 
 
 def _start_mooncake(host: str, config: TransferConfig, region: Region) -> MooncakeEngine | None:
-    """Return Mooncake's engine, or None if it cannot be used: the other transports then carry the blocks."""
+    """Return Mooncake's engine, or None if it cannot be used. Blocks are then transferred by the other transports."""
     reason: str | None = "the KV cache is in GPU memory"
     if isinstance(region, HostRegion):
         reason = None if host in _mooncake_engines else check_mooncake_usable(host, fastest_protocol())
@@ -126,7 +129,7 @@ def _start_mooncake(host: str, config: TransferConfig, region: Region) -> Moonca
         else:
             _warn_of_exposure(host, config)
             return _mooncake_engines[host]
-    log.warning("Mooncake is not used for KV transfer: reason=%s", reason)
+    log.warning("Mooncake cannot be used for KV transfer, using other transports: reason=%s", reason)
     return None
 
 

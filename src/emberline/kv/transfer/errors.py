@@ -30,7 +30,7 @@ class PeerUnreachable(TransferError):
 
 
 class PeerOnOtherHost(PeerUnreachable):
-    """The endpoint can only be reached from the peer's host, which is not this one."""
+    """The endpoint can only be reached from the peer's own host, and this process runs on a different host."""
 
 
 class PeerLost(TransferError):

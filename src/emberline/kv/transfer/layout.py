@@ -1,4 +1,4 @@
-"""KVLayout: how a cache stores keys and values, and the check that two caches can exchange blocks."""
+"""KVLayout: how a KV cache stores keys and values in memory, and the check whether two caches can exchange blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from emberline.kv.transfer.errors import IncompatibleCaches
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of one cache. Two caches can exchange blocks if they differ in `tokens` only.
+    """The memory layout of one cache. Two caches can exchange blocks if at most `tokens` differs.
 
-    In memory, each part is [layers, blocks, heads, tokens, width]. A cache that stores all heads of a token together
-    counts as having one head, as wide as all of them. Transposed keys (`turned`) are stored as
-    [layers, blocks, heads, elements, tokens, bytes of an element].
+    The keys, and the values, are an array [layers, blocks, heads, tokens, width]. A cache that stores all heads of a
+    token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
+    elements, tokens, bytes of an element].
     """
 
     model: str  # fingerprint of the model, as in the root of block hashes
@@ -31,7 +31,7 @@ class KVLayout:
 
     @property
     def plane_bytes(self) -> int:
-        """Bytes of one part of one layer of a block; they are contiguous."""
+        """The bytes of the keys, or of the values, of one layer of a block. They are contiguous in memory."""
         return self.heads * self.tokens * self.width
 
     @property
@@ -43,21 +43,25 @@ class KVLayout:
         return self.layers * self.layer_bytes
 
     def token_strips(self, part: int) -> tuple[int, int]:
-        """Return the number of strips of consecutive tokens in a plane, and the bytes of a token in a strip."""
+        """Return how one layer's keys (`part` 0) or values of a block are divided into strips.
+
+        A strip holds the same element, or the same head, of consecutive tokens. The first number is the number of
+        strips, the second the bytes of one token in a strip.
+        """
         width = self.turned if part == 0 and self.turned else self.width
         return self.heads * self.width // width, width
 
     @property
     def layout_hash(self) -> str:
-        """Hash of all fields but `tokens`.
+        """The hash of all fields except `tokens`.
 
-        Caches of equal digests are compatible if one block size divides the other.
+        Two caches with the same hash are compatible if one block size divides the other.
         """
         parts = [f"{name}={value}" for name, value in asdict(self).items() if name != "tokens"]
         return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def check_compatible(self, other: KVLayout) -> None:
-        """Raise IncompatibleCaches if blocks cannot be transferred between caches of these layouts."""
+        """Raise IncompatibleCaches if blocks cannot be transferred between caches of these two layouts."""
         if bool(self.turned) != bool(other.turned):
             ours, theirs = ("transposed" if layout.turned else "not transposed" for layout in (self, other))
             raise IncompatibleCaches(
@@ -77,7 +81,7 @@ class KVLayout:
             )
 
     def num_blocks_for(self, count: int, other: KVLayout) -> int:
-        """Return how many blocks of this layout hold `count` blocks of the other."""
+        """Return how many blocks of this layout are needed for the tokens of `count` blocks of the other layout."""
         return -(-count * other.tokens // self.tokens)
 
     @staticmethod

@@ -1,9 +1,8 @@
-"""LeaseTable: the leases under which a sender keeps blocks pinned for receivers.
+"""LeaseTable: the leases during which a sender keeps published KV blocks unchanged, so that receivers can read them.
 
-All methods are thread-safe.
-
-A lease ends once: acknowledged, released, closed or expired. `collect` then returns its blocks once to the owner of the
-cache. The owner does not wait for readers: a reader that is late finds the lease ended and discards what it read.
+A lease ends once: the receiver has acknowledged or released it, the sender has closed it, or it has expired.
+`collect_ended` then returns its blocks to the owner of the cache, which may overwrite them immediately. A receiver that
+is still reading finds that the lease has ended and discards what it read. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class LeaseTable:
             return replace(lease)
 
     def find(self, lease_id: str) -> Lease:
-        """Return a copy of the lease, as all methods do. Raises TicketEnded if it has ended."""
+        """Return a copy of the lease. Raises TicketEnded if the lease has ended."""
         with self._changed:
             return replace(self._find_active(lease_id))
 
@@ -95,7 +94,10 @@ class LeaseTable:
             self._extend_expiry(self._find_active(lease_id))
 
     def wait_for_blocks(self, lease_id: str, known_blocks: int, timeout_s: float) -> Lease:
-        """Wait until the lease has more than `known_blocks` blocks or is complete, or until the timeout."""
+        """Wait until the lease has more than `known_blocks` blocks or is complete, at most `timeout_s`.
+
+        Return a copy of the lease.
+        """
         deadline = self._clock.now() + timeout_s
         with self._changed:
             while True:
@@ -106,7 +108,10 @@ class LeaseTable:
                 self._changed.wait(min(remaining, EXPIRY_CHECK_INTERVAL_S))
 
     def end(self, lease_id: str, reason: LeaseEndReason) -> None:
-        """End the lease. Repeating a call is no error: the first reply may have been lost."""
+        """End the lease.
+
+        A second call with the same reason does nothing, because the receiver repeats a call whose reply was lost.
+        """
         with self._changed:
             if self._ended.get(lease_id) is not reason:
                 self._end_lease(self._find_active(lease_id), reason)
@@ -117,7 +122,7 @@ class LeaseTable:
                 self._end_lease(lease, reason)
 
     def collect_ended(self) -> list[EndedLease]:
-        """Return the leases that ended since the last call, also by expiry; the caller may reuse their blocks."""
+        """Return the leases that ended or expired since the last call. The caller may reuse their blocks."""
         with self._changed:
             for lease in list(self._live.values()):
                 self._end_if_expired(lease)
@@ -125,7 +130,7 @@ class LeaseTable:
             return ended
 
     def lease_ages(self) -> list[tuple[float, int]]:
-        """Return the age in seconds and the number of pinned blocks of each lease."""
+        """Return the age in seconds and the number of blocks of each active lease."""
         now = self._clock.now()
         with self._changed:
             return [(now - lease.started_at, len(lease.blocks)) for lease in self._live.values()]
@@ -141,10 +146,10 @@ class LeaseTable:
         return lease
 
     def _end_if_expired(self, lease: Lease) -> bool:
-        """End the lease if its time has passed, and return whether it did.
+        """End the lease if its time has passed. Return whether it was ended.
 
-        A lease that is not complete lasts until its limit, because the engine that fills its blocks will complete or
-        close it.
+        A lease to which blocks are still being added lasts until the latest time that renewals allow, because the
+        engine that computes these blocks will complete or close it.
         """
         if self._clock.now() < (lease.expires_at if lease.complete else lease.max_expires_at):
             return False

@@ -1,7 +1,4 @@
-"""StreamLink: the link to a sender over stream sockets.
-
-It opens its connections at once and keeps them open.
-"""
+"""StreamLink: a link to a sender over stream sockets. It opens all its connections at the start and keeps them open."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ Connector = Callable[[float], socket.socket]  # connects within a timeout in sec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """How a receiver transfers pieces over stream sockets."""
+    """How a receiver transfers pieces of KV blocks over stream sockets."""
 
     connections: int = 2  # connections used by one pull
     use_checksums: bool = True  # whether pieces carry a checksum on the wire
@@ -44,7 +41,7 @@ class LinkOptions:
 
 
 class FetchConnections:
-    """The connections of one fetch: when one fails, all are stopped."""
+    """The connections that are used by one fetch. When one of them fails, all are stopped."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -55,7 +52,7 @@ class FetchConnections:
     def stop_on_failure(self, channel: MessageChannel) -> Iterator[None]:
         with self._lock:
             if self.failure is not None:
-                raise PeerLost("another connection of the same KV transfer failed")
+                raise PeerLost("a different connection of the same KV transfer failed")
             self._channels.add(channel)
         try:
             yield
@@ -91,7 +88,7 @@ class StreamLink:
             raise
 
     def _prepare_first_fetch(self, deadline: float) -> None:
-        """Prepare what the first fetch needs besides connections; for subclasses."""
+        """Prepare what the first fetch needs in addition to connections. Subclasses override this method."""
 
     def poll_ticket(self, ticket: Ticket, known_blocks: int, wait_s: float, deadline: float) -> Ticket:
         reply = self._call(MessageKind.STATE, {"id": ticket.id, "known": known_blocks, "wait": wait_s}, deadline)
@@ -114,7 +111,7 @@ class StreamLink:
             channel.stop()
 
     def fetch(self, fetch: PieceFetch) -> None:
-        """Fetch the pieces over several connections at once; the calling thread serves one of them."""
+        """Fetch the pieces over several connections in parallel. The calling thread uses one of them."""
         count = min(self._options.connections, len(fetch.pieces))
         if not count:
             return
@@ -171,9 +168,13 @@ class StreamLink:
         size = piece.num_bytes(self._peer.layout)
         valid = length == size if codec is None else length <= codec.max_encoded_bytes(size)
         if TransferPiece(*bounds) != piece or not valid:
-            raise _make_corruption_error(channel, f"the peer sent another piece than the requested {piece}")
+            raise _make_corruption_error(
+                channel, f"the peer sent a different piece of KV blocks than the requested {piece}"
+            )
         if generations_sum != generations_crc(fetch.generations[piece.first_block : piece.end_block]):
-            raise _make_corruption_error(channel, f"{piece} arrived with another generation than the ticket's")
+            raise _make_corruption_error(
+                channel, f"the KV blocks of {piece} were overwritten after the ticket was issued"
+            )
         direct = fetch.in_place_target(piece) if codec is None else None
         memory = memoryview(b"") if direct else channel.staging.reserve(length + (size if codec else 0))
         views = direct or [memory[:length]]
@@ -185,14 +186,14 @@ class StreamLink:
         elif self._options.use_checksums:
             valid = struct.pack("<I", crc_of_views(self._options.crc, views)) == end.body
         if not valid:
-            raise _make_corruption_error(channel, f"{piece} arrived with a wrong checksum")
+            raise _make_corruption_error(channel, f"the KV data of {piece} arrived with a wrong checksum")
         if direct is None:
             fetch.scatter(piece, views[0])
 
     def _call(self, kind: MessageKind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Send a request and return the reply; retry once, since an idle connection may have died.
+        """Send a request and return the reply.
 
-        All requests are idempotent.
+        If an idle connection was closed by the peer, the request is sent once more. All requests are idempotent.
         """
         try:
             return self._call_once(kind, body, deadline)
@@ -214,7 +215,7 @@ class StreamLink:
 
     @contextmanager
     def _borrow_channel(self, deadline: float) -> Iterator[MessageChannel]:
-        """Lend an idle connection that is still open, or a new one."""
+        """Yield an idle connection that is still open, or a new one. It becomes idle again when the context exits."""
         channel = self._take_idle_channel() or self._open_channel(deadline)
         try:
             yield channel
@@ -268,17 +269,19 @@ class StreamLink:
         channel.send_json(MessageKind.HELLO, transfer, hello, deadline)
         welcome = _check_message(channel.receive(deadline), MessageKind.WELCOME, transfer, channel).read_json()
         if KVLayout.parse(welcome.get("layout")) != self._peer.layout:
-            raise _make_corruption_error(channel, "the peer's cache layout differs from its description")
+            raise _make_corruption_error(channel, "the KV peer has a different cache layout than the ticket states")
         chosen = welcome.get("codec")
         if chosen is not None and chosen not in codecs:
-            raise _make_corruption_error(channel, f"the peer chose the codec {chosen!r}, which was not offered")
+            raise _make_corruption_error(
+                channel, f"the KV peer chose the codec {chosen!r}, which this receiver did not offer"
+            )
         self._codec = codecs[chosen] if chosen is not None else None
 
 
 def _try_start_thread(thread: threading.Thread) -> bool:
-    """Start the thread; return False if the system allows no more.
+    """Start the thread. Return False if the system allows no more threads.
 
-    The caller must still wait for the threads that did start: they write to the cache.
+    The caller must still wait for the threads that did start, because they write to the cache.
     """
     try:
         thread.start()
@@ -291,12 +294,12 @@ def _check_message(
     message: TransferMessage, kind: MessageKind, transfer_id: int, channel: MessageChannel
 ) -> TransferMessage:
     if message.transfer != transfer_id:
-        raise _make_corruption_error(channel, "a reply to another request arrived")
+        raise _make_corruption_error(channel, "the KV peer sent a reply to a different request")
     if message.kind == MessageKind.ERROR:
         raise message.to_error()
     if message.kind != kind:
         raise _make_corruption_error(
-            channel, f"a message of kind {message.kind} arrived instead of {kind.name} ({kind.value})"
+            channel, f"the KV peer sent a message of kind {message.kind} instead of {kind.name} ({kind.value})"
         )
     return message
 

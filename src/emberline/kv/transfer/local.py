@@ -1,7 +1,4 @@
-"""The transport within one process, which copies pieces from memory to memory.
-
-Tests use it as a fake network.
-"""
+"""The transport between caches of the same process, which copies pieces in memory. Tests use it as a fake network."""
 
 from __future__ import annotations
 
@@ -48,19 +45,19 @@ class LocalTransport:
     kind = "local"
 
     def __init__(self, senders: Iterable[Sender], clock: Clock | None = None) -> None:
-        """`senders`: senders of this process for which `advertise_local` was called."""
+        """Create a transport to `senders`, for each of which `advertise_local` was called."""
         self._senders = {sender.endpoints["local"]: sender for sender in senders}
         self._clock = clock or SystemClock()
 
     def connect(self, peer: Peer, deadline: float) -> LocalLink:
         sender = self._senders.get(peer.endpoints["local"])
         if sender is None:
-            raise PeerUnreachable(f"this process has no KV sender {peer.endpoints['local']!r}")
+            raise PeerUnreachable(f"this process has no KV sender with the local address {peer.endpoints['local']!r}")
         if sender.peer.incarnation != peer.incarnation:
             raise PeerChanged(f"KV peer {peer.name} was restarted")
         return LocalLink(sender, self._clock)
 
 
 def advertise_local(sender: Sender, address: str) -> None:
-    """Add a name to the sender's endpoints by which a LocalTransport of this process finds it."""
+    """Add a local address to the sender's endpoints, by which a LocalTransport of this process finds the sender."""
     sender.endpoints["local"] = address

@@ -1,14 +1,15 @@
-"""The Mooncake transport: the receiver reads the sender's registered memory by RDMA or TCP.
+"""The Mooncake transport: the receiver reads the sender's memory by RDMA or TCP.
 
-Messages about leases use a connection of our own. A read counts only after the sender has confirmed over it, after the
-last byte, that the lease is valid and the generations are unchanged.
+Messages about leases use a connection of our own. Data counts as received only after the sender has confirmed, after
+the last byte, that the lease is valid and that the blocks were not overwritten.
 
-A read of the engine cannot be cancelled, and gives up on a silent peer only after 30 s. So the engine never writes to a
-cache: each read has its own buffer, and a caller that stops waiting leaves the buffer to the engine.
+A read of Mooncake's engine cannot be cancelled, and it waits up to 30 s for a peer that does not answer. So the engine
+never writes to a KV cache. Each read has its own buffer, and a caller that stops waiting leaves the buffer to the
+engine.
 
-The engine authenticates no peer: a process that reaches its ports may read and overwrite the registered memory, which
-is the whole cache. Its listeners are therefore confined to one address, and tickets carry checksums of the blocks, so
-that a receiver notices a foreign write (see docs/cluster.md).
+The engine authenticates no peer. A process that reaches its ports may read and overwrite the registered memory, which
+is the whole cache. Its listeners are therefore restricted to one address, and tickets contain checksums of the blocks,
+so that a receiver notices a write by a stranger (see docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ MemoryRange = tuple[int, int]  # address and length
 
 
 class RegisteredBuffers:
-    """A pool of registered buffers that pieces are read into. A buffer is idle, in use, or in quarantine."""
+    """A pool of buffers that are registered with Mooncake's engine, into which pieces are read.
+
+    A buffer is idle, in use, or not usable for a while because its read failed and may still be running.
+    """
 
     def __init__(self, register: Callable[[memoryview], None], max_buffers: int = MAX_BUFFERS) -> None:
         self._register = register
@@ -75,7 +79,7 @@ class RegisteredBuffers:
                 return self._idle.pop(found)
             if self._count >= self._max_buffers:
                 raise PeerUnreachable(
-                    f"all {self._max_buffers} buffers for Mooncake are in use or held by failed reads"
+                    f"all {self._max_buffers} buffers for Mooncake reads are in use or blocked by failed reads"
                 )
             self._count += 1
         try:
@@ -96,13 +100,14 @@ class RegisteredBuffers:
 
 
 class MooncakeEngine:
-    """Mooncake's Transfer Engine in this process, shared by all its senders and receivers."""
+    """Mooncake's Transfer Engine in this process. All senders and receivers of the process share it."""
 
     def __init__(self, host: str = LOOPBACK, protocol: str = "tcp", port: int = 0) -> None:
-        """Start the engine. Call `check_mooncake_usable` before: an unsuitable Mooncake wheel may crash the process.
+        """Start the engine.
 
-        `host`: IPv4 address that its listeners are confined to. `port`: first of its two ports; 0: any free ones.
-        Raises PeerUnreachable if the engine does not start.
+        Call `check_mooncake_usable` first, because an unsuitable Mooncake wheel may crash the process. The engine is
+        reachable only at the IPv4 address `host`, at `port` and the next port; with 0, at any free ports. Raises
+        PeerUnreachable if the engine does not start.
         """
         try:
             self._engine = new_engine(port)
@@ -112,7 +117,9 @@ class MooncakeEngine:
             raise PeerUnreachable(error.message, hint=error.hint) from error
         if started != 0:
             address = f"{host}:{port} and {port + 1}" if port else host
-            raise PeerUnreachable(f"Mooncake does not start with {protocol} at {address}", hint="run emberline doctor")
+            raise PeerUnreachable(
+                f"Mooncake's engine does not start with protocol {protocol} at {address}", hint="run emberline doctor"
+            )
         self.host = host
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self.buffers = RegisteredBuffers(self.register_memory)
@@ -134,7 +141,10 @@ class MooncakeEngine:
             del self._registered[_address(view)]
 
     def read_remote_memory(self, peer_session: str, buffer: memoryview, ranges: Sequence[MemoryRange]) -> bool:
-        """Read these ranges of the peer's memory into the buffer, one after the other. May take 30 s."""
+        """Read ranges of the peer's memory into the buffer, one after the other. Return whether the read succeeded.
+
+        A read may take up to 30 s.
+        """
         position, targets = _address(buffer), []
         for _, length in ranges:
             targets.append(position)
@@ -169,7 +179,7 @@ class MooncakeServer(TransferServer):
 def serve_mooncake(
     sender: Sender, engine: MooncakeEngine, port: int = 0, *, io_timeout_s: float = IO_TIMEOUT_S
 ) -> MooncakeServer:
-    """Serve leases at the engine's host. A receiver asks at this endpoint for the addresses of the memory."""
+    """Serve leases over TCP at the engine's host. A receiver also asks this server for the addresses of the memory."""
     listener = create_tcp_listener(engine.host, port)
     sender.endpoints["mooncake"] = f"{engine.host}:{listener.getsockname()[1]}"
     return MooncakeServer(sender, engine, listener, io_timeout_s)
@@ -195,9 +205,9 @@ class MooncakeLink(StreamLink):
             self._session, self._blocks = str(reply["session"]), int(reply["blocks"])
             self._bases = [int(base) for base in reply["bases"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise BadTransfer(f"the sender's description of its memory is malformed: {error!r}") from error
+            raise BadTransfer(f"the KV sender's description of its memory is malformed: {error!r}") from error
         if len(self._bases) != self._peer.layout.parts or self._blocks < 1:
-            raise BadTransfer("the sender's description of its memory does not match its KV layout")
+            raise BadTransfer("the KV sender's description of its memory does not match its cache layout")
 
     def fetch(self, fetch: PieceFetch) -> None:
         layout = self._peer.layout
@@ -221,7 +231,7 @@ class MooncakeLink(StreamLink):
         except Empty:
             fetch.progress.raise_if_cancelled()
             if fetch.deadline <= time.monotonic():
-                raise TransferTimeout("the deadline passed before the sender's memory was read") from None
+                raise TransferTimeout("the deadline passed before the KV sender's memory was read") from None
             raise PeerLost(f"KV peer {self._peer.name} sent nothing for {self._options.io_timeout_s:g} s") from None
         if buffer is None:
             raise PeerLost(f"Mooncake cannot read the memory of KV peer {self._peer.name}")
@@ -231,19 +241,21 @@ class MooncakeLink(StreamLink):
             reader.release_buffer(buffer)
 
     def _confirm_piece(self, fetch: PieceFetch, piece: TransferPiece, data: memoryview) -> None:
-        """Have the sender confirm, after the read, that the blocks still have the published content."""
+        """Ask the sender, after the read, to confirm that the blocks still have the published content."""
         request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._options.use_checksums}
         reply = self._call(MessageKind.CONFIRM_READ, request, fetch.deadline)
         if reply.get("mark") != generations_crc(fetch.generations[piece.first_block : piece.end_block]):
-            raise TransferCorrupted(f"{piece} arrived with another generation than the ticket's")
+            raise TransferCorrupted(f"the KV blocks of {piece} were overwritten after the ticket was issued")
         if self._options.use_checksums and reply.get("crc") != self._options.crc(data, 0):
-            raise TransferCorrupted(f"{piece} arrived with a wrong checksum")
+            raise TransferCorrupted(f"the KV data of {piece} arrived with a wrong checksum")
 
     def _remote_ranges(self, piece: TransferPiece, blocks: BlockIds) -> list[MemoryRange]:
-        """Return the ranges of the sender's memory that make up the piece, in wire order."""
+        """Return the ranges of the sender's memory that make up the piece, in the order of the wire format."""
         ids, size = blocks[piece.first_block : piece.end_block], self._peer.layout.plane_bytes
         if ids.min() < 0 or ids.max() >= self._blocks:
-            raise BadTransfer(f"the KV ticket names blocks outside the sender's {self._blocks}")
+            raise BadTransfer(
+                f"the KV ticket lists a block that the sender does not have: it has {self._blocks} blocks"
+            )
         ranges, layer_bytes = contiguous_ranges(ids), size * self._blocks
         layers = range(piece.first_layer, piece.end_layer)
         starts = (base + layer * layer_bytes for layer in layers for base in self._bases)
@@ -251,9 +263,9 @@ class MooncakeLink(StreamLink):
 
 
 class MooncakePieceReader:
-    """A thread that reads the pieces of a fetch in order, up to MAX_READ_AHEAD before they are taken.
+    """A thread that reads the pieces of a fetch in order, at most MAX_READ_AHEAD pieces before the caller takes them.
 
-    The thread may run longer than the caller waits; it then releases its buffers itself.
+    The thread may run longer than the caller waits. Then it releases its buffers itself.
     """
 
     def __init__(self, engine: MooncakeEngine, session: str, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
@@ -268,7 +280,7 @@ class MooncakePieceReader:
     def take_piece(self, timeout_s: float) -> memoryview | None:
         """Return the buffer with the next piece, or None if the read failed.
 
-        Raises queue.Empty after the timeout, or if interrupted.
+        Raises queue.Empty after the timeout, or if `interrupt` was called.
         """
         buffer = self._results.get(timeout=max(0.0, timeout_s))
         if not self._interrupted:
@@ -310,7 +322,7 @@ class MooncakePieceReader:
         try:
             buffer = self._engine.buffers.acquire_buffer(num_bytes)
         except PeerUnreachable as error:
-            log.warning("Mooncake read not started: reason=%s", error)
+            log.warning("Mooncake read could not be started: reason=%s", error)
             return None
         if self._engine.read_remote_memory(self._session, buffer, ranges):
             return buffer

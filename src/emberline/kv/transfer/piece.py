@@ -1,4 +1,4 @@
-"""TransferPiece: the unit of a transfer, a range of layers of a range of blocks."""
+"""TransferPiece: the unit of a KV transfer, a range of layers of a range of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.kv.transfer.layout import KVLayout
 
 @dataclass(frozen=True, slots=True, order=True)
 class TransferPiece:
-    """Layers [first_layer, end_layer) of the ticket's blocks [first_block, end_block)."""
+    """The layers [first_layer, end_layer) of the ticket's blocks [first_block, end_block)."""
 
     first_layer: int
     end_layer: int
@@ -25,7 +25,7 @@ class TransferPiece:
 
 
 def cut_into_pieces(layers: range, blocks: range, layout: KVLayout, max_bytes: int) -> Iterator[TransferPiece]:
-    """Yield pieces of about `max_bytes` at most: several small layers, or parts of a large layer."""
+    """Yield pieces of about `max_bytes`. A piece holds several small layers, or part of a large layer."""
     if not layers or not blocks:
         return
     layer_step = max(1, max_bytes // (layout.layer_bytes * len(blocks)))

@@ -1,6 +1,6 @@
-"""PullProgress: the state of one pull, which any thread may read and cancel.
+"""PullProgress: the state of one pull (a copy of a peer's KV blocks). Any thread may read it or cancel the pull.
 
-A pull that failed continues where it stopped when `pull` is called again with the same progress.
+If a pull has failed, calling `pull` again with the same progress continues where it stopped.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class PullProgress:
 
     @property
     def missing_pieces(self) -> list[TransferPiece]:
-        """The pieces that have not arrived, in order."""
+        """The pieces that have not arrived yet, in order."""
         with self._lock:
             return list(self._missing)
 
     def cancel(self) -> None:
-        """Make the pull raise TransferCancelled soon. Its blocks must not be reused before it has raised."""
+        """Make the running pull raise TransferCancelled soon. Its blocks must not be reused before it has raised."""
         with self._lock:
             self._cancelled = True
             for (
@@ -56,14 +56,18 @@ class PullProgress:
     def track_pull(
         self, ticket: Ticket, target_blocks: Sequence[int], layers: range, first_block: int
     ) -> Iterator[Ticket]:
-        """Yield the newest state of the ticket for the duration of a pull.
+        """Mark a pull as running while the context is open, and yield the newest known state of the ticket.
 
-        Raises BadTransfer if a pull with this progress is running, or an earlier one had other arguments.
+        Raises BadTransfer if a pull with this progress is already running, or if an earlier one had different
+        arguments.
         """
         with self._lock:
             purpose = (ticket.id, tuple(target_blocks), layers, first_block)
             if self._running or self._purpose not in ((), purpose):
-                raise BadTransfer("this progress belongs to another pull", hint="use one PullProgress for each pull")
+                raise BadTransfer(
+                    "this PullProgress is used by a running pull, or was used by a pull with different arguments",
+                    hint="use one PullProgress for each pull",
+                )
             self._running, self._purpose = True, purpose
             self.ticket = self.ticket or ticket
         try:
@@ -85,7 +89,10 @@ class PullProgress:
 
     @contextmanager
     def stop_on_cancel(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Let `cancel` call `stop`, which must end the calling thread's wait without blocking."""
+        """Call `stop` when the pull is cancelled while this context is open.
+
+        `stop` must not block, and must make the calling thread stop waiting.
+        """
         with self._lock:
             self._stop_callbacks.append(stop)
         try:

@@ -1,8 +1,8 @@
-"""Receiver: pulls published blocks into its own region, over the first transport that reaches the sender.
+"""Receiver: copies (pulls) published KV blocks into its own cache, over the first transport that reaches the sender.
 
-The receiver reads from the sender and is the only writer of its own memory: after `pull` has returned or raised, no
-more bytes arrive. Arrived blocks count only if the lease was still valid after their last byte, because the sender
-cannot have reused the blocks before that.
+The receiver reads from the sender and is the only writer of its own memory. After `pull` has returned or raised, no
+more bytes arrive. Received blocks count only if the lease was still valid after their last byte, because until then the
+sender cannot have reused the blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Receiver:
         crc: Crc = zlib.crc32,
         max_piece_bytes: int = MAX_PIECE_BYTES,
     ) -> None:
-        """`transports`: in order of preference."""
+        """Create a receiver for a cache. `transports` are tried in this order."""
         self.region = region
         self._transports = transports
         self._clock = clock or SystemClock()
@@ -64,7 +64,10 @@ class Receiver:
         self._lock = threading.Lock()
 
     def connect(self, peer: Peer, deadline: float) -> None:
-        """Connect to a peer before the first pull. Raises TransferError if the two caches cannot be connected."""
+        """Connect to a peer before the first pull.
+
+        Raises TransferError if no transport connects or the two caches are incompatible.
+        """
         self._get_or_connect_link(peer, deadline)
 
     def pull(
@@ -78,16 +81,19 @@ class Receiver:
         include_later_blocks: bool = True,
         first_block: int = 0,
     ) -> PullProgress:
-        """Copy the ticket's blocks into `target_blocks`; with `follow`, also those published later.
+        """Copy the blocks of the ticket into `target_blocks`.
 
-        `target_blocks` holds all blocks of the ticket, but those before its block `first_block` are not written.
-        Repeating a pull is harmless, and after an error the same progress continues. The lease lasts until
-        `acknowledge` or `release`.
+        With `include_later_blocks`, wait for blocks that the sender adds to the ticket later, until the ticket is
+        complete. `target_blocks` has room for all blocks of the ticket, but blocks before `first_block` of the ticket
+        are not copied. A pull can be repeated. After an error, pass the same `progress` to continue. The lease lasts
+        until `acknowledge` or `release`.
         """
         progress = progress or PullProgress()
         selected_layers = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]
         if not selected_layers or (layers is not None and layers != selected_layers):
-            raise BadTransfer(f"the cache has {self.region.layout.layers} layers; a pull asks for {layers}")
+            raise BadTransfer(
+                f"a KV pull asks for layers {layers}, but the cache has {self.region.layout.layers} layers"
+            )
         with progress.track_pull(ticket, target_blocks, selected_layers, first_block) as newest:
             if not progress.complete:
                 with self._connected_link(ticket.peer, deadline) as link:
@@ -104,7 +110,7 @@ class Receiver:
         return progress
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
-        """Renew the lease, so that the sender keeps the blocks."""
+        """Renew the lease of the ticket, so that the sender keeps the blocks."""
         with self._connected_link(ticket.peer, deadline) as link:
             link.renew(ticket, deadline)
 
@@ -118,7 +124,7 @@ class Receiver:
             link.end(ticket, LeaseEndReason.RELEASED, deadline)
 
     def disconnect(self, peer: Peer) -> None:
-        """Close the connections to a peer; a running pull raises PeerLost."""
+        """Close the connections to a peer. A running pull from this peer raises PeerLost."""
         with self._lock:
             link = self._links.pop(peer.incarnation, None)
         if link is not None:
@@ -160,7 +166,9 @@ class Receiver:
             remaining = deadline - self._clock.now()
             if remaining <= 0:
                 arrived = len(ticket.blocks)
-                raise TransferTimeout(f"the deadline passed after {arrived} KV blocks; the peer had not published all")
+                raise TransferTimeout(
+                    f"the deadline passed after {arrived} KV blocks, before the peer had published all"
+                )
             wait, known = (
                 min(remaining, TICKET_POLL_S, ticket.lease / 3) if include_later_blocks else 0.0,
                 len(ticket.blocks),
@@ -182,14 +190,16 @@ class Receiver:
     def _check_target_blocks(self, ticket: Ticket, target_blocks: Sequence[int]) -> None:
         needed = self.region.layout.num_blocks_for(len(ticket.blocks), ticket.peer.layout)
         if needed > len(target_blocks):
-            raise BadTransfer(f"the KV ticket fills {needed} blocks; only {len(target_blocks)} are allocated for it")
+            raise BadTransfer(
+                f"the KV ticket needs {needed} blocks, but only {len(target_blocks)} are allocated for it"
+            )
         if len(set(target_blocks)) != len(target_blocks) or not all(
             0 <= block < self.region.blocks for block in target_blocks
         ):
-            raise BadTransfer("the target blocks of a pull are not distinct blocks of this cache")
+            raise BadTransfer("the target blocks of a KV pull must be distinct blocks of this cache")
 
     def _verify_checksums(self, ticket: Ticket, target_blocks: BlockIds, first_block: int) -> int:
-        """Compare each arrived block with its published checksum; return their number.
+        """Compare each received block with its published checksum and return the number of compared blocks.
 
         Raises TransferCorrupted for a block that differs.
         """
@@ -200,13 +210,16 @@ class Receiver:
             self.region.gather(whole, target_blocks, peer_layout, buffer)
             if self._crc(buffer, 0) != published:
                 raise TransferCorrupted(
-                    f"block {i} of the KV ticket arrived with another checksum than the published one"
+                    f"block {i} of the KV ticket arrived with a different checksum than the published one"
                 )
         return len(ticket.checksums[first_block:])
 
     @contextmanager
     def _connected_link(self, peer: Peer, deadline: float) -> Iterator[TransferLink]:
-        """Yield the link to a peer. Close it if the peer is gone: a link may map memory of the peer's process."""
+        """Yield the link to a peer, and connect first if needed.
+
+        If the peer turns out to be gone, the link is closed, because a link may map memory of the peer's process.
+        """
         try:
             yield self._get_or_connect_link(peer, deadline)
         except (PeerUnreachable, PeerChanged):
@@ -245,9 +258,9 @@ class Receiver:
         raise PeerUnreachable(f"KV peer {peer.name} cannot be reached: {reasons}")
 
     def _record_failed_transports(self, peer: Peer, errors: Mapping[str, TransferError]) -> None:
-        """Count and log the preferred transports that failed before one connected."""
+        """Count and log the preferred transports that failed before a later transport connected."""
         for kind, error in errors.items():
             if not isinstance(error, PeerOnOtherHost):
                 facts = peer.name, kind, error.message
-                log.warning("KV transport failed, using the next: peer=%s transport=%s reason=%s", *facts)
+                log.warning("KV transport failed, using the next transport: peer=%s transport=%s reason=%s", *facts)
                 self.failed_transports[kind] += 1

@@ -1,10 +1,11 @@
-"""Region: the blocks of a cache, in host or GPU memory, as transfers access them, with generations.
+"""Region: the blocks of a KV cache, in host or GPU memory, as transfers access them.
 
-The owner of the cache calls `bump_generation` before it writes new content to a block. A reader that sees the same
-generation before and after its copy has copied one content.
+Each block has a generation number. The owner of the cache calls `bump_generation` before it writes new content to a
+block. If a reader sees the same generation before and after its copy, the content did not change during the copy.
 
-On the wire, a piece is ordered by layer, part (keys, values) and block, in the sender's layout. In host memory, large
-or adjacent blocks are sent and received in place; small scattered blocks use a staging buffer, which is faster.
+On the wire, a piece is ordered by layer, then keys before values, then by block, each in the sender's layout. In host
+memory, large or adjacent blocks are sent and received in place. Small scattered blocks are copied through a staging
+buffer, which is faster.
 """
 
 from __future__ import annotations
@@ -27,45 +28,48 @@ MIN_IN_PLACE_BYTES = 32 << 10  # average contiguous bytes from which a piece is 
 
 class Region(ABC):
     def __init__(self, layout: KVLayout, num_blocks: int, generations: Generations | None = None) -> None:
-        """`generations`: an array in shared memory, if other processes read it."""
+        """Create a region. `generations` is an array in shared memory, if other processes need to read it."""
         self.layout = layout
         self.blocks = num_blocks
         self.generations = np.zeros(num_blocks, np.uint64) if generations is None else generations
         assert len(self.generations) == num_blocks
 
     def bump_generation(self, block: int) -> None:
-        """Record that the block is about to get new content."""
+        """Increase the generation number of a block, because it is about to get new content."""
         self.generations[block] += 1
 
     def current_generations(self, blocks: BlockIds) -> Generations:
         return self.generations[blocks]
 
     def is_unchanged(self, blocks: BlockIds, generations: Generations) -> bool:
-        """Return whether each block still has the given generation."""
+        """Return whether each block still has the given generation number."""
         return self.generations[blocks].tobytes() == generations.tobytes()
 
     @abstractmethod
     def wait_for_started_work(self) -> None:
-        """Make later calls of `scatter` wait for all work on the cache that the owner has started."""
+        """Make later calls of `scatter` wait for the work that has been started on this cache, such as a step."""
 
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
-        """Return the memory of a piece of `blocks`, or None if it should be gathered and scattered."""
+        """Return the memory of the piece, or None if it should be copied with `gather` and `scatter` instead."""
         return None
 
     @abstractmethod
     def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
-        """Copy a piece of these blocks to `out` in the order that a sender of layout `wire` uses."""
+        """Copy a piece of these blocks to `out`, in the order in which a sender with layout `wire_layout` sends it."""
 
     @abstractmethod
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
-        """Copy a piece received from a sender of layout `wire` into these blocks; complete on return."""
+        """Copy a received piece into these blocks. `data` is in the order of a sender with layout `wire_layout`.
+
+        The copy is complete when the call returns.
+        """
 
     def element_indices(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, part: int
     ) -> tuple[int, BlockIds]:
-        """Return the bytes of an element and the indices, in wire order, of the plane's elements in the piece.
+        """Return the size of an element in bytes, and the index of each element of the piece, in wire order.
 
-        A plane, one part of one layer, is treated as an array of such elements.
+        The keys, or the values, of one layer are treated as an array of elements of this size.
         """
         own_tokens, wire_tokens = self.layout.tokens, wire_layout.tokens
         if own_tokens == wire_tokens:
@@ -82,10 +86,13 @@ class Region(ABC):
 
 
 class HostRegion(Region):
-    """A region in host memory."""
+    """A region whose blocks are in host memory."""
 
     def __init__(self, layout: KVLayout, parts: Sequence[BufferLike], generations: Generations | None = None) -> None:
-        """`parts`: the buffers of keys and of values, each of layers x blocks x (bytes of a block in one layer)."""
+        """Create a region in existing memory.
+
+        `parts` are the buffers of the keys and of the values. Each holds, for every layer, all blocks of that layer.
+        """
         assert len(parts) == layout.parts
         flat = [memoryview(part).cast("B") for part in parts]
         layer_bytes = len(flat[0]) // layout.layers
@@ -95,10 +102,10 @@ class HostRegion(Region):
         self._planes = [[part[layer_bytes * i : layer_bytes * (i + 1)] for part in flat] for i in range(layout.layers)]
 
     def wait_for_started_work(self) -> None:
-        """Do nothing: on a CPU, a step has ended before the next one is planned."""
+        """Do nothing, because on a CPU a step has ended before the next one is planned."""
 
     def piece_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview]:
-        """Return the memory of a piece of `blocks`, in wire order."""
+        """Return the memory of the piece, in wire order."""
         return self._range_views(piece, contiguous_ranges(blocks[piece.first_block : piece.end_block]))
 
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
@@ -118,7 +125,10 @@ class HostRegion(Region):
     def _plane_rows(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview
     ) -> Iterator[tuple[memoryview, NDArray[np.void], int, BlockIds]]:
-        """Yield each plane, its part of the data, the bytes of an element, and the plane's element indices."""
+        """Yield the memory of each layer's keys and values, with the matching part of `data`.
+
+        The size of an element in bytes and the indices of the elements come with them.
+        """
         indices = [self.element_indices(piece, blocks, wire_layout, part) for part in range(self.layout.parts)]
         length = len(data) // ((piece.end_layer - piece.first_layer) * self.layout.parts)
         for i, plane in enumerate(self._piece_planes(piece)):
@@ -135,7 +145,7 @@ class HostRegion(Region):
 
 
 class StagingBuffer:
-    """A buffer reused by one thread at a time: touching fresh pages would cost as much as the copy."""
+    """A buffer that one thread reuses, because the first use of new memory pages costs as much as the copy."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
@@ -154,7 +164,7 @@ def copy_piece(
     target_blocks: BlockIds,
     staging: StagingBuffer,
 ) -> None:
-    """Copy a piece from one region to another; numpy releases the GIL meanwhile."""
+    """Copy a piece from one region to another. numpy releases the GIL during the copy."""
     wire = source.layout
     target_views = target.in_place_views(piece, target_blocks) if wire.tokens == target.layout.tokens else None
     source_views = source.in_place_views(piece, source_blocks) if target_views else None
@@ -167,13 +177,13 @@ def copy_piece(
 
 
 def contiguous_ranges(blocks: BlockIds) -> list[tuple[int, int]]:
-    """Return the runs of consecutive block numbers as half-open ranges."""
+    """Return the ranges [start, end) of consecutive block numbers."""
     cuts = ((blocks[1:] - blocks[:-1] != 1).nonzero()[0] + 1).tolist()
     return [(int(blocks[a]), int(blocks[b - 1]) + 1) for a, b in pairwise([0, *cuts, len(blocks)])]
 
 
 def _copy_views(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
-    """Copy the concatenated source views to the target views, which may be split differently."""
+    """Copy the bytes of the source views to the target views. The views may have different lengths."""
     sources, targets = iter(source), iter(target)
     have = want = memoryview(b"")
     while True:

@@ -1,6 +1,6 @@
-"""Sender: publishes blocks of its region under leases and lets transports read them meanwhile.
+"""Sender: publishes blocks of a KV cache for a limited time (a lease), in which receivers may read them.
 
-Bytes that were read within `read_under_lease` are the published ones; otherwise it raises.
+A transport reads within `read_under_lease`, which raises if the blocks changed during the read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from emberline.kv.transfer.ticket import Peer, Ticket
 
 @dataclass(slots=True)
 class SenderStats:
-    """Counters since the start, updated by any thread."""
+    """Counters since the start. Any thread may update them."""
 
     bytes: int = 0
     pieces: int = 0
@@ -45,7 +45,10 @@ class Sender:
         crc: Crc = zlib.crc32,
         publish_checksums: bool = False,
     ) -> None:
-        """`publish_checksums`: tickets carry a checksum per block, which receivers compare afterwards."""
+        """Create a sender for a cache.
+
+        With `publish_checksums`, a ticket contains a checksum of each block, which receivers compare after a transfer.
+        """
         self.region = region
         self.crc = crc
         self.endpoints: dict[str, str] = {}  # address by transport; each server adds its own
@@ -72,10 +75,10 @@ class Sender:
         deadline: float = inf,
         subject: str = "",
     ) -> Ticket:
-        """Publish blocks under a lease and return the ticket for a receiver.
+        """Publish blocks under a lease and return the ticket with which a receiver can read them.
 
-        The caller must keep the blocks unchanged until `collect` returns the lease. No renewal extends the lease beyond
-        `deadline`, a time on this process's clock.
+        The caller must keep the blocks unchanged until `collect_ended_leases` returns the lease. Renewals cannot extend
+        the lease beyond `deadline`, a time on this process's clock.
         """
         assert lease_s > 0
         now, described = self._clock.now(), self._describe_blocks(blocks)
@@ -85,7 +88,7 @@ class Sender:
         return self._make_ticket(new_lease)
 
     def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
-        """Add blocks to a ticket as they are computed, and a note with the last ones.
+        """Add newly computed blocks to a ticket. The last call sets `complete` and may add a note.
 
         Raises TicketEnded if the lease has ended.
         """
@@ -93,11 +96,11 @@ class Sender:
         return self._make_ticket(self._leases.extend(ticket.id, *self._describe_blocks(blocks), complete, note))
 
     def close_ticket(self, ticket: Ticket) -> None:
-        """End the lease from the sender's side. Raises TicketEnded if it has ended already."""
+        """End the lease of the ticket. Raises TicketEnded if it has already ended for a different reason."""
         self._leases.end(ticket.id, LeaseEndReason.CLOSED)
 
     def collect_ended_leases(self) -> list[EndedLease]:
-        """Return the leases that ended since the last call, each once; the caller may reuse their blocks."""
+        """Return the leases that ended since the last call. The caller may reuse their blocks."""
         ended = self._leases.collect_ended()
         self.stats.ended_leases.update(lease.reason for lease in ended)
         return ended
@@ -106,30 +109,35 @@ class Sender:
         self._leases.end_all(LeaseEndReason.CLOSED)
 
     def lease_ages(self) -> list[tuple[float, int]]:
-        """Return the age in seconds and the number of pinned blocks of each lease."""
+        """Return the age in seconds and the number of blocks of each active lease."""
         return self._leases.lease_ages()
 
     # -- for transports --------------------------------------------------------------------------------------------
 
     def poll_ticket(self, ticket_id: str, known_blocks: int = 0, wait_s: float = 0.0) -> Ticket:
-        """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`."""
+        """Return the ticket as soon as it lists more than `known_blocks` blocks, at the latest after `wait_s`."""
         return self._make_ticket(self._leases.wait_for_blocks(ticket_id, known_blocks, wait_s))
 
     def renew_lease(self, ticket_id: str) -> None:
         self._leases.renew(ticket_id)
 
     def end_lease(self, ticket_id: str, reason: LeaseEndReason) -> None:
-        """End the lease for a receiver. Releasing an ended lease is no error: the receiver could not know."""
+        """End the lease on behalf of a receiver.
+
+        To release a lease that has ended is no error, because the receiver could not know of its end.
+        """
         if reason not in (LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED):
-            raise BadTransfer(f"a receiver cannot end a lease as {reason}; it must be acknowledged or released")
+            raise BadTransfer(
+                f"the reason to end a KV lease is {reason!r}, but a receiver may only use acknowledged or released"
+            )
         with suppress(TicketEnded) if reason is LeaseEndReason.RELEASED else nullcontext():
             self._leases.end(ticket_id, reason)
 
     @contextmanager
     def read_under_lease(self, ticket_id: str, piece: TransferPiece) -> Iterator[Lease]:
-        """Yield the lease while the caller reads a piece of its blocks, then renew it.
+        """Yield the lease while the caller reads a piece of its blocks, then renew the lease.
 
-        Raises BlockReused or TicketEnded at the end if the blocks may have changed meanwhile.
+        Raises BlockReused or TicketEnded when the context exits, if the blocks may have changed during the read.
         """
         yield self._check_readable(ticket_id, piece)
         self._check_readable(ticket_id, piece)
@@ -145,14 +153,14 @@ class Sender:
     def _check_readable(self, ticket_id: str, piece: TransferPiece) -> Lease:
         lease = self._leases.find(ticket_id)
         if not piece.is_within(self.region.layout.layers, len(lease.blocks)):
-            raise BadTransfer(f"{piece} does not fit a KV ticket with {len(lease.blocks)} blocks")
+            raise BadTransfer(f"{piece} is outside the KV ticket, which has {len(lease.blocks)} blocks")
         part = slice(piece.first_block, piece.end_block)
         if not self.region.is_unchanged(lease.blocks[part], lease.generations[part]):
             raise BlockReused("a published KV block was overwritten during its lease")
         return lease
 
     def _describe_blocks(self, blocks: Sequence[int]) -> tuple[BlockIds, Generations, tuple[int, ...]]:
-        """Return the blocks, their generations, and their checksums if tickets carry them."""
+        """Return the block ids, their generation numbers, and their checksums, which are empty if tickets have none."""
         assert all(0 <= block < self.region.blocks for block in blocks)
         ids = np.asarray(blocks, np.int64)
         checksums = tuple(self._block_checksum(ids, i) for i in range(len(blocks) if self._publish_checksums else 0))

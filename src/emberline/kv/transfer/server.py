@@ -1,4 +1,4 @@
-"""TransferServer: serves a sender's blocks to receivers over stream sockets, a thread per connection."""
+"""TransferServer: serves the published blocks of a sender over stream sockets, with one thread per connection."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TransferServer:
             return len(self._connections)
 
     def stop(self) -> None:
-        """Close the listener and all connections, and wait for their threads."""
+        """Close the listener and all connections, and wait until their threads have ended."""
         self._stopping = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -129,7 +129,9 @@ class TransferServer:
         try:
             body, own = hello.read_json(), self._sender.peer
             if hello.kind != MessageKind.HELLO:
-                raise BadTransfer(f"the first message of a connection has kind {hello.kind}; it must be HELLO")
+                raise BadTransfer(
+                    f"the first message of a KV transfer connection has kind {hello.kind}, but must be HELLO"
+                )
             if not compare_digest(str(body.get("incarnation")).encode(), own.incarnation.encode()):
                 raise PeerChanged(f"KV peer {own.name} was restarted", hint="get its new incarnation from the router")
             own.layout.check_compatible(KVLayout.parse(body.get("layout")))
@@ -142,7 +144,7 @@ class TransferServer:
         return codec
 
     def _serve_request(self, channel: MessageChannel, request: TransferMessage, codec: KVCodec | None) -> None:
-        """Answer one request. An error that leaves the connection usable is sent to the peer."""
+        """Answer one request. An error is sent to the peer if the connection can still be used."""
         try:
             body = request.read_json()
             if request.kind == MessageKind.PULL:
@@ -155,7 +157,9 @@ class TransferServer:
         except (TransferError, KeyError, TypeError, ValueError) as error:
             if channel.is_broken:
                 raise
-            reported = error if isinstance(error, TransferError) else BadTransfer(f"malformed request: {error!r}")
+            reported = (
+                error if isinstance(error, TransferError) else BadTransfer(f"malformed KV transfer request: {error!r}")
+            )
             self._sender.record_failure(reported.code)
             self._send_error(channel, request.transfer, reported)
 
@@ -176,9 +180,10 @@ class TransferServer:
         return {}
 
     def _confirm_read(self, ticket_id: str, piece: TransferPiece, staging: StagingBuffer | None) -> dict[str, Any]:
-        """Confirm that a piece that the receiver read from this memory by itself was unchanged until now.
+        """Confirm that the blocks of a piece, which the receiver read from this memory by itself, did not change.
 
-        The reply has the CRC of its generations and, if `staging` is given, the CRC of its bytes.
+        The reply contains the CRC of the blocks' generation numbers and, if `staging` is given, the CRC of the piece's
+        bytes.
         """
         with self._sender.read_under_lease(ticket_id, piece) as lease:
             views = self._piece_payload(piece, lease, staging, None) if staging is not None else []
@@ -190,7 +195,10 @@ class TransferServer:
     def _send_pieces(
         self, channel: MessageChannel, transfer_id: int, body: dict[str, Any], codec: KVCodec | None
     ) -> None:
-        """Send each piece: a DATA message, its bytes, and PIECE_END if the blocks did not change meanwhile."""
+        """Send each piece as a DATA message, the bytes of the piece, and a PIECE_END message.
+
+        PIECE_END is sent only if the blocks did not change while the bytes were sent.
+        """
         deadline, codec = time.monotonic() + min(float(body["seconds"]), MAX_PULL_S), codec if body["coded"] else None
         for piece in (TransferPiece(*map(int, part)) for part in body["pieces"]):
             with self._sender.read_under_lease(body["id"], piece) as lease:
@@ -214,7 +222,7 @@ class TransferServer:
         return [plain if codec is None else coded[: codec.encode(plain, coded)]]
 
     def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
-        raise BadTransfer("this KV transport does not share memory")
+        raise BadTransfer("this KV transport does not let receivers access the sender's memory")
 
     def _send_error(self, channel: MessageChannel, transfer_id: int, error: TransferError) -> None:
         body = {"code": error.code, "message": error.message, "hint": error.hint}

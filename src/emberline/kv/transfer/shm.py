@@ -1,8 +1,9 @@
 """The shared-memory transport: a receiver on the same host maps the sender's cache and copies from it.
 
-Messages about leases use a Unix socket. The memory is a file without a name, whose descriptor is passed between the
-processes, so it is freed when the last of them ends. It also holds the generations, so that the receiver notices a
-reused block right after its copy; the copy counts once the lease was valid after it.
+Messages about leases use a Unix socket. The memory is an unnamed file. Its descriptor is passed between the processes,
+so the memory is freed when the last of them ends. The memory also holds the generation numbers of the blocks, so that
+the receiver notices an overwritten block right after its copy. A copy counts only if the lease was still valid after
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from emberline.kv.transfer.ticket import Peer
 
 
 class SharedSegment:
-    """Memory of a region that other processes can map: first the generations, then the parts."""
+    """The memory of a KV cache that other processes can map: the generation numbers, then the keys, then the values."""
 
     def __init__(self, layout: KVLayout, blocks: int) -> None:
         self.size = sum(_section_sizes(layout, blocks))
@@ -41,14 +42,17 @@ class SharedSegment:
         self.region = _region_in_memory(layout, blocks, self.memory)
 
     def open_read_only(self) -> int:
-        """Return a new read-only descriptor of the memory."""
+        """Return a new read-only file descriptor of the memory."""
         if self._read_only is not None:
             return os.dup(self._read_only)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _create_memory_file(size: int) -> tuple[int, int | None]:
-    """Return a descriptor of an unnamed file of this size, and on macOS, without /proc, a read-only one."""
+    """Create an unnamed file of this size and return its descriptor.
+
+    On macOS, which has no /proc, also return a read-only descriptor, otherwise None.
+    """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("emberline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
@@ -79,7 +83,7 @@ class ShmServer(TransferServer):
 
 
 def serve_shm(sender: Sender, segment: SharedSegment, *, io_timeout_s: float = IO_TIMEOUT_S) -> ShmServer:
-    """Serve `sender`, which publishes from the segment's region, at a new Unix socket."""
+    """Serve the sender at a new Unix socket. The sender must publish from the region of `segment`."""
     assert sender.region is segment.region
     listener, sender.endpoints["shm"] = unix.create_unix_listener()
     return ShmServer(sender, segment, listener, io_timeout_s)
@@ -104,10 +108,13 @@ class ShmLink(StreamLink):
             fetch.mark_arrived(piece)
 
     def _check_unchanged(self, fetch: PieceFetch, piece: TransferPiece) -> None:
-        """Raise BlockReused if a block changed. Checking after the copy suffices: generations only increase."""
+        """Raise BlockReused if a block of the piece was overwritten.
+
+        One check after the copy is enough, because generation numbers only increase.
+        """
         part = slice(piece.first_block, piece.end_block)
         if not self._source.is_unchanged(fetch.blocks[part], fetch.generations[part]):
-            raise BlockReused("a published KV block was reused before it was copied")
+            raise BlockReused("a published KV block was overwritten before it was copied")
 
     def _map_region(self, deadline: float) -> HostRegion:
         with self._borrow_channel(deadline) as channel:
@@ -115,23 +122,23 @@ class ShmLink(StreamLink):
         try:
             size = sum(_section_sizes(self._peer.layout, blocks))
             if blocks < 1 or size != os.fstat(fd).st_size:
-                raise BadTransfer(f"the sender's shared memory does not have the size of {blocks} blocks")
+                raise BadTransfer(f"the KV sender's shared memory has a wrong size for {blocks} blocks")
             memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except OSError as error:
-            raise PeerUnreachable(f"the sender's shared memory cannot be mapped: {error}") from error
+            raise PeerUnreachable(f"the KV sender's shared memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
         return _region_in_memory(self._peer.layout, blocks, memory)
 
     def _receive_descriptor(self, channel: MessageChannel, deadline: float) -> tuple[int, int]:
-        """Return the number of blocks and the descriptor of their memory."""
+        """Return the number of blocks of the sender's cache, and the file descriptor of its memory."""
         reply = self._send_and_receive(channel, MessageKind.ATTACH, {}, deadline)
         try:
             _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
             return int(reply["blocks"]), fds[0]
         except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
             channel.is_broken = True
-            raise PeerLost(f"the sender did not pass the descriptor of its memory: {error!r}") from error
+            raise PeerLost(f"the KV sender did not send the file descriptor of its shared memory: {error!r}") from error
 
 
 class ShmTransport:
@@ -146,7 +153,7 @@ class ShmTransport:
 
 
 def _section_sizes(layout: KVLayout, num_blocks: int) -> list[int]:
-    """Return the bytes of the generations and of each part, rounded up to whole pages."""
+    """Return the bytes of the generation numbers, the keys and the values, each rounded up to whole pages."""
     sizes = [8 * num_blocks] + [layout.layers * num_blocks * layout.plane_bytes] * layout.parts
     return [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
 

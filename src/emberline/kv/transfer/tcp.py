@@ -1,6 +1,6 @@
-"""The TCP transport. Pieces go from cache to socket to cache without another copy in user space.
+"""The TCP transport. Pieces go from the sender's cache to the receiver's without a further copy in user space.
 
-Several connections share one pull.
+Several connections share the work of one pull.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def serve_tcp(
     io_timeout_s: float = IO_TIMEOUT_S,
     advertise: str | None = None,
 ) -> TransferServer:
-    """Listen, and add the address to the sender's endpoints; `advertise`: the host that peers connect to."""
+    """Listen at a TCP port and add the address to the sender's endpoints.
+
+    `advertise` is the host name that peers connect to, if it differs from `host`.
+    """
     listener = create_tcp_listener(host, port)
     sender.endpoints["tcp"] = f"{advertise or host}:{listener.getsockname()[1]}"
     return TransferServer(sender, listener, codecs=codecs, io_timeout_s=io_timeout_s)
@@ -37,7 +40,7 @@ class TcpTransport:
     kind = "tcp"
 
     def __init__(self, layout: KVLayout, options: LinkOptions | None = None) -> None:
-        """`layout`: that of the receiver's region."""
+        """Create a transport for a receiver whose cache has this layout."""
         self._layout = layout
         self._options = options or LinkOptions()
 
@@ -51,8 +54,8 @@ def create_tcp_listener(host: str, port: int) -> socket.socket:
 
 
 def tcp_connector(address: str) -> Connector:
-    """Return a function that connects to HOST:PORT. Raises PeerUnreachable if the address is malformed."""
+    """Return a function that connects to the address HOST:PORT. Raises PeerUnreachable if the address is malformed."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise PeerUnreachable(f"the peer's KV transfer endpoint is {address!r}; it must be HOST:PORT")
+        raise PeerUnreachable(f"the peer's KV transfer endpoint is {address!r}, but must be HOST:PORT")
     return lambda seconds: socket.create_connection((host, int(port)), timeout=seconds)

@@ -1,6 +1,6 @@
-"""Peer and Ticket: describe a sender and its published blocks to receivers, as JSON.
+"""Peer and Ticket: a sender, and the blocks that it published, as described to receivers in JSON.
 
-The id of a ticket is random and secret: a process that has it may read the blocks and end the lease.
+The id of a ticket is random and secret, because a process that has the id may read the blocks and end the lease.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from emberline.tokens.blockhash import block_hash, root_hash
 
 
 def ticket_subject(layout: KVLayout, salt: str, prompt: Sequence[int]) -> str:
-    """Return the hash of model, tenant salt and prompt that a ticket carries.
-
-    It does not depend on block size.
-    """
+    """Return the hash of model, tenant salt and prompt that a ticket contains. It does not depend on the block size."""
     return block_hash(root_hash(layout.model, salt), prompt).hex()
 
 
@@ -51,10 +48,10 @@ class Ticket:
     note: str = ""  # JSON note about the finished prefill, on a complete ticket
 
     def merge_update(self, newer: Ticket) -> Ticket:
-        """Return the newer state of this ticket, after checking that it only adds blocks."""
+        """Return `newer`, a later state of this ticket. Raises BadTransfer unless it only adds blocks."""
         count = len(self.blocks)
         if newer.blocks[:count] != self.blocks or newer.generations[:count] != self.generations:
-            raise BadTransfer("an update of a KV ticket changes blocks that it had listed before")
+            raise BadTransfer("an update of a KV ticket changes blocks that the ticket listed before")
         return replace(newer, peer=self.peer)
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,5 +75,8 @@ class Ticket:
             raise BadTransfer(f"a KV ticket is malformed: {error!r}") from error
         count = len(ticket.blocks)
         if len(ticket.generations) != count or len(ticket.checksums) not in (0, count) or not ticket.lease > 0:
-            raise BadTransfer("a KV ticket is inconsistent: its lists differ in length, or its lease is not positive")
+            raise BadTransfer(
+                "a KV ticket is inconsistent: its lists of blocks, generations and checksums differ in length, "
+                "or its lease is not positive"
+            )
         return ticket

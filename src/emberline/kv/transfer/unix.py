@@ -1,7 +1,7 @@
-"""Unix sockets between processes of one host, with a check that both belong to the same user.
+"""Unix sockets between processes of one host, with a check that both processes belong to the same user.
 
-Linux uses an abstract name without a file. macOS has no such names, so a socket file in the temporary folder is used,
-which only its owner may open.
+On Linux the socket has an abstract name without a file. macOS has no such names, so there the socket is a file in the
+temporary folder that only its owner may open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HAS_ABSTRACT_NAMES = sys.platform == "linux"
 
 
 def create_unix_listener() -> tuple[socket.socket, str]:
-    """Return a listening socket with a new random name, and the name."""
+    """Create a listening socket with a new random name. Return the socket and the name."""
     address = f"emberline-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if HAS_ABSTRACT_NAMES:
@@ -41,21 +41,21 @@ def create_unix_listener() -> tuple[socket.socket, str]:
 
 
 def unix_connector(address: str) -> Connector:
-    def dial(seconds: float) -> socket.socket:
+    def connect_to_socket(timeout_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(seconds)
+        sock.settimeout(timeout_s)
         try:
             sock.connect(address if address.startswith("/") else "\0" + address)
         except OSError as error:
             sock.close()
-            raise PeerOnOtherHost(f"no process on this host listens at Unix socket {address}: {error}") from error
+            raise PeerOnOtherHost(f"cannot connect to the Unix socket {address} on this host: {error}") from error
         return sock
 
-    return dial
+    return connect_to_socket
 
 
 def check_same_user(channel: MessageChannel) -> None:
-    """Raise BadTransfer unless the peer process, which will map the cache, belongs to the same user."""
+    """Raise BadTransfer unless the peer process belongs to the same user, because it will map the cache."""
     if _peer_user_id(channel.socket) != os.getuid():
         raise BadTransfer("the KV cache can only be mapped by processes of the same user")
 
