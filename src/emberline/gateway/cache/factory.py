@@ -55,10 +55,10 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
 def semantic_cache_factory(upstream: UpstreamClient, url: str, model: str, clock: Clock) -> Callable[[], SemanticCache]:
     """Return a function that creates the semantic cache. numpy is imported only when that function is called."""
 
-    def make() -> SemanticCache:
+    def create_semantic_cache() -> SemanticCache:
         from emberline.gateway.cache.embedder import HttpEmbedder
         from emberline.gateway.cache.semantic import SemanticCache
 
         return SemanticCache(HttpEmbedder(upstream, url, model), clock)
 
-    return make
+    return create_semantic_cache

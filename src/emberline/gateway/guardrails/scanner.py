@@ -33,6 +33,12 @@ class PatternMatch(NamedTuple):
     kind: PatternKind
 
 
+class RedactionRange(NamedTuple):
+    start: int
+    end: int
+    label: str
+
+
 class Scanner:
     def __init__(self, rules: Iterable[PatternRule], check: Check) -> None:
         self._rules = [(rule, kind) for rule in rules for kind in rule.find]
@@ -96,17 +102,17 @@ def redact_text(text: str, matches: Iterable[PatternMatch]) -> str:
     return "".join([*parts, text[at:]])
 
 
-def redaction_ranges(matches: Iterable[PatternMatch]) -> list[tuple[int, int, str]]:
+def redaction_ranges(matches: Iterable[PatternMatch]) -> list[RedactionRange]:
     """Return the ranges to redact, each with its label. Overlapping matches are merged into one range."""
-    ranges: list[tuple[int, int, str]] = []
+    ranges: list[RedactionRange] = []
     for match in matches:
         if match.rule.action != "redact":
             continue
         if ranges and match.start < ranges[-1][1]:
             start, end, label = ranges[-1]
-            ranges[-1] = (start, max(end, match.end), label)
+            ranges[-1] = RedactionRange(start, max(end, match.end), label)
         else:
-            ranges.append((match.start, match.end, f"[{match.kind}]"))
+            ranges.append(RedactionRange(match.start, match.end, f"[{match.kind}]"))
     return ranges
 
 

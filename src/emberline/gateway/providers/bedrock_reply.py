@@ -164,5 +164,5 @@ def _render_usage(reported: Any) -> Json:
     }
 
 
-def _render_event(kind: str, **more: Any) -> bytes:
-    return sse.named_event(kind, {"type": kind, **more})
+def _render_event(kind: str, **fields: Any) -> bytes:
+    return sse.named_event(kind, {"type": kind, **fields})

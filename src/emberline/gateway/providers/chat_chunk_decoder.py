@@ -36,8 +36,8 @@ class ChatChunkDecoder(ReplyDecoder):
     def render_delta(self, delta: Json, reason: str | None = None) -> bytes:
         return self.render_chunk([{"index": 0, "delta": delta, "finish_reason": reason}])
 
-    def render_chunk(self, choices: list[Json], **more: Any) -> bytes:
-        return sse.data_event({**self._names, "object": "chat.completion.chunk", "choices": choices, **more})
+    def render_chunk(self, choices: list[Json], **extra_fields: Any) -> bytes:
+        return sse.data_event({**self._names, "object": "chat.completion.chunk", "choices": choices, **extra_fields})
 
 
 def render_error_event(text: str) -> bytes:

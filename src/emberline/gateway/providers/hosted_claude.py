@@ -11,10 +11,10 @@ from emberline.gateway.core.request import GatewayRequest
 _RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def hosted_claude_body(call: GatewayRequest, version: str, *without: str) -> bytes:
+def hosted_claude_body(call: GatewayRequest, version: str, *removed_fields: str) -> bytes:
     """Return the request body with the API version, and without the model and the `removed_fields`."""
     fields: dict[str, Any] = dict(_RAW_FIELDS_DECODER.decode(call.body))
-    for name in ("model", *without):
+    for name in ("model", *removed_fields):
         fields.pop(name, None)
     fields.setdefault("anthropic_version", version)
     if beta := call.headers.get("anthropic-beta"):

@@ -157,17 +157,19 @@ def _select_whole_time(query: SQLQuery, rollup_query: RollupQuery) -> str:
     table, counters = _cells(rollup_query.dimension)
     conditions = [_rollups_where(query, rollup_query, *piece) for piece in rollup_query.split_by_unit()] or ["1 = 0"]
 
-    def cells(columns: str, also: str = "") -> str:
-        return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {each}{also}" for each in conditions)
+    def select_cells(columns: str, extra_condition: str = "") -> str:
+        return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {each}{extra_condition}" for each in conditions)
 
     order = f"GROUP BY value ORDER BY SUM(micros) DESC, SUM(requests) DESC, value LIMIT {int(rollup_query.limit)}"
     only_largest = ""
     if (
         rollup_query.dimension in HIGH_CARDINALITY_DIMENSIONS
     ):  # find the largest values first, then sum up all counters of these only
-        only_largest = f" AND value IN (SELECT value FROM ({cells('value, micros, requests')}) AS narrow {order})"
+        only_largest = (
+            f" AND value IN (SELECT value FROM ({select_cells('value, micros, requests')}) AS narrow {order})"
+        )
     start = query.add_value(rollup_query.since)
-    found = cells(", ".join(("value", *counters)), only_largest)
+    found = select_cells(", ".join(("value", *counters)), only_largest)
     return f"SELECT CAST({start} AS BIGINT), value, {_sums(counters)} FROM ({found}) AS cells {order}"
 
 

@@ -120,7 +120,7 @@ class SQLiteStore:
         ]
 
     async def commit(self, change: StoreChange) -> int:
-        def do(thread: SQLiteThread) -> int:
+        def commit_change(thread: SQLiteThread) -> int:
             with _transaction(thread.connection(self._main)) as db:
                 for document in change.put:
                     _put(db, document, change.audit.at)
@@ -135,26 +135,26 @@ class SQLiteStore:
                 increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
                 return int(db.execute(increment).fetchall()[0][0])
 
-        return await self._writer.run(do)
+        return await self._writer.run(commit_change)
 
     # Counters
 
     async def list_counters(self, now: int) -> list[LimitCounter]:
-        def do(thread: SQLiteThread) -> list[LimitCounter]:
+        def select_counters(thread: SQLiteThread) -> list[LimitCounter]:
             rows = thread.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
             return [LimitCounter(*found) for found in rows]
 
-        return await self._counter.run(do)
+        return await self._counter.run(select_counters)
 
     async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
-        def do(thread: SQLiteThread) -> None:
+        def upsert_counters(thread: SQLiteThread) -> None:
             with _transaction(thread.connection(self._limits)) as db:
                 if db.execute(sql.INSERT_COUNTED.format("?"), (batch, now)).rowcount:
                     db.executemany(sql.UPSERT_COUNTER.format("?"), map(msgspec.structs.astuple, changes))
                     db.execute(sql.DELETE_COUNTERS.format("?"), (now,))
                     db.execute(sql.DELETE_COUNTED.format("?"), (now - sql.APPLIED_BATCHES_KEPT_MS,))
 
-        await self._counter.run(do)
+        await self._counter.run(upsert_counters)
 
     # Logs
 
@@ -224,7 +224,7 @@ class SQLiteStore:
     async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
         day, query = utc_day(created_ms(id)), sql.select_log("?", account, gateway, id)
 
-        def do(thread: SQLiteThread) -> LogRecord | None:
+        def update_record(thread: SQLiteThread) -> LogRecord | None:
             if not self._path("logs", day).exists():
                 return None
             with _transaction(self._day(thread, day)) as db:
@@ -239,10 +239,10 @@ class SQLiteStore:
                 db.executemany(_INSERT_LABEL, metadata_labels(new))
                 return new
 
-        return await self._writer.run(do)
+        return await self._writer.run(update_record)
 
     async def erase(self, records: Sequence[LogRecord]) -> None:
-        def do(thread: SQLiteThread, day: date, erased: Sequence[LogRecord]) -> None:
+        def delete_records(thread: SQLiteThread, day: date, erased: Sequence[LogRecord]) -> None:
             ids = [(bytes.fromhex(each.id),) for each in erased]
             if self._path("payloads", day).exists():
                 with _transaction(self._day(thread, day, payloads=True)) as db:
@@ -253,7 +253,7 @@ class SQLiteStore:
 
         for day, erased in _by_day(records, lambda each: each).items():
             if self._path("logs", day).exists():
-                await self._writer.run(do, day, erased)
+                await self._writer.run(delete_records, day, erased)
 
     async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
         rows = await self._read(self._main, *sql.select_rollups("?", query))
@@ -270,14 +270,14 @@ class SQLiteStore:
             for suffix in ("-wal", "-shm", ""):  # the file itself last: it shows that the day is not deleted yet
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
 
-        def do(thread: SQLiteThread) -> None:
+        def delete_cells(thread: SQLiteThread) -> None:
             with _transaction(thread.connection(self._main)) as db:
                 for table, unit, dimension, before in sql.expired_cells(day_start_ms(day)):
                     next_account, account = sql.next_account("?", table), ""
                     while account := db.execute(next_account, (unit, account)).fetchall()[0][0]:
                         db.execute(sql.delete_cells("?", table), (unit, account, dimension, before))
 
-        await self._writer.run(do)
+        await self._writer.run(delete_cells)
         return dropped
 
     # Files
@@ -301,13 +301,13 @@ class SQLiteStore:
         return thread.connection(path)
 
     async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        def do(thread: SQLiteThread) -> list[tuple[Any, ...]]:
+        def fetch_rows(thread: SQLiteThread) -> list[tuple[Any, ...]]:
             if path != self._main and not path.exists():  # retention deleted the day
                 thread.release(path)
                 return []
             return thread.connection(path).execute(text, values).fetchall()
 
-        return await next(self._next_reader).run(do)
+        return await next(self._next_reader).run(fetch_rows)
 
 
 _INSERT_LABEL = "INSERT OR IGNORE INTO labels VALUES (?1, ?2, ?3)"
