@@ -142,7 +142,7 @@ class Gateways:
 
     def append(self, records: Sequence[LogRecord]) -> None:
         """Append records to the store directly."""
-        self._loop.run(self._store.append([(record, None) for record in records]))
+        self._loop.run(self._store.append_records([(record, None) for record in records]))
 
     def newest(self) -> LogRecord | None:
         """Return the last record written."""

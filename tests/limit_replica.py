@@ -23,7 +23,7 @@ from emberline.gateway.redis_client import RedisClient
 async def main(url: str, clients: int, rule: LimitRule, amount: int) -> None:
     link = RedisClient(url, SystemClock(), timeout_s=20.0)  # so that a loaded machine does not change the outcome
     assert await link.start(20.0)
-    limiter = RedisLimiter(link, degraded="closed")
+    limiter = RedisLimiter(link, degraded_mode="closed")
     passed = used = 0
 
     async def client() -> None:

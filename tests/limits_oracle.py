@@ -87,7 +87,7 @@ async def compare(
     for action, amount, ms, which in steps:
         if callable(set_time):
             await set_time(now)
-        (usage,) = await limiter.bucket_usage([rule.make_claim({}, 0)], now / 1000)
+        (usage,) = await limiter.read_bucket_usage([rule.make_claim({}, 0)], now / 1000)
         assert usage.used == oracle.used(now) and oracle.counts(now, now + usage.resets_in_ms - 1)
         if action == "wait":
             now += ms

@@ -28,7 +28,7 @@ def test_copied_day_equals_the_first(tmp_path: Path) -> None:
 
     async def go() -> None:
         store = await open_store(f"sqlite:{tmp_path}")
-        await store.append([(each, LogPayload(each.id.encode(), b"said")) for each in records])
+        await store.append_records([(each, LogPayload(each.id.encode(), b"said")) for each in records])
         await store.close()
         copy_day(tmp_path, utc_day(NOON), utc_day(NOON) + timedelta(days=1))
         store = await open_store(f"sqlite:{tmp_path}")

@@ -319,7 +319,7 @@ def test_budget_usage_is_listed(api: AdminClient) -> None:
 
     metadata: list[dict[str, Any]] = [{"n": 1}, {"n": True}, {"n": "quiet"}, {}]
     records = [made(NOON + i, gateway="main", metadata=entry) for i, entry in enumerate(metadata)]
-    api.run(api.store.append([(record, None) for record in [*records, made(gateway="side")]]))
+    api.run(api.store.append_records([(record, None) for record in [*records, made(gateway="side")]]))
     for team, micros, tokens in (("1", 70, 400), ("true", 30, 20), ("unseen", 5, 10)):
         api.run(use(team, micros, tokens))
     found = api.ok("GET", f"{A}/spent")["items"]
@@ -477,7 +477,7 @@ def fill(api: AdminClient) -> list[str]:
         for i in range(10)
     ]
     payloads = {1: LogPayload(b'{"messages": []}', b"data: [DONE]\n\n"), 3: LogPayload(b'"\xff"', b"\xfe")}
-    api.run(api.store.append([(each, payloads.get(i)) for i, each in enumerate(records)]))
+    api.run(api.store.append_records([(each, payloads.get(i)) for i, each in enumerate(records)]))
     return [each.id for each in records]
 
 

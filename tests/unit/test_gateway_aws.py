@@ -14,7 +14,7 @@ from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.aws_bedrock import Bedrock, _parse_key
 from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
 from emberline.gateway.providers.converse import render_converse_request
-from emberline.gateway.providers.sigv4 import AwsCredentials, _canonical_path, sign_headers, signing_key
+from emberline.gateway.providers.sigv4 import AwsCredentials, _canonical_path, derive_signing_key, sign_headers
 from emberline.gateway.streams.aws_eventstream import EventStreamParser, encode_message
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import BufferedReply
@@ -49,7 +49,7 @@ def test_published_signatures(method: str, path: str, headers: dict[str, str], b
 
 
 def test_signing_key_of_iam_guide() -> None:
-    key = signing_key("wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", "20150830", "us-east-1", "iam")
+    key = derive_signing_key("wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", "20150830", "us-east-1", "iam")
     assert key.hex() == "c4afb1cc5771d871763a393e44b703571b55cc28424d1a5e86da6ed3c154a4b9"
     headers = {"content-type": "application/x-www-form-urlencoded; charset=utf-8"}
     url = "https://iam.amazonaws.com/?Action=ListUsers&Version=2010-05-08"

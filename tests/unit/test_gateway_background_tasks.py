@@ -27,7 +27,7 @@ class Store:
     async def list_documents(self, *about: Any, **more: Any) -> list[Any]:
         return []
 
-    async def drop_before(self, day: date) -> list[date]:
+    async def delete_days_before(self, day: date) -> list[date]:
         self.asked += 1
         if self.asked == 1:
             raise PermissionError("not yours")

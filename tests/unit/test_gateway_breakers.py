@@ -45,7 +45,7 @@ class GuardedProvider:
 
     def ask(self, outcome: Exception | None, one: GatewayRequest, key: str | None = "gateway-key") -> str:
         try:
-            return asyncio.run(self.breakers.guard(one, OpenAI(), key, _attempt(outcome)))
+            return asyncio.run(self.breakers.run_with_breaker(one, OpenAI(), key, _attempt(outcome)))
         except UpstreamFailed as e:
             return type(e).__name__
 
@@ -181,15 +181,15 @@ def test_slow_trial_blocks_others_for_longest_pause_at_most() -> None:
 
     async def trial(_: object) -> str:
         with pytest.raises(CircuitBreakerOpen):
-            await provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
+            await provider.breakers.run_with_breaker(call(), OpenAI(), "gateway-key", _attempt(None))
         provider.clock.advance(30.0)
-        return await provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
+        return await provider.breakers.run_with_breaker(call(), OpenAI(), "gateway-key", _attempt(None))
 
-    assert asyncio.run(provider.breakers.guard(call(), OpenAI(), "gateway-key", trial)) == "answered"
+    assert asyncio.run(provider.breakers.run_with_breaker(call(), OpenAI(), "gateway-key", trial)) == "answered"
 
 
 def test_open_breaker_raises_resting() -> None:
     provider = GuardedProvider()
     provider.fail(UpstreamBroken("cut"), call())
     with pytest.raises(CircuitBreakerOpen, match="5 times in a row for this model and key"):
-        asyncio.run(provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None)))
+        asyncio.run(provider.breakers.run_with_breaker(call(), OpenAI(), "gateway-key", _attempt(None)))

@@ -23,7 +23,7 @@ async def _vault(directory: Path, masters: MasterKeySource, secret: str | None =
     store = await open_store(f"sqlite:{directory}/store")
     vault = ProviderKeyVault(store, StoreVersionWatch(store, SystemClock()), masters)
     if secret is not None:
-        document = await vault.encrypted_document(PLACE, secret, 0)
+        document = await vault.encrypt_to_document(PLACE, secret, 0)
         await store.commit(StoreChange(AuditEntry(0, "acme", "t", "t", "t"), put=[document]))
     found = await vault.get_key("acme", "openai")
     await store.close()
@@ -39,7 +39,7 @@ def make_config(directory: Path) -> list[str]:
 def test_master_key_in_file_is_rotated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = MasterKeyFile(tmp_path / "master.key")
     assert asyncio.run(_vault(tmp_path, file, "sk-1")) == "sk-1"
-    old = file.read().current
+    old = file.read().current_key
     assert main(make_config(tmp_path)) == 0
     assert "1 keys" in capsys.readouterr().out
     assert file.read().keys[1] == old and asyncio.run(_vault(tmp_path, file)) == "sk-1"
@@ -55,6 +55,6 @@ def test_master_key_in_environment_is_rotated(
     both = old.with_new_key()
     monkeypatch.setenv("EMBERLINE_MASTER_KEY", both.to_text())
     assert main(make_config(tmp_path)) == 0
-    assert both.current.id in capsys.readouterr().out and not (tmp_path / "master.key").exists()
+    assert both.current_key.id in capsys.readouterr().out and not (tmp_path / "master.key").exists()
     assert asyncio.run(_vault(tmp_path, EnvironmentMasterKeys(MasterKeys(both.keys[:1])))) == "sk-1"
     assert main([*make_config(tmp_path), "--forget-old"]) == 1

@@ -60,7 +60,7 @@ class KeyEnvironment:
 
     def keep(self, place: ProviderKeyID, secret: str) -> None:
         self.run(
-            self.store.commit(StoreChange(AUDIT, put=[self.run(self.vault().encrypted_document(place, secret, 0))]))
+            self.store.commit(StoreChange(AUDIT, put=[self.run(self.vault().encrypt_to_document(place, secret, 0))]))
         )
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ def test_master_key_file_is_created_once_and_private(env: KeyEnvironment, tmp_pa
 
 def test_ciphertext_is_bound_to_its_key_id() -> None:
     masters = MasterKeys((MasterKey(bytes(32)),))
-    sealed = encrypt_key("sk", PLACE, masters.current, 0)
+    sealed = encrypt_key("sk", PLACE, masters.current_key, 0)
     assert decrypt_key(sealed, PLACE, masters) == "sk"
     for other in (
         ProviderKeyID("acme", "openai", "x"),
@@ -289,10 +289,10 @@ def test_rotation_wraps_all_keys_again(env: KeyEnvironment) -> None:
         env.keep(ProviderKeyID("other", f"p{i}"), f"sk-other-{i}")
     running = env.vault()
     assert env.run(running.get_key("acme", "p0")) == "sk-0"
-    old = env.file.read().current
+    old = env.file.read().current_key
     assert env.run(rotate_master_key(env.store, env.file, 1)) == 10
     assert env.run(remove_old_master_keys(env.store, env.file)) == 1
-    assert env.file.read().current != old and len(env.file.read().keys) == 1
+    assert env.file.read().current_key != old and len(env.file.read().keys) == 1
     env.clock.advance(1.0)
     for i in range(5):  # also for a replica that was running all the time
         assert env.run(running.get_key("acme", f"p{i}")) == f"sk-{i}"
@@ -324,7 +324,7 @@ def test_interrupted_rotation_leaves_keys_readable(env: KeyEnvironment, commits:
     sealed = [
         msgspec.json.decode(d.body, type=EncryptedKey) for d in env.run(env.store.list_documents("provider_key", ""))
     ]
-    assert {each.master for each in sealed} == {masters.current.id}
+    assert {each.master for each in sealed} == {masters.current_key.id}
     assert env.run(remove_old_master_keys(env.store, env.file)) == 2
     assert [env.run(env.vault().get_key("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]
 
@@ -335,7 +335,7 @@ def test_key_stored_during_rotation_is_kept(env: KeyEnvironment) -> None:
 
     async def beside(change: StoreChange) -> int:
         env.store.commit = real  # type: ignore[method-assign]
-        document = await env.vault().encrypted_document(PLACE, "sk-new", 1)
+        document = await env.vault().encrypt_to_document(PLACE, "sk-new", 1)
         await real(StoreChange(AUDIT, put=[document]))
         return await real(change)  # a conflict: the version has changed
 
@@ -354,7 +354,7 @@ def test_master_keys_from_the_environment(env: KeyEnvironment) -> None:
     two = MasterKeys((MasterKey(b"1" * 32), MasterKey(b"2" * 32)))
     assert MasterKeys.parse(two.to_text().replace("\n", ",")) == two
     vault = ProviderKeyVault(env.store, StoreVersionWatch(env.store, env.clock), EnvironmentMasterKeys(two))
-    document = env.run(vault.encrypted_document(PLACE, "sk", 0))
+    document = env.run(vault.encrypt_to_document(PLACE, "sk", 0))
     env.run(env.store.commit(StoreChange(AUDIT, put=[replace(document)])))
     assert env.run(vault.get_key("acme", "openai")) == "sk"
 
@@ -363,10 +363,12 @@ def test_identity_of_key_id_is_current(env: KeyEnvironment) -> None:
     secret, fixed = new_secret("virtual"), Identity("configured-0", "c", "token")
     key, keys = make_key(secret, allowed_models=("a",), expires=1_000_060_000), env.keys(configured={"x" * 16: fixed})
     env.put(key)
-    assert env.run(keys.identity_of(key.id)) == env.run(keys.identify(secret)) == key.identity
-    assert env.run(keys.identity_of("configured-0")) is fixed and env.run(keys.identity_of("f" * 16)) is None
+    assert env.run(keys.identity_by_key_id(key.id)) == env.run(keys.identify(secret)) == key.identity
+    assert (
+        env.run(keys.identity_by_key_id("configured-0")) is fixed and env.run(keys.identity_by_key_id("f" * 16)) is None
+    )
     env.put(make_key(secret, allowed_models=("b",), expires=1_000_060_000))
     env.clock.advance(1)
-    assert env.run(keys.identity_of(key.id)).allowed_models == ("b",)
+    assert env.run(keys.identity_by_key_id(key.id)).allowed_models == ("b",)
     env.wall.advance(60)
-    assert env.run(keys.identity_of(key.id)) is None
+    assert env.run(keys.identity_by_key_id(key.id)) is None

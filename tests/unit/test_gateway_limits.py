@@ -14,8 +14,8 @@ from limits_oracle import RULES, START, STEPS, compare
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import LimitExceeded
-from emberline.gateway.limits.base import Grant
-from emberline.gateway.limits.headers import format_duration, rate_limit_headers
+from emberline.gateway.limits.base import ClaimGrant
+from emberline.gateway.limits.headers import build_rate_limit_headers, format_duration
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import LimitRule
 from emberline.gateway.limits.window import LimitWindow
@@ -44,13 +44,13 @@ def test_fixed_windows_follow_the_calendar(now: int) -> None:
     }.items():
         window = LimitWindow.for_period(period, "fixed")  # type: ignore[arg-type]
         first = int(begins.timestamp()) * 1000
-        assert window.slot(first) == window.slot(now) and window.slot(first - 1) == window.slot(now) - 1
-        assert window.slot_end(window.slot(first - 1)) == first
+        assert window.slot_at(first) == window.slot_at(now) and window.slot_at(first - 1) == window.slot_at(now) - 1
+        assert window.usage_end_ms(window.slot_at(first - 1)) == first
 
 
 def test_weeks_begin_on_monday() -> None:
     week = LimitWindow.for_period("week", "fixed")
-    ends = week.slot_end(week.slot(START))
+    ends = week.usage_end_ms(week.slot_at(START))
     assert datetime.fromtimestamp(ends / 1000, UTC) == datetime(2026, 1, 5, tzinfo=UTC)
     assert datetime(2026, 1, 5).weekday() == 0
 
@@ -58,7 +58,7 @@ def test_weeks_begin_on_monday() -> None:
 @given(st.integers(1, 10_000), MOMENTS)
 def test_sliding_window_is_at_most_a_sixtieth_too_long(per: int, now: int) -> None:
     window = LimitWindow.for_period(per, "sliding")
-    counted = window.slot_end(window.slot(now)) - now
+    counted = window.usage_end_ms(window.slot_at(now)) - now
     assert 1000 * per <= counted <= 1000 * per + 2 * window.slot_ms
     assert window.live_slots <= 62
 
@@ -227,12 +227,12 @@ def test_rule_names_must_be_unique_and_few() -> None:
 
 
 def test_headers_report_the_tightest_limit() -> None:
-    def grant(limit: int, left: int, resets: int, amount: str = "requests") -> Grant:
+    def grant(limit: int, left: int, resets: int, amount: str = "requests") -> ClaimGrant:
         rule = LimitRule(name="r", limit=limit, amount=amount)  # type: ignore[arg-type]
-        return Grant(rule.make_claim({}, 1), 0, 1, left, resets)
+        return ClaimGrant(rule.make_claim({}, 1), 0, 1, left, resets)
 
-    grants: Sequence[Grant] = [grant(100, 50, 500), grant(10, 1, 61_000), grant(5000, -3, 3_600_000, "tokens")]
-    assert rate_limit_headers(grants) == {
+    grants: Sequence[ClaimGrant] = [grant(100, 50, 500), grant(10, 1, 61_000), grant(5000, -3, 3_600_000, "tokens")]
+    assert build_rate_limit_headers(grants) == {
         "x-ratelimit-limit-requests": "10",
         "x-ratelimit-remaining-requests": "1",
         "x-ratelimit-reset-requests": "1m1s",

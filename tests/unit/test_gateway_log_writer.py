@@ -24,7 +24,7 @@ class ScriptedStore:
         self.asked = asyncio.Event()
         self.meanwhile: Callable[[], None] = lambda: None  # called while the first batch is written
 
-    async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None:
+    async def append_records(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None:
         self.asked.set()
         if not self.batches:
             self.meanwhile()

@@ -15,7 +15,7 @@ ON = GatewaySettings.parse({})
 
 
 def provider(slug: str) -> Provider:
-    return ProviderRegistry().find(slug, ON)
+    return ProviderRegistry().find_provider(slug, ON)
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def test_key_from_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_provider_urls(slug: str, endpoint: str, url: str) -> None:
-    assert ProviderRegistry().find(slug, GatewaySettings()).build_url(endpoint, "") == url
+    assert ProviderRegistry().find_provider(slug, GatewaySettings()).build_url(endpoint, "") == url
 
 
 @pytest.mark.parametrize(
@@ -325,12 +325,12 @@ def test_provider_urls(slug: str, endpoint: str, url: str) -> None:
 )
 def test_invalid_paths_are_rejected(slug: str, endpoint: str) -> None:
     with pytest.raises(InvalidRequest):
-        ProviderRegistry().find(slug, GatewaySettings()).build_url(endpoint, "")
+        ProviderRegistry().find_provider(slug, GatewaySettings()).build_url(endpoint, "")
 
 
 def test_speaks_setting_restricts_wire_formats() -> None:
     def find_provider(slug: str, *speaks: str, **more: Any) -> Any:
-        return ProviderRegistry().find(
+        return ProviderRegistry().find_provider(
             slug, GatewaySettings(providers={slug: ProviderSettings(speaks=speaks or None, **more)})
         )
 
@@ -349,7 +349,9 @@ def test_speaks_setting_restricts_wire_formats() -> None:
 @pytest.mark.parametrize("endpoint", ["chat/completions", "v1/chat/completions"])
 def test_version_in_path_is_optional(slug: str, base_url: str | None, endpoint: str) -> None:
     """Both spellings lead to the same URL and wire format."""
-    provider = ProviderRegistry().find(slug, GatewaySettings(providers={slug: ProviderSettings(base_url=base_url)}))
+    provider = ProviderRegistry().find_provider(
+        slug, GatewaySettings(providers={slug: ProviderSettings(base_url=base_url)})
+    )
     assert provider.build_url(endpoint, "").count("/v1/chat/completions") == 1 and "/v1/v1" not in provider.build_url(
         endpoint, ""
     )

@@ -27,7 +27,12 @@ from emberline.gateway.logs.request_ids import RequestIDGenerator
 from emberline.gateway.model_lister import ModelLister
 from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.settings_store import read_configured_gateways
-from emberline.gateway.store.compression import MIN_COMPRESSED_BYTES, SMALL_PAYLOAD_BYTES, compress, decompress
+from emberline.gateway.store.compression import (
+    MIN_COMPRESSED_BYTES,
+    SMALL_PAYLOAD_BYTES,
+    compress_payload,
+    decompress_payload,
+)
 
 CHAT = "chat/completions"
 
@@ -186,7 +191,9 @@ def test_estimate_does_not_count_images_as_text() -> None:
 @pytest.mark.parametrize("start", [b"", b"\0", b"x\x9c", b"{"])
 def test_payload_compression_round_trips(size: int, start: bytes) -> None:
     data = (start + b"abc" * size)[:size]
-    assert decompress(compress(data)) == data and len(compress(data)) <= max(MIN_COMPRESSED_BYTES, size)
+    assert decompress_payload(compress_payload(data)) == data and len(compress_payload(data)) <= max(
+        MIN_COMPRESSED_BYTES, size
+    )
 
 
 def test_request_ids_are_record_ids() -> None:

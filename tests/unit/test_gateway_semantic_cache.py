@@ -14,7 +14,7 @@ from emberline.core.clock import ManualClock
 from emberline.gateway.cache.entry import CacheEntry
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.question import MAX_QUESTION_CHARS, UserQuestion
-from emberline.gateway.cache.question_index import QuestionIndex, cosine_similarity, normalize
+from emberline.gateway.cache.question_index import QuestionIndex, cosine_similarity, normalize_vector
 from emberline.gateway.cache.semantic import SemanticCache, reply_text
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
@@ -233,20 +233,20 @@ def test_calls_without_a_question(request_body: Any) -> None:
 
 def test_question_index_is_bounded_and_exact() -> None:
     index, rng = QuestionIndex(max_questions=50, max_partition_questions=20), np.random.default_rng(0)
-    questions = [(UserQuestion(f"{i}", f"p{i % 4}"), normalize(list(rng.normal(size=8)))) for i in range(200)]
+    questions = [(UserQuestion(f"{i}", f"p{i % 4}"), normalize_vector(list(rng.normal(size=8)))) for i in range(200)]
     for i, (question, vector) in enumerate(questions):
         assert vector is not None
-        index.add(UserQuestion("", question.partition), vector, str(i), 100.0)
+        index.add_question(UserQuestion("", question.partition), vector, str(i), 100.0)
         assert index.size <= 50
     question, vector = questions[-1]
     assert vector is not None
-    found = index.find(UserQuestion("", question.partition), vector, 0.999, 0.0)
+    found = index.find_similar(UserQuestion("", question.partition), vector, 0.999, 0.0)
     assert found is not None and found.key == "199"
-    assert index.find(UserQuestion("", question.partition), vector, 0.999, 100.0) is None  # expired
-    assert index.find(UserQuestion("", "p9"), vector, 0.5, 0.0) is None
+    assert index.find_similar(UserQuestion("", question.partition), vector, 0.999, 100.0) is None  # expired
+    assert index.find_similar(UserQuestion("", "p9"), vector, 0.5, 0.0) is None
     assert (
-        normalize([0.0, 0.0]) is None
-        and normalize([float("nan")]) is None
+        normalize_vector([0.0, 0.0]) is None
+        and normalize_vector([float("nan")]) is None
         and cosine_similarity([1.0], [1.0, 2.0]) == 0.0
     )
 

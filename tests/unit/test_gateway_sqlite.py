@@ -14,7 +14,8 @@ from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.store.base import AuditEntry, StoreChange
 from emberline.gateway.store.filters import LogFilters
-from emberline.gateway.store.sqlite import SQLiteStore, _transaction
+from emberline.gateway.store.sqlite import SQLiteStore
+from emberline.gateway.store.sqlite_database import transaction
 from emberline.gateway.store.sqlite_thread import SQLiteThread
 
 AUDIT = AuditEntry(0, "acme", "t", "t", "t")
@@ -77,7 +78,7 @@ def test_failed_transaction_is_rolled_back(tmp_path: Path) -> None:
 
 def test_error_that_ended_the_transaction_is_raised() -> None:
     db = sqlite3.connect(":memory:", isolation_level=None)
-    with pytest.raises(sqlite3.OperationalError, match="full"), _transaction(db):
+    with pytest.raises(sqlite3.OperationalError, match="full"), transaction(db):
         db.execute("ROLLBACK")  # as SQLite does if it cannot write
         raise sqlite3.OperationalError("database or disk is full")
     db.close()
@@ -90,7 +91,7 @@ def test_deleted_file_raises_clear_error(tmp_path: Path) -> None:
         (tmp_path / "gateway.db").rename(tmp_path / "elsewhere")
         for _ in store._readers:
             assert await store.version() == 0, "the file is open"
-            await store._readers[0].run(SQLiteThread.release, store._main)
+            await store._readers[0].run(SQLiteThread.close_file, store._main)
         with pytest.raises(StoreFailed, match="unable to open"):
             for _ in store._readers:
                 await store.version()

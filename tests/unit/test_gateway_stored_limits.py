@@ -69,7 +69,7 @@ class GatewayProcess:
         pass
 
     async def used(self, *claims: Claim) -> list[int]:
-        return [each.used for each in await self.limiter.bucket_usage(claims, self.wall.now())]
+        return [each.used for each in await self.limiter.read_bucket_usage(claims, self.wall.now())]
 
     async def use(self, one: Claim, actual: int) -> None:
         reservation = await self.limiter.reserve([one], self.wall.now(), 60.0)
@@ -143,8 +143,8 @@ class LostReplyStore:
     async def list_counters(self, now: int) -> list[LimitCounter]:
         return list(await self.store.list_counters(now))
 
-    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
-        await self.store.add_counters(batch, changes, now)
+    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
+        await self.store.add_counters(batch_name, changes, now)
         if self.failing:
             raise StoreBusy("the connection broke")
 
@@ -175,8 +175,8 @@ def test_live_journals_are_kept_and_damaged_lines_skipped(location: StorageLocat
         async with GatewayProcess(location, wall) as one, GatewayProcess(location, wall) as other:
             await one.use(claim(DAILY), 1)
             assert not list(other.journal.abandoned_batches())
-            one.journal.write(b'["default/default","daily",1,\0\0,3]\n')  # a page was not written
-            one.journal.write(b'["default/default","daily')
+            one.journal.append_line(b'["default/default","daily",1,\0\0,3]\n')  # a page was not written
+            one.journal.append_line(b'["default/default","daily')
             await one.kill()
             assert [[each.used for each in changes] for _, changes in other.journal.abandoned_batches()] == [[1]]
             await other.stop()
@@ -201,9 +201,9 @@ def test_journal_file_grows_and_ends_with_zeros(tmp_path: Path) -> None:
     line = b'["default/default","daily",1,2,3]\n'
     count = 2 * GROWTH_BYTES // len(line) + 1
     for _ in range(count):
-        journal.write(line)
+        journal.append_line(line)
     name = journal.close()
-    journal.write(line)  # a call that ends late: the write neither fails nor is stored
+    journal.append_line(line)  # a call that ends late: the write neither fails nor is stored
     size = (tmp_path / f"{name}.journal").stat().st_size
     assert size == 3 * GROWTH_BYTES
     [(found, changes)] = CounterJournal(tmp_path).abandoned_batches()

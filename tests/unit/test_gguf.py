@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
-from emberline.hub.convert import convert
+from emberline.hub.convert import convert_gguf
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import TENSOR_TYPES, GGUFFile
 
@@ -148,7 +148,7 @@ def test_damaged_files_never_crash(sample: bytes, tmp_path: Path, data: st.DataO
     path.write_bytes(damaged)
     target = tmp_path / "out"
     try:
-        convert(path, target)
+        convert_gguf(path, target)
     except EmberlineError:
         assert not target.exists()
     else:

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub import convert as conversion
 from emberline.hub.checkpoint import Checkpoint
-from emberline.hub.convert import convert
+from emberline.hub.convert import convert_gguf
 from emberline.hub.gguf import GGUFFile
-from emberline.hub.ggufconfig import generation_config
-from emberline.hub.gguftokenizer import tokenizer_files
+from emberline.hub.ggufconfig import build_generation_config
+from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.tokens.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32
 
 def convert_file(tmp_path: Path, arch: str, **options: Any) -> Checkpoint:
     ggufs.write(tmp_path / "m.gguf", arch, **options)
-    return Checkpoint.open(convert(tmp_path / "m.gguf", tmp_path / "out"))
+    return Checkpoint.open(convert_gguf(tmp_path / "m.gguf", tmp_path / "out"))
 
 
 def test_llama_rows_are_unpermuted(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_partial_rotation_is_refused(tmp_path: Path) -> None:
 def test_end_of_turn_tokens_by_text() -> None:
     tokens, kinds = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>"], array("i", [3, 3, 3, 1])
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
-    ends = generation_config({**metadata, "tokenizer.ggml.eos_token_id": 1})["eos_token_id"]
+    ends = build_generation_config({**metadata, "tokenizer.ggml.eos_token_id": 1})["eos_token_id"]
     assert ends == [1, 2], "a token that users can type is not an end token"
 
 
@@ -184,7 +184,7 @@ def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     ggufs.write(tmp_path / "m.gguf", "gemma2", values=ggufs.tensors("llama", np.random.default_rng(0)))
     with pytest.raises(UnsupportedModel, match="gemma2"):
-        convert(tmp_path / "m.gguf", tmp_path / "out")
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     with pytest.raises(UnsupportedModel, match="architecture"):
         convert_file(tmp_path, "llama", extra={"expert_count": 8})
 
@@ -196,7 +196,7 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(conversion, "write_tensors", fail)
     ggufs.write(tmp_path / "m.gguf")
     with pytest.raises(OSError, match="disk full"):
-        convert(tmp_path / "m.gguf", tmp_path / "out")
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -217,7 +217,7 @@ def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(conversion, "_write_checkpoint", count_calls)
     ggufs.write(tmp_path / "m.gguf")
     with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: convert(tmp_path / "m.gguf", tmp_path / "out"), range(8)))
+        found = set(pool.map(lambda _: convert_gguf(tmp_path / "m.gguf", tmp_path / "out"), range(8)))
     assert found == {tmp_path / "out"} and len(written) == 1
     assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
 
@@ -249,7 +249,7 @@ def spm_metadata(add_space_prefix: bool = True) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
-    text, config = tokenizer_files(metadata)
+    text, config = build_tokenizer_files(metadata)
     (folder / "tokenizer.json").write_text(text)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer.load(folder)
@@ -286,7 +286,7 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
 )
 def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        tokenizer_files({**spm_metadata(), **changes})
+        build_tokenizer_files({**spm_metadata(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -312,5 +312,5 @@ def test_pre_tokenizers_split_correctly(pre: str, pieces: list[str]) -> None:
 
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
     metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}  # type: ignore[dict-item]
-    inner = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)[0])
+    inner = tokenizers.Tokenizer.from_str(build_tokenizer_files(metadata)[0])
     assert [t.replace("Ġ", " ") for t in inner.encode("ab 123's   x").tokens] == pieces

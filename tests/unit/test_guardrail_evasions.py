@@ -18,7 +18,7 @@ from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.guardrails.inspection import inspect_query, inspect_request
 from emberline.gateway.guardrails.normalized import NormalizedText
-from emberline.gateway.guardrails.scanner import Scanner, redact_text
+from emberline.gateway.guardrails.scanner import PatternScanner, redact_text
 from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
@@ -26,7 +26,7 @@ from emberline.gateway.layers.guardrail_checks import GuardrailLayer
 CARD = "4111111111111111"
 GROUPS = ("4111", "1111", "1111", "1111")
 RULE = PatternRule(name="r", find=("payment_card", "iban", "us_ssn", "api_key", "email", "phone"), action="redact")
-SCANNER = Scanner([RULE], "REQUEST")
+SCANNER = PatternScanner([RULE], "REQUEST")
 FULL_WIDTH = str.maketrans("0123456789", "０１２３４５６７８９")  # noqa: RUF001
 ARABIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 ZERO_WIDTH = "\u200b"
@@ -86,7 +86,7 @@ def test_card_is_redacted_in_every_notation(name: str) -> None:
     written = EVASIONS[name]
     for before, after in (("", ""), ("my card: ", " thanks"), ("\u200bkarte ", "\u200b!"), ("é中\u00ad", "\nend")):
         text = before + ("" if before[-1:].isspace() or not before else " ") + written + after
-        made = redact_text(text, SCANNER.find(text))
+        made = redact_text(text, SCANNER.find_matches(text))
         assert "[payment_card]" in made, text
         assert not any(c.isdecimal() for c in made.replace(" 123", "")), made
         assert made.startswith(before) and made.endswith(after.lstrip(ZERO_WIDTH))
@@ -94,8 +94,8 @@ def test_card_is_redacted_in_every_notation(name: str) -> None:
 
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_text_has_no_match(text: str) -> None:
-    assert SCANNER.find(text) == []
-    assert SCANNER.find(f"see {text} there") == []
+    assert SCANNER.find_matches(text) == []
+    assert SCANNER.find_matches(f"see {text} there") == []
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_ordinary_text_has_no_match(text: str) -> None:
     ],
 )
 def test_other_kinds_are_found_in_unusual_notation(kind: str, text: str) -> None:
-    assert redact_text(f"is {text} ok", SCANNER.find(f"is {text} ok")) == f"is [{kind}] ok"
+    assert redact_text(f"is {text} ok", SCANNER.find_matches(f"is {text} ok")) == f"is [{kind}] ok"
 
 
 def test_numbers_on_separate_lines_are_found() -> None:
-    assert len(SCANNER.find("123-45-6789\n234-56-7890\n345-67-8901")) == 3
-    assert len(SCANNER.find("4111 1111 1111 1111\n5555 5555 5555 4444")) == 2
+    assert len(SCANNER.find_matches("123-45-6789\n234-56-7890\n345-67-8901")) == 3
+    assert len(SCANNER.find_matches("4111 1111 1111 1111\n5555 5555 5555 4444")) == 2
 
 
 def test_normalized_positions_map_to_the_original() -> None:
@@ -137,14 +137,14 @@ def test_no_digit_of_a_card_leaves_a_split_stream(name: str) -> None:
         for at in range(0, len(text), size):
             holder = [text[at : at + size]]
             pieces.append((holder, WindowPiece(JsonText(holder, 0, holder[0], ()))))
-            window.add(pieces[-1][1])
+            window.add_piece(pieces[-1][1])
             window.scan()
             assert name == "card and code" or all(
-                c not in "0123456789" for _, p in pieces if p.is_decided and not p.cuts for c in p.source.text
+                c not in "0123456789" for _, p in pieces if p.is_decided and not p.redactions for c in p.source.text
             )
-        window.scan(last=True)
+        window.scan(is_last=True)
         for _, piece in pieces:
-            piece.apply_cuts()
+            piece.apply_redactions()
         made = "".join(holder[0] for holder, _ in pieces)
         assert made.replace(" 123", "") == "it is [payment_card] now, see you later"
 

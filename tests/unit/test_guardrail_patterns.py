@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from emberline.gateway.core.guardrail_policy import PatternRule
-from emberline.gateway.guardrails.patterns import FINDERS, entropy_bits, mod97, passes_luhn
-from emberline.gateway.guardrails.scanner import Scanner, redact_text
+from emberline.gateway.guardrails.patterns import FINDERS, entropy_bits, iban_remainder, passes_luhn_check
+from emberline.gateway.guardrails.scanner import PatternScanner, redact_text
 
 KEY = "Zk3v9Qw8Lp2Xr7Tn5Yb1Hc6Md4Fs0Jg"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7bq8\nZk3v9Qw8Lp2Xr7Tn\n-----END RSA PRIVATE KEY-----"
@@ -166,8 +166,8 @@ def test_patterns_take_linear_time(kind: str) -> None:
 
 
 def test_checksums_and_entropy() -> None:
-    assert passes_luhn("79927398713") and not passes_luhn("79927398710")
-    assert mod97("GB82WEST12345698765432") == 1
+    assert passes_luhn_check("79927398713") and not passes_luhn_check("79927398710")
+    assert iban_remainder("GB82WEST12345698765432") == 1
     assert entropy_bits("aaaa") == 0 and entropy_bits("abcd") == 2
 
 
@@ -177,8 +177,8 @@ def test_redaction_and_findings() -> None:
         PatternRule(name="f", find=("ipv4",), action="flag"),
     ]
     text = "mail ada@example.com from 10.0.0.1 about 123-45-6789."
-    scanner = Scanner(rules, "REQUEST")
-    spans = scanner.find(text)
+    scanner = PatternScanner(rules, "REQUEST")
+    spans = scanner.find_matches(text)
     assert redact_text(text, spans) == "mail [email] from 10.0.0.1 about [us_ssn]."
     assert [str(scanner.make_finding(span)) for span in spans] == [
         "request:email:redact",

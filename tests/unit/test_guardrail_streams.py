@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from emberline.gateway.core.guardrail_finding import GuardrailFinding
 from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.guardrails.patterns import FINDERS
-from emberline.gateway.guardrails.scanner import Scanner, redact_text
+from emberline.gateway.guardrails.scanner import PatternScanner, redact_text
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
@@ -87,8 +87,8 @@ class RecordingGuard:
         return b"data: blocked %b\n\n" % finding.entry.encode()
 
 
-def scanner(action: Any = "redact", find: Any = ALL) -> Scanner:
-    return Scanner([PatternRule(name="rule", find=find, action=action)], "RESPONSE")
+def scanner(action: Any = "redact", find: Any = ALL) -> PatternScanner:
+    return PatternScanner([PatternRule(name="rule", find=find, action=action)], "RESPONSE")
 
 
 def split_text(text: str, positions: list[int]) -> list[str]:
@@ -112,7 +112,7 @@ def test_every_split_position_redacts_like_the_whole(secret: str) -> None:
 
 def assert_redacts_like_whole(text: str, positions: list[int]) -> None:
     whole = scanner()
-    expected = redact_text(text, whole.find(text))
+    expected = redact_text(text, whole.find_matches(text))
     window = TextWindow(whole)
     holders: list[dict[str, str]] = []
     pieces = []
@@ -120,14 +120,14 @@ def assert_redacts_like_whole(text: str, positions: list[int]) -> None:
     for part in split_text(text, positions):
         holders.append({"text": part})
         pieces.append(WindowPiece(JsonText(holders[-1], "text", part, ())))
-        window.add(pieces[-1])
+        window.add_piece(pieces[-1])
         window.scan()
         assert window.decided_end >= released, "released text is final"
         released = window.decided_end
-    window.scan(last=True)
+    window.scan(is_last=True)
     assert window.decided_end == len(text)
     for piece in pieces:
-        piece.apply_cuts()
+        piece.apply_redactions()
     assert "".join(holder["text"] for holder in holders) == expected
 
 

@@ -14,8 +14,8 @@ import pytest
 from hub_server import Page, Site, serving
 
 from emberline.core.errors import DownloadError, ModelError
-from emberline.hub.download import HTTPDownloader, download
-from emberline.hub.packageindex import PUBLIC_INDEX_URL, IndexSettings, find_file, parse_pip_settings
+from emberline.hub.download import HTTPDownloader, download_file
+from emberline.hub.packageindex import PUBLIC_INDEX_URL, PackageIndexSettings, find_file_url, parse_pip_settings
 from emberline.hub.progress import DownloadProgress
 
 BODY = random.Random(0).randbytes(1_000_000)
@@ -31,7 +31,7 @@ def site() -> Iterator[Site]:
 def fetch(site: Site, target: Path, page: Page, sha: str = SHA) -> None:
     site.pages["/f"] = page
     quiet = DownloadProgress("f", len(BODY), enabled=False)
-    download(HTTPDownloader(), site.url + "/f", target, sha, len(BODY), quiet, retry_delay_s=0.0)
+    download_file(HTTPDownloader(), site.url + "/f", target, sha, len(BODY), quiet, retry_delay_s=0.0)
 
 
 def ranges(site: Site) -> list[str | None]:
@@ -101,7 +101,7 @@ def test_connection_refused(tmp_path: Path) -> None:
     with serving() as site:
         url = site.url
     with pytest.raises(DownloadError, match="refused"):
-        download(
+        download_file(
             HTTPDownloader(),
             url + "/f",
             tmp_path / "f",
@@ -114,7 +114,7 @@ def test_connection_refused(tmp_path: Path) -> None:
 
 def test_only_http_urls(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="not an HTTP URL"):
-        download(
+        download_file(
             HTTPDownloader(),
             "file:///etc/passwd",
             tmp_path / "f",
@@ -133,14 +133,14 @@ JSON = json.dumps({"files": [{"url": "x.tar.gz"}, {"url": f"../../files/{NAME}"}
 @pytest.mark.parametrize(("body", "kind"), [(HTML, "text/html"), (JSON, "application/vnd.pypi.simple.v1+json")])
 def test_html_and_json_index(site: Site, body: bytes, kind: str) -> None:
     site.pages["/simple/a-b/"] = Page(body, kind)
-    settings = IndexSettings((site.url + "/nothing-here", site.url + "/simple/"))
-    assert find_file(HTTPDownloader(), settings, "a-b", NAME) == f"{site.url}/files/{NAME}"
+    settings = PackageIndexSettings((site.url + "/nothing-here", site.url + "/simple/"))
+    assert find_file_url(HTTPDownloader(), settings, "a-b", NAME) == f"{site.url}/files/{NAME}"
 
 
 def test_credentials_are_sent_and_never_shown(site: Site) -> None:
-    settings = IndexSettings((site.url.replace("//", "//me:pass%20word@") + "/simple",))
+    settings = PackageIndexSettings((site.url.replace("//", "//me:pass%20word@") + "/simple",))
     with pytest.raises(DownloadError) as caught:
-        find_file(HTTPDownloader(), settings, "a-b", NAME)
+        find_file_url(HTTPDownloader(), settings, "a-b", NAME)
     assert site.seen[0][2]["Authorization"] == "Basic bWU6cGFzcyB3b3Jk"
     assert "pass" not in str(caught.value)
     assert "404" in str(caught.value)
@@ -149,11 +149,11 @@ def test_credentials_are_sent_and_never_shown(site: Site) -> None:
 def test_broken_index_is_a_download_error(site: Site) -> None:
     site.pages["/a-b/"] = Page(b"{", "application/json")
     with pytest.raises(DownloadError, match="no package index has"):
-        find_file(HTTPDownloader(), IndexSettings((site.url,)), "a-b", NAME)
+        find_file_url(HTTPDownloader(), PackageIndexSettings((site.url,)), "a-b", NAME)
 
 
 def test_pip_settings() -> None:
-    assert parse_pip_settings("") == IndexSettings((PUBLIC_INDEX_URL,), None)
+    assert parse_pip_settings("") == PackageIndexSettings((PUBLIC_INDEX_URL,), None)
     text = "\n".join(
         [
             ":env:.index-url='https://env/simple'",
@@ -164,7 +164,7 @@ def test_pip_settings() -> None:
         ]
     )
     expected = ("https://env/simple", "https://more/simple", "https://third/")
-    assert parse_pip_settings(text) == IndexSettings(expected, "/ca.pem")
+    assert parse_pip_settings(text) == PackageIndexSettings(expected, "/ca.pem")
 
 
 class Terminal(io.StringIO):
@@ -177,7 +177,7 @@ def test_progress_on_a_terminal_and_elsewhere() -> None:
     for stream, wanted in ((terminal, True), (plain, True), (silent, False)):
         progress = DownloadProgress("model", 1000, wanted, stream)
         for _ in range(100):
-            progress.add(10)
+            progress.add_bytes(10)
         progress.close()
     assert terminal.getvalue().startswith("\rmodel ")
     assert "100%" in terminal.getvalue()

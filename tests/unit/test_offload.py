@@ -153,7 +153,7 @@ def test_large_body_is_translated_in_a_child(provider: str) -> None:
     request = call(chat("word " * (LARGE_INPUT_BYTES // 4)), provider=provider, settings=GatewaySettings())
     request.is_dialect_endpoint = True
     key = json.dumps({"accessKeyId": "a", "secretAccessKey": "b", "region": "us-east-1"}) if "aws" in provider else "k"
-    found, before = ProviderRegistry().find(provider, request.settings), child_calls()
+    found, before = ProviderRegistry().find_provider(provider, request.settings), child_calls()
     local = build_provider_call(request.with_changes(reply_headers={}), found, key, 100, 7)
     remote = asyncio.run(build_provider_call_offloaded(request.with_changes(reply_headers={}), found, key, 100, 7))
     assert child_calls() == before + 1

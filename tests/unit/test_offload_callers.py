@@ -27,7 +27,7 @@ from emberline.gateway.core.options import RequestOptions
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.dialects.translate import StreamTranslator
-from emberline.gateway.guardrails.scanner import Scanner
+from emberline.gateway.guardrails.scanner import PatternScanner
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.text_window import MAX_SCAN_CHARS, TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
@@ -330,7 +330,7 @@ class RecordingGuard:
         return b"blocked"
 
 
-SCANNER = Scanner([PatternRule(name="r", find=("email",), action="redact")], "RESPONSE")
+SCANNER = PatternScanner([PatternRule(name="r", find=("email",), action="redact")], "RESPONSE")
 
 
 class Events:
@@ -385,12 +385,12 @@ def test_event_with_too_many_texts_is_scanned_as_one(used: Any) -> None:
 def test_window_scans_a_long_text_in_pieces() -> None:
     window, holder = TextWindow(SCANNER), ["x" * MAX_SCAN_CHARS + " ada@example.com " + "y" * MAX_SCAN_CHARS]
     piece = WindowPiece(JsonText(holder, 0, holder[0], (0,)))
-    window.add(piece)
-    spans, scans = window.scan(last=True), 1
-    while window.is_behind:
-        spans, scans = spans + window.scan(last=True), scans + 1
+    window.add_piece(piece)
+    spans, scans = window.scan(is_last=True), 1
+    while window.has_unscanned_text:
+        spans, scans = spans + window.scan(is_last=True), scans + 1
     assert scans == 3 and [span.end - span.start for span in spans] == [len("ada@example.com")]
-    assert piece.is_decided and piece.apply_cuts() and "[email]" in holder[0] and "ada" not in holder[0]
+    assert piece.is_decided and piece.apply_redactions() and "[email]" in holder[0] and "ada" not in holder[0]
 
 
 def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,14 @@ async def _lose_connection(link: RedisClient) -> None:
     wire.close()
     for _ in range(8):
         try:
-            link.send("GET", "a").add_done_callback(lambda answer: answer.exception())
+            link.send_command("GET", "a").add_done_callback(lambda answer: answer.exception())
         except RedisUnavailable:
             refused += 1
         await asyncio.sleep(0)
     assert refused and not wire.pending  # it would wait for an answer that never arrives
     while link._connection is None:
         await asyncio.sleep(0.01)
-    assert await link.call("GET", "a") == b"OK"
+    assert await link.run_command("GET", "a") == b"OK"
 
 
 def test_command_during_connection_loss_fails() -> None:

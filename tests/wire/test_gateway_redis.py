@@ -80,9 +80,9 @@ def test_redis_limiter_matches_the_oracle(
             limiter._usage_script = with_test_clock(limiter._usage_script)
 
             async def set_time(now: int) -> None:
-                await client.call("HSET", "test:clock", "s", now // 1000, "us", now % 1000 * 1000)
+                await client.run_command("HSET", "test:clock", "s", now // 1000, "us", now % 1000 * 1000)
 
-            await client.call("FLUSHALL")
+            await client.run_command("FLUSHALL")
             await compare(limiter, rule, steps, set_time)
             assert limiter.stats.degraded == 0
 
@@ -103,8 +103,8 @@ def test_lua_months_match_python(server: RedisServer) -> None:
             text = RedisLimiter(client)._reserve_script.text.split("-- Reserve all claims")[0]
             text += "local s = slot_of(tonumber(ARGV[1]), 0, 0) return {s, ends_of(s, 0, 1, 0)}"
             for now in moments:
-                slot = month.slot(now)
-                assert await client.run_script(RedisScript(text), [], [now]) == [slot, month.slot_end(slot)]
+                slot = month.slot_at(now)
+                assert await client.run_script(RedisScript(text), [], [now]) == [slot, month.usage_end_ms(slot)]
 
     uvloop.run(run())
 
@@ -176,7 +176,7 @@ def test_repeated_settlement_counts_once_and_keys_expire(server: RedisServer) ->
             assert after.grants[0].remaining == 10 - 2 - 5
             for key in limiter._redis_keys(claims):
                 assert key.startswith("emberline:{acc/gw}:twice:")
-                assert 0 < await client.call("PTTL", key) <= 3_600_000
+                assert 0 < await client.run_command("PTTL", key) <= 3_600_000
 
     uvloop.run(run())
 
@@ -187,7 +187,7 @@ def test_hanging_redis_degrades(degraded: DegradedMode) -> None:
 
         async def run() -> None:
             async with connect(server.url, timeout_s=0.05) as client:
-                limiter = RedisLimiter(client, degraded=degraded)
+                limiter = RedisLimiter(client, degraded_mode=degraded)
                 claims = [RULE.make_claim({"gateway": "g"}, 1)]
                 server.process.send_signal(signal.SIGSTOP)
                 for _ in range(20):  # three wait 50 ms each, the others fail at once
@@ -241,10 +241,10 @@ def test_settlements_are_sent_after_a_redis_outage() -> None:
 def test_read_only_redis_degrades(server: RedisServer, degraded: DegradedMode) -> None:
     async def run() -> None:
         async with connect(server.url) as client:
-            limiter = RedisLimiter(client, degraded=degraded, prefix=f"refused-{degraded}")
+            limiter = RedisLimiter(client, degraded_mode=degraded, prefix=f"refused-{degraded}")
             claims = [LimitRule(name="r", limit=100, amount="tokens", per="day").make_claim({}, 10)]
             reservation = await limiter.reserve(claims, 0, 60)
-            await client.call("REPLICAOF", "127.0.0.1", 1)  # of an unreachable server: it becomes read-only
+            await client.run_command("REPLICAOF", "127.0.0.1", 1)  # of an unreachable server: it becomes read-only
             try:
                 limiter.settle(reservation, {"tokens": 7})
                 await until(lambda: limiter.stats.pending_settlements == 1)
@@ -254,7 +254,7 @@ def test_read_only_redis_degrades(server: RedisServer, degraded: DegradedMode) -
                     with pytest.raises(StoreFailed):
                         await limiter.reserve(claims, 0, 60)
             finally:
-                await client.call("REPLICAOF", "NO", "ONE")
+                await client.run_command("REPLICAOF", "NO", "ONE")
             limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
             assert (limiter.stats.degraded, limiter.stats.pending_settlements, limiter.stats.lost_settlements) == (
@@ -273,7 +273,7 @@ def test_settlement_that_redis_always_refuses_is_given_up(server: RedisServer) -
             limiter = RedisLimiter(client, prefix="spoiled")
             one, other = ([LimitRule(name=name, limit=9).make_claim({}, 1)] for name in ("one", "other"))
             reservation = await limiter.reserve(one, 0, 60)
-            await client.call("SET", limiter._redis_keys(one)[1], "wrong type")
+            await client.run_command("SET", limiter._redis_keys(one)[1], "wrong type")
             limiter.settle(reservation, {"requests": 1})
             await until(lambda: limiter.stats.pending_settlements == 1)
             limiter.settle(await limiter.reserve(other, 0, 60), {"requests": 1})
@@ -286,18 +286,20 @@ def test_settlement_that_redis_always_refuses_is_given_up(server: RedisServer) -
 def test_redis_client_protocol(server: RedisServer) -> None:
     async def run() -> None:
         async with connect(f"{server.url}/3") as client:
-            assert await client.call("SET", "k", b"\x00\r\nv") == b"OK"
-            answers = await asyncio.gather(*(client.call("ECHO", i) for i in range(300)))
+            assert await client.run_command("SET", "k", b"\x00\r\nv") == b"OK"
+            answers = await asyncio.gather(*(client.run_command("ECHO", i) for i in range(300)))
             assert answers == [str(i).encode() for i in range(300)]
-            assert await client.call("GET", "k") == b"\x00\r\nv" and await client.call("GET", "none") is None
+            assert (
+                await client.run_command("GET", "k") == b"\x00\r\nv" and await client.run_command("GET", "none") is None
+            )
             with pytest.raises(RedisErrorReply, match="unknown command"):
-                await client.call("FROB")
-            await client.call("SCRIPT", "FLUSH")
+                await client.run_command("FROB")
+            await client.run_command("SCRIPT", "FLUSH")
             assert await client.run_script(RedisScript("return {KEYS[1], ARGV[1]}"), ["a"], [7]) == [b"a", b"7"]
         async with connect(server.url) as other:
-            assert await other.call("GET", "k") is None
+            assert await other.run_command("GET", "k") is None
         with pytest.raises(RedisUnavailable):
-            await RedisClient(server.url, SystemClock()).call("PING")
+            await RedisClient(server.url, SystemClock()).run_command("PING")
 
     uvloop.run(run())
 
@@ -307,7 +309,7 @@ def test_redis_cache_is_shared_and_empty_without_redis(server: RedisServer) -> N
         async with connect(server.url) as one, connect(server.url) as two:
             await RedisCache(one).put("k", b"\x00reply", 60)
             assert await RedisCache(two).get("k") == b"\x00reply" and await RedisCache(two).get("other") is None
-            assert 0 < await one.call("PTTL", "emberline:cache:k") <= 60_000
+            assert 0 < await one.run_command("PTTL", "emberline:cache:k") <= 60_000
             small = RedisCache(one, max_entry_bytes=3)
             await small.put("large", b"1234", 60)
             assert await small.get("large") is None and small.failures == 0
@@ -350,8 +352,8 @@ def test_redis_url_options() -> None:
 def test_redis_password(server: RedisServer) -> None:
     async def run() -> None:
         async with connect(server.url) as client:
-            await client.call("ACL", "SETUSER", "gate", "on", ">p@ss/1", "+@all", "~*")
+            await client.run_command("ACL", "SETUSER", "gate", "on", ">p@ss/1", "+@all", "~*")
         async with connect(f"redis://gate:p%40ss%2F1@127.0.0.1:{server.port}") as client:
-            assert await client.call("ACL", "WHOAMI") == b"gate"
+            assert await client.run_command("ACL", "WHOAMI") == b"gate"
 
     uvloop.run(run())

@@ -20,7 +20,7 @@ from emberline.gateway.core.errors import Conflict, StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord, new_record_id, utc_day
 from emberline.gateway.core.settings import GatewaySettings, LogSettings
 from emberline.gateway.logs.retention import Retention
-from emberline.gateway.store import daily_users, postgres, sqlite, tables
+from emberline.gateway.store import daily_users, postgres, sqlite, sqlite_database, tables
 from emberline.gateway.store.base import AuditEntry, Document, Feedback, GatewayStore, StoreChange
 from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import ContainsFilter, ExcludeFilter, LogFilters, NumberRange
@@ -110,7 +110,7 @@ def test_change_is_atomic(store: GatewayStore, run: Run[Any]) -> None:
         run(store.commit(put(Document("price", "acme", "new", b"1"), Document("price", "acme", "taken", b"2"))))
     assert run(store.get("price", "acme", "new")) is None
     assert run(store.version()) == before
-    assert len(run(store.list_audits("acme"))) == 1
+    assert len(run(store.list_audit_entries("acme"))) == 1
 
 
 def test_commit_increases_version_and_adds_audit_entry(store: GatewayStore, url: str, run: Run[Any]) -> None:
@@ -121,11 +121,11 @@ def test_commit_increases_version_and_adds_audit_entry(store: GatewayStore, url:
         versions.append(run(other.version()))
     run(other.close())
     assert versions == sorted(set(versions))
-    newest = run(store.list_audits("acme", limit=2))
+    newest = run(store.list_audit_entries("acme", limit=2))
     assert [a.action for a in newest] == ["made.4", "made.3"]
-    rest = run(store.list_audits("acme", before=newest[-1].number))
+    rest = run(store.list_audit_entries("acme", before=newest[-1].number))
     assert [a.action for a in rest] == ["made.2", "made.1", "made.0"]
-    assert run(store.list_audits("nobody")) == []
+    assert run(store.list_audit_entries("nobody")) == []
 
 
 def test_concurrent_changes_of_a_document_have_one_winner(store: GatewayStore, run: Run[Any]) -> None:
@@ -145,7 +145,7 @@ def test_committed_documents_survive_restart(url: str, run: Run[Any]) -> None:
     first = run(open_store(url))
     run(first.commit(put(Document("gateway", "acme", "g", b"kept"))))
     kept = made()
-    run(first.append([(kept, LogPayload(b"asked", b"answered"))]))
+    run(first.append_records([(kept, LogPayload(b"asked", b"answered"))]))
     run(first.close())
     again = run(open_store(url))
     assert run(again.get("gateway", "acme", "g")).body == b"kept"
@@ -189,7 +189,7 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
     )
     plain = made(NOON + 1)
     payload = LogPayload(b"\x00asked" * 1000, b"")
-    run(store.append([(full, payload), (plain, None)]))
+    run(store.append_records([(full, payload), (plain, None)]))
     assert run(store.get_record("acme", "main", full.id)) == full
     assert run(store.get_record("acme", "main", plain.id)) == plain
     assert run(store.get_payload("acme", "main", full.id)) == payload
@@ -203,8 +203,8 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
 
 def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY + (i % 3)) for day in range(3) for i in range(7)]
-    run(store.append([(each, None) for each in records]))
-    run(store.append([(made(gateway="side"), None)]))
+    run(store.append_records([(each, None) for each in records]))
+    run(store.append_records([(made(gateway="side"), None)]))
     newest_first = sorted(records, key=lambda r: r.id, reverse=True)
     for limit in (1, 3, 7, 20, 21, 22):
         assert all_records(store, LogFilters("acme", "main"), run, limit) == newest_first
@@ -216,7 +216,7 @@ def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, r
 
 def test_page_timeout_returns_cursor_to_continue(store: GatewayStore, run: Run[Any]) -> None:
     old = made(NOON - DAY * 5 // 8, model="rare")  # a record of the day before
-    run(store.append([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
+    run(store.append_records([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
     filters, before, found = LogFilters("acme", "main", model=("rare",)), "", []
     while True:
         page = run(store.read_page(filters, before=before, timeout_s=0.0))
@@ -273,7 +273,7 @@ def matches(record: LogRecord, f: LogFilters) -> bool:
     """Return whether a record matches the filters, computed directly."""
 
     def within(value: int | None, span: NumberRange) -> bool:
-        if span.is_open:
+        if span.is_unbounded:
             return True
         return value is not None and (span.minimum or 0) <= value <= (9 if span.maximum is None else span.maximum)
 
@@ -336,7 +336,7 @@ def varied_records() -> list[LogRecord]:
 
 def test_filters_match_the_oracle(store: GatewayStore, run: Run[Any]) -> None:
     records = varied_records()
-    run(store.append([(each, None) for each in records]))
+    run(store.append_records([(each, None) for each in records]))
 
     def check(parts: list[tuple[str, Any]]) -> int:
         filters = LogFilters("acme", **dict(parts))
@@ -363,7 +363,7 @@ def test_filters_match_the_oracle(store: GatewayStore, run: Run[Any]) -> None:
 
 def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) -> None:
     one = made(metadata={"team": "x"})
-    run(store.append([(one, None), (made(NOON + 1), None)]))
+    run(store.append_records([(one, None), (made(NOON + 1), None)]))
     new = run(store.add_feedback("acme", "main", one.id, Feedback(feedback=1)))
     assert (new.feedback, new.score, new.metadata) == (1, None, {"team": "x"})
     new = run(store.add_feedback("acme", "main", one.id, Feedback(score=5, metadata={"team": "y", "x": True})))
@@ -376,7 +376,7 @@ def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) 
 
 def test_nul_characters_are_stored(store: GatewayStore, run: Run[Any]) -> None:
     one = made(model="a\0b", user="\0", metadata={"k\0": "v\0"})
-    run(store.append([(one, None)]))
+    run(store.append_records([(one, None)]))
     found = run(store.get_record("acme", "main", one.id))
     assert found.model in ("a\0b", "a\ufffdb") and found.metadata == one.metadata
     assert run(store.add_feedback("acme", "main", one.id, Feedback(1, metadata={"k\0": "w"}))).feedback == 1
@@ -395,7 +395,7 @@ def totals(
 def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> None:
     records = varied_records()
     for start in range(0, len(records), 10):
-        run(store.append([(each, None) for each in records[start : start + 10]]))
+        run(store.append_records([(each, None) for each in records[start : start + 10]]))
     for unit in ("minute", "hour", "day"):
         (cell,) = run(store.read_rollups(RollupQuery("acme", unit, NOON - DAY, NOON + DAY, over_time=False)))
         assert cell["requests"] == len(records)
@@ -416,8 +416,8 @@ def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> N
 
 def test_repeated_batch_counts_once(store: GatewayStore, run: Run[Any]) -> None:
     batch = [(made(NOON + i), LogPayload(b"a", b"b")) for i in range(4)]
-    run(store.append(batch))
-    run(store.append(batch))  # as after a lost reply
+    run(store.append_records(batch))
+    run(store.append_records(batch))  # as after a lost reply
     assert len(all_records(store, LogFilters("acme"), run)) == 4
     assert totals(store, run) == {"": 4}
 
@@ -426,7 +426,7 @@ def test_concurrent_batches_are_all_counted(store: GatewayStore, url: str, run: 
     async def both() -> None:
         other = await open_store(url)
         batches = [[(made(NOON + 100 * n + i, user=f"u{i}"), None) for i in range(20)] for n in range(10)]
-        await asyncio.gather(*((store, other)[n % 2].append(batch) for n, batch in enumerate(batches)))
+        await asyncio.gather(*((store, other)[n % 2].append_records(batch) for n, batch in enumerate(batches)))
         await other.close()
 
     run(both())
@@ -450,9 +450,11 @@ def test_daily_users_are_bounded_and_sums_exact(
         other = await open_store(url)
         for records in (few, many):
             batches = [records[n : n + 250] for n in range(0, len(records), 250)]
-            work = ((store, other)[n % 2].append([(r, None) for r in batch]) for n, batch in enumerate(batches))
+            work = ((store, other)[n % 2].append_records([(r, None) for r in batch]) for n, batch in enumerate(batches))
             await asyncio.gather(*work)
-        await store.append([(made(NOON + DAY, user="late"), None)])  # the next day: the previous one is checked again
+        await store.append_records(
+            [(made(NOON + DAY, user="late"), None)]
+        )  # the next day: the previous one is checked again
         await other.close()
 
     run(both())
@@ -477,11 +479,11 @@ def test_daily_users_are_bounded_and_sums_exact(
 
 def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
-    run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
+    run(store.append_records([(each, LogPayload(b"q", b"a")) for each in records]))
     assert len(all_records(store, LogFilters("acme"), run)) == 4  # readers have the files open
     today = utc_day(NOON)
     assert run(store.list_days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
-    gone = run(store.drop_before(today - timedelta(days=1)))
+    gone = run(store.delete_days_before(today - timedelta(days=1)))
     assert gone == [today - timedelta(days=d) for d in (3, 2)]
     assert run(store.list_days()) == [today - timedelta(days=1), today]
     assert all_records(store, LogFilters("acme"), run) == records[:2]
@@ -491,21 +493,21 @@ def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: R
     minutes = run(store.read_rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
     assert totals(store, run) == {"": 4} and sum(cell["requests"] for cell in minutes) == 2
     late = made(NOON - 3 * DAY)  # a record of a deleted day creates that day again
-    run(store.append([(late, None)]))
+    run(store.append_records([(late, None)]))
     assert run(store.get_record("acme", "main", late.id)) == late
 
 
 def test_more_days_than_open_files(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY) for day in range(45)]
-    run(store.append([(each, None) for each in records]))
+    run(store.append_records([(each, None) for each in records]))
     assert all_records(store, LogFilters("acme"), run, 100) == records
     assert totals(store, run, unit="hour") == {"": 10}  # of the requested days
 
 
 def test_erase_deletes_payloads_and_labels(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY, metadata={"d": "x"}) for day in range(3)]
-    run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
-    run(store.erase([records[0], records[2], made(NOON - 50 * DAY)]))
+    run(store.append_records([(each, LogPayload(b"q", b"a")) for each in records]))
+    run(store.erase_records([records[0], records[2], made(NOON - 50 * DAY)]))
     assert all_records(store, LogFilters("acme"), run) == [records[1]]
     assert all_records(store, LogFilters("acme", metadata={"d": "x"}), run) == [records[1]]
     assert [run(store.get_payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
@@ -519,7 +521,7 @@ def test_retention_follows_each_gateways_days(store: GatewayStore, run: Run[Any]
     short = msgspec.json.encode(settings("short", 2))
     run(store.commit(put(Document("gateway", "acme", "short", short))))
     records = [made(NOON - day * DAY, gateway=gateway) for day in range(6) for gateway in ("short", "long", "gone")]
-    run(store.append([(each, None) for each in records]))
+    run(store.append_records([(each, None) for each in records]))
     retention = Retention(store, {("acme", "long"): settings("long", 4)}, ManualClock(NOON / 1e3))
     gone, erased = run(retention.run_once())
     assert (len(gone), erased) == (2, 2)
@@ -533,14 +535,14 @@ def test_retention_follows_each_gateways_days(store: GatewayStore, run: Run[Any]
 
 def test_day_file_appears_with_its_tables(tmp_path: Path, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     opened = run(open_store(f"sqlite:{tmp_path}"))
-    real, seen = sqlite._migrate, list[str]()
+    real, seen = sqlite_database.migrate, list[str]()
 
     def watching_migrate(*args: Any) -> None:
         seen.extend(path.name for path in tmp_path.glob("*-*.db"))
         real(*args)
 
-    monkeypatch.setattr(sqlite, "_migrate", watching_migrate)
-    run(opened.append([(made(), None)]))
+    monkeypatch.setattr(sqlite_database, "migrate", watching_migrate)
+    run(opened.append_records([(made(), None)]))
     assert seen == [] and run(opened.list_days()) == [utc_day(NOON)]
     run(opened.close())
     assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no temporary file is left"
@@ -550,7 +552,9 @@ def test_next_day_partition_is_created_in_advance(store: GatewayStore, url: str,
     async def both() -> list[str]:
         others = [await open_store(url) for _ in range(3)]
         for at in (NOON, NOON + DAY // 2):  # the second is for tomorrow
-            await asyncio.gather(*(each.append([(made(at + i), None)]) for i, each in enumerate([store, *others])))
+            await asyncio.gather(
+                *(each.append_records([(made(at + i), None)]) for i, each in enumerate([store, *others]))
+            )
         for each in others:
             await each.close()
         return await partitions(url)
@@ -585,7 +589,7 @@ def test_migrations_apply_once_and_newer_schema_is_refused(
             await found.close()
 
     kept = made()
-    run(with_store(lambda s: s.append([(kept, None)])))
+    run(with_store(lambda s: s.append_records([(kept, None)])))
     module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:
         newer.setattr(module, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))

@@ -92,7 +92,7 @@ async def _run_bench(plan: LogBenchPlan, store_url: str, work_dir: Path, report:
             report.add(f"{name}_asked", asked, "pages")
     report.add("slowest_of_all", slowest, "ms")
     began = time.perf_counter()
-    gone = await store.drop_before(utc_day(now) - timedelta(days=plan.days - 1))
+    gone = await store.delete_days_before(utc_day(now) - timedelta(days=plan.days - 1))
     report.add("drop_a_day", time.perf_counter() - began, "s")
     assert len(gone) == 1, gone
     await store.close()
@@ -138,7 +138,7 @@ async def _fill_store(store_url: str, plan: LogBenchPlan, now_ms: int, report: B
     last = list(islice(records, plan.timed_rows))
     began, busy = time.perf_counter(), time.process_time()
     for start in range(0, plan.timed_rows, MAX_BATCH_RECORDS):
-        await store.append(last[start : start + MAX_BATCH_RECORDS])
+        await store.append_records(last[start : start + MAX_BATCH_RECORDS])
     report.add("append", plan.timed_rows / (time.perf_counter() - began), "rows/s")
     report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed_rows, "us")
     await store.close()
@@ -154,7 +154,7 @@ async def _append_records(store: GatewayStore, records: Iterator[LogEntry], row_
     last = None
     for start in range(0, row_count, FILL):
         batch = list(islice(records, min(FILL, row_count - start)))
-        await store.append(batch)
+        await store.append_records(batch)
         last = next((record for record, payload in reversed(batch) if payload is not None), last)
     return last
 

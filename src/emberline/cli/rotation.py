@@ -12,7 +12,7 @@ from emberline.core.config import MASTER_KEY_VARIABLE, read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.keys.master_keys import EnvironmentMasterKeys, open_master_keys
-from emberline.gateway.keys.provider_key_vault import remove_old_master_keys, rewrap_all, rotate_master_key
+from emberline.gateway.keys.provider_key_vault import remove_old_master_keys, rewrap_all_data_keys, rotate_master_key
 from emberline.gateway.store.factory import open_store
 
 
@@ -32,13 +32,12 @@ async def _rotate(config: GatewayConfig, forget: bool) -> str:
                     f"--forget-old cannot delete master keys from the environment variable {MASTER_KEY_VARIABLE}",
                     hint=f"remove the old keys from {MASTER_KEY_VARIABLE}",
                 )
-            count = await rewrap_all(store, masters.read(), now)
-            return (
-                f"{count} keys are now encrypted with {masters.read().current.id}, the first in {MASTER_KEY_VARIABLE}"
-            )
+            count = await rewrap_all_data_keys(store, masters.read(), now)
+            current_id = masters.read().current_key.id
+            return f"{count} keys are now encrypted with {current_id}, the first in {MASTER_KEY_VARIABLE}"
         if forget:
             return f"{await remove_old_master_keys(store, masters)} old master keys were deleted"
         count = await rotate_master_key(store, masters, now)
-        return f"{count} keys are now encrypted with {masters.read().current.id}; gateways need no restart"
+        return f"{count} keys are now encrypted with {masters.read().current_key.id}; gateways need no restart"
     finally:
         await store.close()

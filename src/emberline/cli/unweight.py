@@ -128,7 +128,7 @@ def _show_progress(label: str, directory: Path, is_shown: bool) -> Iterator[tupl
         print("the native codec could not be built, so this is slow (hint: run emberline doctor)", file=sys.stderr)
     shown = DownloadProgress(label, total, is_shown)
     try:
-        yield shown.add, codec
+        yield shown.add_bytes, codec
     finally:
         shown.close()
 

@@ -69,7 +69,7 @@ class IdentitySource(Protocol):
         """Return the identity of the key with this secret, or None if it is not a valid gateway key."""
         ...
 
-    async def identity_of(self, key_id: str) -> Identity | None:
+    async def identity_by_key_id(self, key_id: str) -> Identity | None:
         """Return the identity of the key with this id, or None if the key expired or was revoked."""
         ...
 
@@ -205,7 +205,7 @@ class Gateway:
 
         Raise Unauthorized if the key expired or was revoked.
         """
-        if (found := await self._identity_source.identity_of(key_id)) is None:
+        if (found := await self._identity_source.identity_by_key_id(key_id)) is None:
             raise Unauthorized(
                 f"API key {key_id[:80]!r}, which queued this request, expired or was revoked",
                 hint="create a new key at /keys and submit the request again",
@@ -245,7 +245,7 @@ class Gateway:
                 if not request.is_dialect_endpoint:
                     request.steps = steps
             case "native":
-                provider = self._registry.find(target.provider, request.settings)
+                provider = self._registry.find_provider(target.provider, request.settings)
                 request.dialect = provider.dialect_at(target.endpoint, request.query)
                 fields = _read_request_fields(request) if request.dialect != "raw" else _read_fields_or_none(request)
                 self._set_body_fields(request, fields)
@@ -281,7 +281,7 @@ class Gateway:
     def _check_can_count_tokens(self, request: GatewayRequest) -> None:
         """Raise InvalidRequest unless the provider uses Anthropic's protocol, the only protocol with count_tokens."""
         if request.provider not in VIRTUAL_PROVIDERS:
-            provider = self._registry.find(request.provider, request.settings)
+            provider = self._registry.find_provider(request.provider, request.settings)
             if provider.supports("anthropic", request.model):
                 return
         raise InvalidRequest(

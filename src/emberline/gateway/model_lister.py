@@ -75,7 +75,7 @@ class ModelLister:
         return sorted([*models, *routes], key=lambda model: model.id)
 
     async def _models_of_provider(self, slug: str, settings: GatewaySettings) -> list[_ListedModel]:
-        provider = self._registry.find(slug, settings)
+        provider = self._registry.find_provider(slug, settings)
         key = await self._vault.get_key(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
         if not provider.needs_key:
             return await self._query_server(provider, key)
@@ -85,7 +85,7 @@ class ModelLister:
     async def _query_server(self, provider: Provider, key: str | None) -> list[_ListedModel]:
         headers = {"accept": "application/json"}
         if key is not None:
-            provider.authorize(headers, key)
+            provider.set_auth_headers(headers, key)
         out = ProviderRequest(
             "GET", provider.build_url(f"{provider.prefix}models", ""), headers, b"", provider.public_only
         )

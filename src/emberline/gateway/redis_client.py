@@ -74,7 +74,7 @@ class _RedisProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transport does not subclass it
 
-    def send(self, command: tuple[str | bytes | int, ...]) -> asyncio.Future[Any]:
+    def send_command(self, command: tuple[str | bytes | int, ...]) -> asyncio.Future[Any]:
         if self._transport is None or self.closed.is_set():  # just lost: RedisClient has not noticed yet
             raise RedisUnavailable("Redis command failed: the connection was lost")
         answer = asyncio.get_running_loop().create_future()
@@ -125,7 +125,7 @@ class RedisClient:
                 f"the Redis URL is invalid: scheme {self._parts.scheme[:20]!r}, host {self._host[:80]!r}",
                 hint="use redis://HOST:PORT or rediss://HOST:PORT (TLS)",
             )
-        self._clock, self.timeout_s = clock, _read_timeout(self._parts.query) or timeout_s
+        self._clock, self.timeout_s = clock, _parse_timeout_s(self._parts.query) or timeout_s
         self._breaker = CircuitBreaker(first_pause_s=0.5)
         self._connection: _RedisProtocol | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -153,21 +153,21 @@ class RedisClient:
         """Whether commands are sent at present: there is a connection, and the circuit breaker is closed."""
         return self._connection is not None and self._breaker.allows(self._clock.now())
 
-    def send(self, *command: str | bytes | int) -> asyncio.Future[Any]:
+    def send_command(self, *command: str | bytes | int) -> asyncio.Future[Any]:
         """Send a command and return the future of its reply. Raise RedisUnavailable without a connection."""
         if self._connection is None:
             self.stats.rejected += 1
             raise RedisUnavailable(f"Redis command was not sent: no connection to {self._host}:{self._port}")
         self.stats.calls += 1
-        return self._connection.send(command)
+        return self._connection.send_command(command)
 
-    async def call(self, *command: str | bytes | int) -> Any:
+    async def run_command(self, *command: str | bytes | int) -> Any:
         """Send a command and return Redis's reply. Raise RedisUnavailable after the timeout."""
         now = self._clock.now()
         if not self._breaker.allows(now):
             self.stats.rejected += 1
             raise RedisUnavailable("Redis command was not sent: the circuit breaker is open after several timeouts")
-        answer = self.send(*command)
+        answer = self.send_command(*command)
         self._breaker.record_start(now)
         try:
             await asyncio.wait((answer,), timeout=self.timeout_s)
@@ -185,14 +185,14 @@ class RedisClient:
         self._record_outcome(answer.exception())
         return answer.result()
 
-    async def run_script(self, script: RedisScript, keys: list[str], values: list[str | int]) -> Any:
+    async def run_script(self, script: RedisScript, keys: list[str], arguments: list[str | int]) -> Any:
         """Run a script by its hash. If Redis does not have the script, send its text."""
         try:
-            return await self.call("EVALSHA", script.sha, len(keys), *keys, *values)
+            return await self.run_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
         except RedisErrorReply as e:
             if not e.message.startswith("NOSCRIPT"):
                 raise
-        return await self.call("EVAL", script.text, len(keys), *keys, *values)
+        return await self.run_command("EVAL", script.text, len(keys), *keys, *arguments)
 
     def _record_outcome(self, error: BaseException | None) -> None:
         if isinstance(error, RedisUnavailable):
@@ -231,10 +231,10 @@ class RedisClient:
             )
             if parts.password:
                 user = (unquote(parts.username),) if parts.username else ()
-                await connection.send(("AUTH", *user, unquote(parts.password)))
+                await connection.send_command(("AUTH", *user, unquote(parts.password)))
             if (database := parts.path.strip("/")) and database != "0":
-                await connection.send(("SELECT", database))
-            await connection.send(("PING",))
+                await connection.send_command(("SELECT", database))
+            await connection.send_command(("PING",))
 
     async def _wait_until_lost(self, connection: _RedisProtocol) -> None:
         """Return when the connection is lost, or when the oldest command has no reply for too long."""
@@ -246,7 +246,7 @@ class RedisClient:
                 return
 
 
-def _read_timeout(query: str) -> float | None:
+def _parse_timeout_s(query: str) -> float | None:
     parameters = parse_qs(query, keep_blank_values=True)
     milliseconds = parameters.pop("patience", ["1"])[0]
     if parameters or not milliseconds.isdecimal() or not 0 < int(milliseconds) <= 60_000:

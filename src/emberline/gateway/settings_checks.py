@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.limits.claims import limit_rules, warn_about_caller_splits
+from emberline.gateway.limits.claims import parse_limit_rules, warn_about_caller_splits
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
 from emberline.gateway.upstream.ssrf import validate_provider_url
 
@@ -31,7 +31,7 @@ def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> 
     """
     try:
         _check_number_ranges(settings)
-        limit_rules(settings)
+        parse_limit_rules(settings)
         warn_about_caller_splits(settings)
         for name, price in settings.prices.items():
             check_price(price, f"prices.{name}.")
@@ -42,7 +42,7 @@ def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> 
                     provider.base_url, allow_private=allow_private, param=f"providers.{slug}.base_url"
                 )
             if provider.enabled:
-                ProviderRegistry().find(slug, settings)
+                ProviderRegistry().find_provider(slug, settings)
         known = {*PROVIDERS_BY_SLUG, *settings.providers}
         for param, slug in _referenced_providers(settings):
             if slug not in known and not slug.startswith(CUSTOM_PREFIX):

@@ -50,13 +50,17 @@ class Checkpoint:
 
 
 def _read_all_tensors(directory: Path) -> dict[str, TensorInfo]:
-    tensors = _read_indexed(directory) if (directory / INDEX_FILE).exists() else _read_unindexed(directory)
+    tensors = (
+        _read_tensors_with_index(directory)
+        if (directory / INDEX_FILE).exists()
+        else _read_tensors_without_index(directory)
+    )
     if not tensors:
         raise ModelFileError(f"the weight files in {directory} have no tensors", hint="download the model again")
     return tensors
 
 
-def _read_unindexed(directory: Path) -> dict[str, TensorInfo]:
+def _read_tensors_without_index(directory: Path) -> dict[str, TensorInfo]:
     single = directory / "model.safetensors"
     files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
@@ -68,7 +72,7 @@ def _read_unindexed(directory: Path) -> dict[str, TensorInfo]:
     return out
 
 
-def _read_indexed(directory: Path) -> dict[str, TensorInfo]:
+def _read_tensors_with_index(directory: Path) -> dict[str, TensorInfo]:
     index = directory / INDEX_FILE
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -93,8 +97,8 @@ def _read_indexed(directory: Path) -> dict[str, TensorInfo]:
     return out
 
 
-def _merge_tensors(out: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
-    for name, info in more.items():
-        if name in out:
-            raise ModelFileError(f"tensor {name!r} is in both {out[name].file} and {info.file}")
-        out[name] = info
+def _merge_tensors(merged: dict[str, TensorInfo], added: dict[str, TensorInfo]) -> None:
+    for name, info in added.items():
+        if name in merged:
+            raise ModelFileError(f"tensor {name!r} is in both {merged[name].file} and {info.file}")
+        merged[name] = info

@@ -14,15 +14,15 @@ from emberline.core.errors import ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFFile, GGUFTensor
-from emberline.hub.ggufconfig import generation_config, model_config, tensor_name
-from emberline.hub.gguftokenizer import tokenizer_files
+from emberline.hub.ggufconfig import build_generation_config, build_model_config, checkpoint_tensor_name
+from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
 CONVERSION_VERSION = 3  # part of the checkpoint's path: raise it when the result of a conversion changes
 CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 
 
-def convert(source: Path, target: Path) -> Path:
+def convert_gguf(source: Path, target: Path) -> Path:
     """Convert `source` to the checkpoint directory `target` unless it exists, and return `target`.
 
     The directory appears complete or not at all.
@@ -36,41 +36,41 @@ def convert(source: Path, target: Path) -> Path:
     return target
 
 
-def _write_checkpoint(file: GGUFFile, work: Path) -> None:
-    tokenizer, tokenizer_config = tokenizer_files(file.metadata)
+def _write_checkpoint(file: GGUFFile, directory: Path) -> None:
+    tokenizer, tokenizer_config = build_tokenizer_files(file.metadata)
     tensors = _tensors_by_name(file)
-    config = model_config(file, _torch_dtype(tensors))
+    config = build_model_config(file, _torch_dtype(tensors))
     if len(file.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
         raise ModelFileError(f"{file.path} has more tokens in its vocabulary than rows in its embedding")
-    _write_json(work / "config.json", config)
-    _write_json(work / "generation_config.json", generation_config(file.metadata))
-    _write_json(work / "tokenizer_config.json", tokenizer_config)
-    _write_text(work / "tokenizer.json", tokenizer)
-    specs = {name: (_dtype(t), t.shape) for name, t in tensors.items()}
-    write_tensors(work / "model.safetensors", specs, _iter_chunks(file, tensors, config))
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", build_generation_config(file.metadata))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    _write_text(directory / "tokenizer.json", tokenizer)
+    specs = {name: (_checkpoint_dtype(t), t.shape) for name, t in tensors.items()}
+    write_tensors(directory / "model.safetensors", specs, _iter_all_tensor_bytes(file, tensors, config))
 
 
 def _tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
     out: dict[str, GGUFTensor] = {}
     for tensor in file.tensors.values():
-        name = tensor_name(tensor.name)
+        name = checkpoint_tensor_name(tensor.name)
         if name in out:
             raise ModelFileError(f"{file.path} has two tensors for {name}")
         if name is not None:
             out[name] = tensor
-    return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_dtype(item[1])], item[0])))
+    return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_checkpoint_dtype(item[1])], item[0])))
 
 
-def _dtype(tensor: GGUFTensor) -> str:
+def _checkpoint_dtype(tensor: GGUFTensor) -> str:
     return tensor.type.name if tensor.type.name in ("F32", "F16") else "BF16"
 
 
 def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
-    dtypes = {_dtype(t) for t in tensors.values() if len(t.shape) > 1}
+    dtypes = {_checkpoint_dtype(t) for t in tensors.values() if len(t.shape) > 1}
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
-def _iter_chunks(file: GGUFFile, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
+def _iter_all_tensor_bytes(file: GGUFFile, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
     permuted: dict[str, int] = {}
     if file.metadata["general.architecture"] == "llama":
         permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -87,7 +87,7 @@ def _iter_tensor_bytes(file: GGUFFile, tensor: GGUFTensor, permuted_heads: int |
     rows = np.frombuffer(file.raw_bytes(tensor), dtype=np.uint8)
     if permuted_heads is not None:
         unit = row_bytes if len(tensor.shape) > 1 else tensor.type.block_bytes
-        rows = _unpermute(rows.reshape(-1, unit), permuted_heads, tensor.name)
+        rows = _reorder_rotary_rows(rows.reshape(-1, unit), permuted_heads, tensor.name)
     rows = rows.reshape(-1, row_bytes)
     batch = max(1, CHUNK_BYTES // (4 * tensor.shape[-1]))
     for start in range(0, len(rows), batch):
@@ -101,7 +101,9 @@ def _encode_rows(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) 
     return round_to_bf16(values).astype("<u2", copy=False).tobytes()
 
 
-def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _reorder_rotary_rows(
+    rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Reorder rows from llama.cpp's layout (rotary pairs side by side) to the usual one (first halves first)."""
     if heads < 1 or len(rows) % (2 * heads):
         raise ModelFileError(

@@ -20,103 +20,105 @@ def dequantise(raw: memoryview, type_name: str, block_bytes: int) -> Floats:
     return DECODERS[type_name](blocks).reshape(-1)
 
 
-def round_to_bf16(x: Floats) -> NDArray[np.uint16]:
+def round_to_bf16(values: Floats) -> NDArray[np.uint16]:
     """Return bfloat16 bits, rounded to nearest even as torch does; NaN stays NaN."""
-    bits = x.view(np.uint32)
+    bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    nan = np.isnan(x)
+    nan = np.isnan(values)
     if nan.any():
         rounded[nan] = 0x7FC0
     return rounded
 
 
-def _half(b: Bytes) -> Floats:
-    return np.ascontiguousarray(b).view("<f2").astype(np.float32)
+def _float16_to_float32(raw: Bytes) -> Floats:
+    return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
-def _nibbles(q: Bytes) -> Bytes:
+def _split_nibbles(packed: Bytes) -> Bytes:
     """Return the low four bits of all bytes, followed by the high four bits of all bytes."""
-    return np.concatenate([q & 15, q >> 4], axis=-1)
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _fifth_bits(b: Bytes) -> Bytes:
-    return np.unpackbits(b, axis=-1, bitorder="little") << np.uint8(4)
+def _unpack_fifth_bits(raw: Bytes) -> Bytes:
+    return np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
 
 
-def _f32(b: Bytes) -> Floats:
-    return np.ascontiguousarray(b).view("<f4").astype(np.float32, copy=False)
+def _decode_f32(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view("<f4").astype(np.float32, copy=False)
 
 
-def _bf16(b: Bytes) -> Floats:
-    return (np.ascontiguousarray(b).view("<u2").astype(np.uint32) << 16).view(np.float32)
+def _decode_bf16(blocks: Bytes) -> Floats:
+    return (np.ascontiguousarray(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q8_0(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * b[:, 2:].view(np.int8)
+def _decode_q8_0(blocks: Bytes) -> Floats:
+    return _float16_to_float32(blocks[:, :2]) * blocks[:, 2:].view(np.int8)
 
 
-def _q4_0(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * (_nibbles(b[:, 2:]).view(np.int8) - np.int8(8))
+def _decode_q4_0(blocks: Bytes) -> Floats:
+    return _float16_to_float32(blocks[:, :2]) * (_split_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8))
 
 
-def _q4_1(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * _nibbles(b[:, 4:]) + _half(b[:, 2:4])
+def _decode_q4_1(blocks: Bytes) -> Floats:
+    return _float16_to_float32(blocks[:, :2]) * _split_nibbles(blocks[:, 4:]) + _float16_to_float32(blocks[:, 2:4])
 
 
-def _q5_0(b: Bytes) -> Floats:
-    q = _nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])
-    return _half(b[:, :2]) * (q.view(np.int8) - np.int8(16))
+def _decode_q5_0(blocks: Bytes) -> Floats:
+    q = _split_nibbles(blocks[:, 6:]) | _unpack_fifth_bits(blocks[:, 2:6])
+    return _float16_to_float32(blocks[:, :2]) * (q.view(np.int8) - np.int8(16))
 
 
-def _q5_1(b: Bytes) -> Floats:
-    q = _nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])
-    return _half(b[:, :2]) * q + _half(b[:, 2:4])
+def _decode_q5_1(blocks: Bytes) -> Floats:
+    q = _split_nibbles(blocks[:, 8:]) | _unpack_fifth_bits(blocks[:, 4:8])
+    return _float16_to_float32(blocks[:, :2]) * q + _float16_to_float32(blocks[:, 2:4])
 
 
-def _k_scales(b: Bytes) -> tuple[Floats, Floats]:
+def _read_k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """Return the eight scales and the eight minima of each K-quant block.
 
     A block stores them with six bits each, in twelve bytes that follow two float16 numbers.
     """
-    packed = b[:, 4:16].reshape(-1, 3, 4)
+    packed = blocks[:, 4:16].reshape(-1, 3, 4)
     low, mid, high = packed[:, 0], packed[:, 1], packed[:, 2]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([mid & 63, (high >> 4) | (mid >> 6 << 4)], axis=1)
-    return (_half(b[:, :2]) * scales)[:, :, None], (_half(b[:, 2:4]) * minima)[:, :, None]
+    return (_float16_to_float32(blocks[:, :2]) * scales)[:, :, None], (_float16_to_float32(blocks[:, 2:4]) * minima)[
+        :, :, None
+    ]
 
 
-def _q4_k(b: Bytes) -> Floats:
-    scales, minima = _k_scales(b)
-    q = _nibbles(b[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+def _decode_q4_k(blocks: Bytes) -> Floats:
+    scales, minima = _read_k_scales(blocks)
+    q = _split_nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     return scales * q - minima
 
 
-def _q5_k(b: Bytes) -> Floats:
-    scales, minima = _k_scales(b)
-    q = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    fifth = np.unpackbits(b[:, 16:48, None], axis=2, bitorder="little").transpose(0, 2, 1)  # bit i: group i
+def _decode_q5_k(blocks: Bytes) -> Floats:
+    scales, minima = _read_k_scales(blocks)
+    q = _split_nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    fifth = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little").transpose(0, 2, 1)  # bit i: group i
     return scales * (q | fifth << 4) - minima
 
 
-def _q6_k(b: Bytes) -> Floats:
-    low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+def _decode_q6_k(blocks: Bytes) -> Floats:
+    low = _split_nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
-    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 8, 32)
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 8, 32)
     q = ((low | high << 4).view(np.int8) - np.int8(32)).reshape(-1, 16, 16)
-    scales = _half(b[:, 208:210]) * b[:, 192:208].view(np.int8)
+    scales = _float16_to_float32(blocks[:, 208:210]) * blocks[:, 192:208].view(np.int8)
     return scales[:, :, None] * q
 
 
 DECODERS: dict[str, Callable[[Bytes], Floats]] = {
-    "F32": _f32,
-    "F16": _half,
-    "BF16": _bf16,
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "F32": _decode_f32,
+    "F16": _float16_to_float32,
+    "BF16": _decode_bf16,
+    "Q8_0": _decode_q8_0,
+    "Q4_0": _decode_q4_0,
+    "Q4_1": _decode_q4_1,
+    "Q5_0": _decode_q5_0,
+    "Q5_1": _decode_q5_1,
+    "Q4_K": _decode_q4_k,
+    "Q5_K": _decode_q5_k,
+    "Q6_K": _decode_q6_k,
 }

@@ -51,7 +51,7 @@ def redact_credentials(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def download(
+def download_file(
     client: HTTPDownloader,
     url: str,
     target: Path,
@@ -72,7 +72,7 @@ def download(
         if attempt:
             time.sleep(retry_delay_s * 2 ** (attempt - 1))
         try:
-            digest = _fetch(client, url, part, size, progress)
+            digest = _fetch_with_resume(client, url, part, size, progress)
         except urllib.error.HTTPError as e:
             reason = f"HTTP {e.code}"
             if e.code == 416:  # the partial file is longer than the server's file
@@ -96,9 +96,9 @@ def download(
     )
 
 
-def _fetch(client: HTTPDownloader, url: str, part: Path, size: int, progress: DownloadProgress) -> str:
+def _fetch_with_resume(client: HTTPDownloader, url: str, part_file: Path, size: int, progress: DownloadProgress) -> str:
     digest = hashlib.sha256()
-    with part.open("a+b") as file:
+    with part_file.open("a+b") as file:
         file.seek(0)
         while block := file.read(CHUNK_BYTES):
             digest.update(block)
@@ -109,7 +109,7 @@ def _fetch(client: HTTPDownloader, url: str, part: Path, size: int, progress: Do
             file.truncate(done := 0)
             digest = hashlib.sha256()
         with client.get(url, {"Range": f"bytes={done}-"} if done else {}) as response:
-            if done and not _is_resumed(response, done):
+            if done and not _starts_at(response, done):
                 file.truncate(done := 0)
                 digest = hashlib.sha256()
             progress.resume(done)
@@ -117,7 +117,7 @@ def _fetch(client: HTTPDownloader, url: str, part: Path, size: int, progress: Do
                 done += len(block)
                 file.write(block)
                 digest.update(block)
-                progress.add(len(block))
+                progress.add_bytes(len(block))
                 if done > size:
                     break
         file.flush()
@@ -127,5 +127,5 @@ def _fetch(client: HTTPDownloader, url: str, part: Path, size: int, progress: Do
     return digest.hexdigest()
 
 
-def _is_resumed(response: Any, start: int) -> bool:
+def _starts_at(response: Any, start: int) -> bool:
     return response.status == 206 and (response.headers.get("Content-Range") or "").startswith(f"bytes {start}-")

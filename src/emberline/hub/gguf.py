@@ -70,7 +70,7 @@ class GGUFFile:
         except (OSError, ValueError) as e:  # ValueError: mmap of an empty file
             raise ModelFileError(f"cannot open GGUF file {path}: {e}") from e
         try:
-            self.metadata, self.tensors = _HeaderReader(self._map, str(path)).read()
+            self.metadata, self.tensors = _GGUFHeaderReader(self._map, str(path)).read()
         except BaseException:
             self._map.close()
             raise
@@ -86,7 +86,7 @@ class GGUFFile:
             self._map.close()
 
 
-class _HeaderReader:
+class _GGUFHeaderReader:
     """Reads the header from start to `end`, and never beyond it.
 
     So no count in the file can cause an allocation that is larger than the file.
@@ -96,21 +96,23 @@ class _HeaderReader:
         self.data, self.name, self.size = data, name, len(data)
         self.position, self.end = 0, min(len(data), MAX_HEADER_BYTES)
 
-    def error(self, reason: str) -> ModelFileError:
+    def damaged_file_error(self, reason: str) -> ModelFileError:
         return ModelFileError(
             f"{self.name} is not a usable GGUF file: {reason} (byte {self.position})", hint="download the file again"
         )
 
-    def advance(self, n: int) -> int:
+    def advance(self, byte_count: int) -> int:
         start = self.position
-        if n > self.end - start:
-            raise self.error(f"the header ends after byte {self.end}, the end of the file or the limit of a header")
-        self.position += n
+        if byte_count > self.end - start:
+            raise self.damaged_file_error(
+                f"the header ends after byte {self.end}, the end of the file or the limit of a header"
+            )
+        self.position += byte_count
         return start
 
-    def read_scalar(self, code: str) -> Any:
-        size = struct.calcsize("<" + code)
-        return struct.unpack_from("<" + code, self.data, self.advance(size))[0]
+    def read_scalar(self, struct_code: str) -> Any:
+        size = struct.calcsize("<" + struct_code)
+        return struct.unpack_from("<" + struct_code, self.data, self.advance(size))[0]
 
     def read_string(self) -> str:
         n = self.read_scalar("Q")
@@ -118,24 +120,26 @@ class _HeaderReader:
         try:
             return self.data[start : start + n].decode()
         except UnicodeDecodeError as e:
-            raise self.error("a string in the header is not UTF-8") from e
+            raise self.damaged_file_error("a string in the header is not UTF-8") from e
 
-    def read_value(self, kind: int, depth: int = 0) -> Any:
-        if kind == STRING:
+    def read_value(self, value_type: int, depth: int = 0) -> Any:
+        if value_type == STRING:
             return self.read_string()
-        if kind == ARRAY:
+        if value_type == ARRAY:
             return self.read_array(depth)
-        if kind not in SCALARS:
-            raise self.error(f"a metadata value has the unknown type {kind}")
-        value = self.read_scalar(SCALARS[kind])
-        if kind == BOOL and value > 1:
-            raise self.error(f"a boolean metadata value must be 0 or 1, not {value}")
-        return bool(value) if kind == BOOL else value
+        if value_type not in SCALARS:
+            raise self.damaged_file_error(f"a metadata value has the unknown type {value_type}")
+        value = self.read_scalar(SCALARS[value_type])
+        if value_type == BOOL and value > 1:
+            raise self.damaged_file_error(f"a boolean metadata value must be 0 or 1, not {value}")
+        return bool(value) if value_type == BOOL else value
 
     def read_array(self, depth: int) -> Any:
         kind, count = self.read_scalar("I"), self.read_scalar("Q")
         if count > MAX_ARRAY_LENGTH or depth >= MAX_ARRAY_DEPTH:
-            raise self.error(f"an array has {count} values at nesting depth {depth}, which exceeds the limits")
+            raise self.damaged_file_error(
+                f"an array has {count} values at nesting depth {depth}, which exceeds the limits"
+            )
         if kind not in SCALARS:
             return [self.read_value(kind, depth + 1) for _ in range(count)]  # each takes at least 8 bytes of the file
         values = array(SCALARS[kind])
@@ -147,7 +151,7 @@ class _HeaderReader:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if self.data[:4] != b"GGUF":
-            raise self.error("the file does not begin with the bytes GGUF")
+            raise self.damaged_file_error("the file does not begin with the bytes GGUF")
         self.advance(4)
         version = self.read_scalar("I")
         if version not in (2, 3):
@@ -160,20 +164,20 @@ class _HeaderReader:
         for _ in range(key_count):  # a wrong count raises at the end of the file
             key = self.read_string()
             if key in metadata:
-                raise self.error(f"the metadata key {key!r} occurs twice")
+                raise self.damaged_file_error(f"the metadata key {key!r} occurs twice")
             metadata[key] = self.read_value(self.read_scalar("I"))
-        infos = [self.read_tensor() for _ in range(tensor_count)]
+        infos = [self.read_tensor_info() for _ in range(tensor_count)]
         return metadata, self.check_offsets(infos, metadata.get("general.alignment", 32))
 
-    def read_tensor(self) -> GGUFTensor:
+    def read_tensor_info(self) -> GGUFTensor:
         name, dims = self.read_string(), self.read_scalar("I")
         if not 1 <= dims <= 4:
-            raise self.error(f"tensor {name!r} must have 1 to 4 dimensions, not {dims}")
+            raise self.damaged_file_error(f"tensor {name!r} must have 1 to 4 dimensions, not {dims}")
         shape = tuple(self.read_scalar("Q") for _ in range(dims))[::-1]
         kind, offset = self.read_scalar("I"), self.read_scalar("Q")
         if kind not in TENSOR_TYPES:
             if kind > LAST_KNOWN_TYPE:
-                raise self.error(f"tensor {name!r} has the unknown type {kind}")
+                raise self.damaged_file_error(f"tensor {name!r} has the unknown type {kind}")
             known = " ".join(t.name for t in TENSOR_TYPES.values())
             raise UnsupportedModel(
                 f"tensor {name!r} has GGUF type {kind}, which is not supported", hint=f"supported: {known}"
@@ -185,19 +189,25 @@ class _HeaderReader:
             or shape[-1] % type_.block_elements
             or count // type_.block_elements * type_.block_bytes > self.size
         ):
-            raise self.error(f"tensor {name!r} has the shape {shape}, which does not fit {type_.name} or the file")
+            raise self.damaged_file_error(
+                f"tensor {name!r} has the shape {shape}, which does not fit {type_.name} or the file"
+            )
         return GGUFTensor(name, type_, shape, offset, count // type_.block_elements * type_.block_bytes)
 
-    def check_offsets(self, infos: list[GGUFTensor], alignment: Any) -> dict[str, GGUFTensor]:
+    def check_offsets(self, tensors: list[GGUFTensor], alignment: Any) -> dict[str, GGUFTensor]:
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
-            raise self.error(f"general.alignment must be a power of two from 8 to 65536, not {alignment!r}")
+            raise self.damaged_file_error(
+                f"general.alignment must be a power of two from 8 to 65536, not {alignment!r}"
+            )
         data = -(-self.position // alignment) * alignment
         end, out = 0, {}
-        for t in sorted(infos, key=lambda t: t.start):
+        for t in sorted(tensors, key=lambda t: t.start):
             if t.start % alignment or t.start < end or data + t.start + t.nbytes > self.size:
-                raise self.error(f"tensor {t.name!r} is misaligned, overlaps a tensor or ends after the file")
+                raise self.damaged_file_error(
+                    f"tensor {t.name!r} is misaligned, overlaps a tensor or ends after the file"
+                )
             end = t.start + t.nbytes
             if t.name in out:
-                raise self.error(f"two tensors have the name {t.name!r}")
+                raise self.damaged_file_error(f"two tensors have the name {t.name!r}")
             out[t.name] = GGUFTensor(t.name, t.type, t.shape, data + t.start, t.nbytes)
         return out

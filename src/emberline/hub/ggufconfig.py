@@ -40,7 +40,7 @@ ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def tensor_name(gguf_name: str) -> str | None:
+def checkpoint_tensor_name(gguf_name: str) -> str | None:
     """Return the checkpoint's name for a GGUF tensor, or None if the tensor becomes part of config.json."""
     if gguf_name == ROPE_FREQS:
         return None
@@ -63,49 +63,49 @@ class GGUFMetadata:
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
-        self.arch = self.text("general.architecture")
+        self.arch = self.get_text("general.architecture")
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def get_text(self, key: str, default: str | None = None) -> str:
         return self._get(key, (str,), default)  # type: ignore[no-any-return]
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def get_integer(self, key: str, default: int | None = None) -> int:
         return self._get(f"{self.arch}.{key}", (int,), default)  # type: ignore[no-any-return]
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def get_number(self, key: str, default: float | None = None) -> float:
         return float(self._get(f"{self.arch}.{key}", (int, float), default))
 
-    def special_token(self, key: str) -> int | None:
+    def special_token_id(self, key: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         return value if type(value) is int else None
 
     def has(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self.metadata
 
-    def _get(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
+    def _get(self, key: str, allowed_types: tuple[type, ...], default: Any) -> Any:
         value = self.metadata.get(key, default)
-        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+        if type(value) not in allowed_types or (isinstance(value, float) and not math.isfinite(value)):
             raise ModelFileError(
-                f"the GGUF key {key!r} must have a value of type {kinds[-1].__name__}, not {str(value)[:80]!r}"
+                f"the GGUF key {key!r} must have a value of type {allowed_types[-1].__name__}, not {str(value)[:80]!r}"
             )
         return value
 
 
-def model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
+def build_model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
     fields = GGUFMetadata(file.metadata)
-    if fields.arch not in ARCHITECTURES or fields.integer("expert_count", 0):
+    if fields.arch not in ARCHITECTURES or fields.get_integer("expert_count", 0):
         raise UnsupportedModel(
             f"GGUF architecture {fields.arch!r} is not supported", hint=f"supported: dense {', '.join(ARCHITECTURES)}"
         )
     if "token_embd.weight" not in file.tensors:
         raise ModelFileError(f"{file.path} has no token_embd.weight")
     name, model_type = ARCHITECTURES[fields.arch]
-    heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    heads, hidden = fields.get_integer("attention.head_count"), fields.get_integer("embedding_length")
     if heads < 1 or hidden < 1:
         raise ModelFileError(
             f"{file.path} must have at least one attention head and one hidden dimension, not {heads} and {hidden}"
         )
-    head_dim = fields.integer("attention.key_length", hidden // heads)
-    if (rotated := fields.integer("rope.dimension_count", head_dim)) != head_dim:
+    head_dim = fields.get_integer("attention.key_length", hidden // heads)
+    if (rotated := fields.get_integer("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedModel(
             f"{file.path} applies rope to {rotated} of {head_dim} dimensions of a head; only all are supported"
         )
@@ -113,38 +113,38 @@ def model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
         "architectures": [name],
         "model_type": model_type,
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("feed_forward_length"),
-        "num_hidden_layers": fields.integer("block_count"),
+        "intermediate_size": fields.get_integer("feed_forward_length"),
+        "num_hidden_layers": fields.get_integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": fields.get_integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": _shortest_decimal(fields.number("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest_decimal(fields.number("rope.freq_base", 10000.0)),
+        "max_position_embeddings": fields.get_integer("context_length"),
+        "rms_norm_eps": _shortest_decimal(fields.get_number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest_decimal(fields.get_number("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(file, fields),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "torch_dtype": torch_dtype,
-        "bos_token_id": fields.special_token("bos"),
-        "eos_token_id": fields.special_token("eos"),
+        "bos_token_id": fields.special_token_id("bos"),
+        "eos_token_id": fields.special_token_id("eos"),
     }
     if fields.has("attention.sliding_window"):
-        config["sliding_window"] = fields.integer("attention.sliding_window")
+        config["sliding_window"] = fields.get_integer("attention.sliding_window")
         if fields.arch == "llama":
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     return config
 
 
-def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+def build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     fields = GGUFMetadata(metadata)
-    ends = [fields.special_token(key) for key in ("eos", "eot", "eom")] + _end_of_turn_ids(metadata)
+    ends = [fields.special_token_id(key) for key in ("eos", "eot", "eom")] + _end_of_turn_ids(metadata)
     return {
-        "bos_token_id": fields.special_token("bos"),
+        "bos_token_id": fields.special_token_id("bos"),
         "eos_token_id": list(dict.fromkeys(e for e in ends if e is not None)),
-        "pad_token_id": fields.special_token("padding"),
+        "pad_token_id": fields.special_token_id("padding"),
     }
 
 
@@ -161,8 +161,10 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int | None]:
 
 
 def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None:
-    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))  # the second is older
-    kind = fields.text(f"{fields.arch}.rope.scaling.type", "linear" if factor else "none")
+    factor = fields.get_number(
+        "rope.scaling.factor", fields.get_number("rope.scale_linear", 0.0)
+    )  # the second is older
+    kind = fields.get_text(f"{fields.arch}.rope.scaling.type", "linear" if factor else "none")
     if ROPE_FREQS in file.tensors:
         return _llama3_scaling(file, fields)
     if kind == "none":
@@ -173,13 +175,13 @@ def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None
         raise UnsupportedModel(f"GGUF rope scaling {kind!r} is not supported", hint="supported: none, linear, yarn")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     if fields.has("rope.scaling.original_context_length"):
-        scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = fields.get_integer("rope.scaling.original_context_length")
     for name in ("beta_fast", "beta_slow"):
         if fields.has(f"rope.scaling.yarn_{name}"):
-            scaling[name] = fields.number(f"rope.scaling.yarn_{name}")
+            scaling[name] = fields.get_number(f"rope.scaling.yarn_{name}")
     if fields.has("rope.scaling.attn_factor"):  # a multiple of the default; config.json has the product
         usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-        scaling["attention_factor"] = fields.number("rope.scaling.attn_factor") * usual
+        scaling["attention_factor"] = fields.get_number("rope.scaling.attn_factor") * usual
     return scaling
 
 
@@ -192,14 +194,14 @@ def _llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
     tensor = file.tensors[ROPE_FREQS]
     divisors = dequantise(file.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes)
     scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_ROPE}
-    expected = _llama3_divisors(scaling, fields.number("rope.freq_base", 10000.0), 2 * len(divisors))
+    expected = _llama3_divisors(scaling, fields.get_number("rope.freq_base", 10000.0), 2 * len(divisors))
     if not np.allclose(divisors, expected, rtol=1e-3):
         raise UnsupportedModel(f"the rope frequencies in {file.path} are not those of Llama 3")
     return scaling
 
 
-def _llama3_divisors(scaling: dict[str, Any], theta: float, dim: int) -> NDArray[np.float64]:
-    wavelength = 2 * np.pi * theta ** (np.arange(0, dim, 2) / dim)
+def _llama3_divisors(scaling: dict[str, Any], theta: float, head_dim: int) -> NDArray[np.float64]:
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     rotations = scaling["original_max_position_embeddings"] / wavelength
     smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)

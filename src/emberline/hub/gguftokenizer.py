@@ -32,29 +32,29 @@ _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words in t
 _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
-class _Vocabulary:
+class _GGUFVocabulary:
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
         self.model = metadata.get("tokenizer.ggml.model")
         self.pre = metadata.get("tokenizer.ggml.pre", "default")
-        self.tokens: list[str] = self.sequence("tokens", str)
-        self.types: list[int] = self.sequence("token_type", int) or [NORMAL] * len(self.tokens)
+        self.tokens: list[str] = self.get_list("tokens", str)
+        self.types: list[int] = self.get_list("token_type", int) or [NORMAL] * len(self.tokens)
         if not self.tokens or len(self.types) != len(self.tokens):
             raise ModelFileError("the GGUF vocabulary is empty, or the numbers of tokens and token types differ")
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             raise ModelFileError("the GGUF vocabulary contains a token twice")
 
-    def sequence(self, key: str, kind: type) -> list[Any]:
+    def get_list(self, key: str, element_type: type) -> list[Any]:
         values = self.metadata.get(f"tokenizer.ggml.{key}", [])
-        if not isinstance(values, list | array) or not all(isinstance(v, kind) for v in values):
-            raise ModelFileError(f"the GGUF key tokenizer.ggml.{key} must be a list of {kind.__name__}")
+        if not isinstance(values, list | array) or not all(isinstance(v, element_type) for v in values):
+            raise ModelFileError(f"the GGUF key tokenizer.ggml.{key} must be a list of {element_type.__name__}")
         return list(values)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def get_flag(self, key: str, default: bool) -> bool:
         return bool(self.metadata.get(f"tokenizer.ggml.{key}", default))
 
-    def special(self, key: str) -> str | None:
+    def special_token_text(self, key: str) -> str | None:
         i = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if i is None:
             return None
@@ -63,11 +63,11 @@ class _Vocabulary:
         return self.tokens[i]
 
 
-def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def build_tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the text of tokenizer.json and the content of tokenizer_config.json."""
-    vocab = _Vocabulary(metadata)
+    vocab = _GGUFVocabulary(metadata)
     try:
-        text, add_bos, add_eos = _build(vocab)
+        text, add_bos, add_eos = _build_tokenizer(vocab)
     except (EmberlineError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # the library raises Exception, and BaseException for panics in Rust
@@ -75,10 +75,10 @@ def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     config = {
         "add_bos_token": add_bos,
         "add_eos_token": add_eos,
-        "bos_token": vocab.special("bos"),
-        "eos_token": vocab.special("eos"),
-        "pad_token": vocab.special("padding"),
-        "unk_token": vocab.special("unknown"),
+        "bos_token": vocab.special_token_text("bos"),
+        "eos_token": vocab.special_token_text("eos"),
+        "pad_token": vocab.special_token_text("padding"),
+        "unk_token": vocab.special_token_text("unknown"),
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
@@ -87,33 +87,36 @@ def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return text, config
 
 
-def _build(vocab: _Vocabulary) -> tuple[str, bool, bool]:
+def _build_tokenizer(vocab: _GGUFVocabulary) -> tuple[str, bool, bool]:
     if vocab.model == "gpt2":
-        tokenizer, bos_default = _byte_level(vocab), vocab.pre in _BOS_BY_DEFAULT
+        tokenizer, bos_default = _build_byte_level_bpe(vocab), vocab.pre in _BOS_BY_DEFAULT
     elif vocab.model == "llama":
-        tokenizer, bos_default = _sentencepiece(vocab), True
+        tokenizer, bos_default = _build_sentencepiece_bpe(vocab), True
     else:
         raise UnsupportedModel(f"GGUF tokenizer {vocab.model!r} is not supported", hint="supported: gpt2, llama")
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [t for t, k in zip(vocab.tokens, vocab.types, strict=True) if k == kind]
         tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
-    add_bos = vocab.flag("add_bos_token", bos_default) and vocab.special("bos") is not None
-    add_eos = vocab.flag("add_eos_token", False) and vocab.special("eos") is not None
+    add_bos = vocab.get_flag("add_bos_token", bos_default) and vocab.special_token_text("bos") is not None
+    add_eos = vocab.get_flag("add_eos_token", False) and vocab.special_token_text("eos") is not None
     if add_bos or add_eos:
-        tokenizer.post_processor = _post_processor(vocab, add_bos, add_eos)
+        tokenizer.post_processor = _build_post_processor(vocab, add_bos, add_eos)
     return tokenizer.to_str(), add_bos, add_eos
 
 
-def _post_processor(vocab: _Vocabulary, add_bos: bool, add_eos: bool) -> processors.PostProcessor:
-    before, after = (vocab.special("bos") if add_bos else None), (vocab.special("eos") if add_eos else None)
+def _build_post_processor(vocab: _GGUFVocabulary, add_bos: bool, add_eos: bool) -> processors.PostProcessor:
+    before, after = (
+        (vocab.special_token_text("bos") if add_bos else None),
+        (vocab.special_token_text("eos") if add_eos else None),
+    )
     single = [t for t in (before, "$A", after) if t]
     pair = [t for t in (before, "$A", after, before and f"{before}:1", "$B:1", after and f"{after}:1") if t]
     return processors.TemplateProcessing(single, pair, [(t, vocab.ids[t]) for t in {before, after} if t])
 
 
-def _byte_level(vocab: _Vocabulary) -> Tokenizer:
+def _build_byte_level_bpe(vocab: _GGUFVocabulary) -> Tokenizer:
     merges = []
-    for merge in vocab.sequence("merges", str):
+    for merge in vocab.get_list("merges", str):
         left, _, right = merge.partition(" ")
         if left not in vocab.ids or right not in vocab.ids or left + right not in vocab.ids:
             raise ModelFileError(f"the GGUF merge {merge[:80]!r} uses tokens outside the vocabulary")
@@ -137,12 +140,12 @@ def _byte_level(vocab: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(vocab: _Vocabulary) -> Tokenizer:
+def _build_sentencepiece_bpe(vocab: _GGUFVocabulary) -> Tokenizer:
     merges = _merges_from_scores(vocab)
     tokenizer = Tokenizer(
-        models.BPE(vocab.ids, merges, unk_token=vocab.special("unknown"), fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab.ids, merges, unk_token=vocab.special_token_text("unknown"), fuse_unk=True, byte_fallback=True)
     )
-    prefix = vocab.flag("add_space_prefix", True)
+    prefix = vocab.get_flag("add_space_prefix", True)
     space = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -152,12 +155,12 @@ def _sentencepiece(vocab: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_from_scores(vocab: _Vocabulary) -> list[tuple[str, str]]:
+def _merges_from_scores(vocab: _GGUFVocabulary) -> list[tuple[str, str]]:
     """Return the merges of token pairs, ordered by score.
 
     SentencePiece joins first the pair whose union is the token with the best score.
     """
-    scores = vocab.sequence("scores", float)
+    scores = vocab.get_list("scores", float)
     if len(scores) != len(vocab.tokens):
         raise ModelFileError(
             f"the GGUF vocabulary must have one score per token: {len(vocab.tokens)} tokens, {len(scores)} scores"

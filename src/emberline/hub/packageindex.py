@@ -22,22 +22,22 @@ PIP_TIMEOUT_S = 1200
 
 
 @dataclass(frozen=True)
-class IndexSettings:
+class PackageIndexSettings:
     urls: tuple[str, ...] = (PUBLIC_INDEX_URL,)
     ca_file: str | None = None
 
 
-def pip_settings() -> IndexSettings:
+def read_pip_settings() -> PackageIndexSettings:
     """Return the settings that pip reads from its files and environment, or defaults without pip."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return IndexSettings()
+        return PackageIndexSettings()
     return parse_pip_settings(text)
 
 
-def parse_pip_settings(text: str) -> IndexSettings:
+def parse_pip_settings(text: str) -> PackageIndexSettings:
     values: dict[str, str] = {}
     rank = {"global": 0, "download": 1, ":env:": 2}
     for line in sorted(text.splitlines(), key=lambda line: rank.get(line.partition(".")[0], -1)):
@@ -46,10 +46,10 @@ def parse_pip_settings(text: str) -> IndexSettings:
         if section in rank and value[:1] in "'\"":
             values[key] = str(ast.literal_eval(value))
     urls = [values.get("index-url", PUBLIC_INDEX_URL), *values.get("extra-index-url", "").split()]
-    return IndexSettings(tuple(u for u in urls if urlsplit(u).scheme in ("http", "https")), values.get("cert"))
+    return PackageIndexSettings(tuple(u for u in urls if urlsplit(u).scheme in ("http", "https")), values.get("cert"))
 
 
-def find_file(client: HTTPDownloader, settings: IndexSettings, project: str, filename: str) -> str:
+def find_file_url(client: HTTPDownloader, settings: PackageIndexSettings, project: str, filename: str) -> str:
     """Return the file's URL on the first index that has the file. Raise DownloadError if none has it."""
     failures = []
     for index in settings.urls:

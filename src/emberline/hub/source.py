@@ -42,24 +42,24 @@ def resolve_model(
     _check_name(name)
     cache = cache or cache_dir()
     try:
-        return _resolve(name, cache, revision, progress, fetch)
+        return _resolve_by_kind(name, cache, revision, progress, fetch)
     except OSError as e:
         hint = f"models are stored in {cache}; set EMBERLINE_CACHE to use another directory"
         raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
 
 
-def _resolve(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
+def _resolve_by_kind(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     if name.startswith("hf:"):
-        return _resolve_hub(name[3:], cache, revision, progress, fetch)
+        return _resolve_hub_model(name[3:], cache, revision, progress, fetch)
     if revision is not None:
         raise ModelError(f"model {name!r} has no revisions", hint="give a revision only with hf:org/name")
     if name in ALIASES:
-        from emberline.hub.pull import checkpoint_path, pull
+        from emberline.hub.pull import checkpoint_path, pull_model
 
         if not fetch and not checkpoint_path(name, cache).is_dir():
             raise _not_pulled_error(name)
-        return pull(name, cache, progress)
-    return _resolve_local(Path(name).expanduser(), name, cache)
+        return pull_model(name, cache, progress)
+    return _resolve_local_model(Path(name).expanduser(), name, cache)
 
 
 def _check_name(name: str) -> None:
@@ -78,26 +78,26 @@ def _not_pulled_error(name: str) -> ModelNotPulled:
     return ModelNotPulled(f"model {name} is not in the local cache", hint=f"run emberline pull {name}")
 
 
-def _resolve_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
-    repo, at, written = rest.partition("@")
+def _resolve_hub_model(hub_name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
+    repo, at, written = hub_name.partition("@")
     if at and revision not in (None, written):
         raise ModelError(
-            f"hf:{rest} names a different revision than the option revision, {revision!r}",
+            f"hf:{hub_name} names a different revision than the option revision, {revision!r}",
             hint="give the revision once",
         )
     revision = written if at else revision
     if not HF_NAME_PATTERN.fullmatch(repo) or ".." in repo:
-        raise ModelError(f"invalid hub name hf:{rest!r}", hint="write hf:org/name or hf:org/name@revision")
+        raise ModelError(f"invalid hub name hf:{hub_name!r}", hint="write hf:org/name or hf:org/name@revision")
     if revision is not None and (not REVISION_PATTERN.fullmatch(revision) or ".." in revision):
         raise ModelError(f"invalid revision {revision!r} of hf:{repo}", hint="give a branch, a tag or a commit")
     from emberline.hub.huggingface import download_snapshot
 
     if (folder := download_snapshot(repo, revision, cache / "hf", progress, fetch=fetch)) is None:
-        raise _not_pulled_error(f"hf:{rest}")
+        raise _not_pulled_error(f"hf:{hub_name}")
     return folder
 
 
-def _resolve_local(path: Path, name: str, cache: Path) -> Path:
+def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
@@ -106,12 +106,12 @@ def _resolve_local(path: Path, name: str, cache: Path) -> Path:
             )
         return path
     if path.is_file() and path.suffix == ".gguf":
-        from emberline.hub.convert import CONVERSION_VERSION, convert
+        from emberline.hub.convert import CONVERSION_VERSION, convert_gguf
 
         path = path.resolve()
         stat = path.stat()
         key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-        return convert(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{CONVERSION_VERSION}")
+        return convert_gguf(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{CONVERSION_VERSION}")
     raise ModelError(
         f"no model {name!r}: the name is not a built-in name, a checkpoint directory or a .gguf file",
         hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",

@@ -84,16 +84,18 @@ class SafetensorsHeader:
 def read_tensors(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a safetensors file, packed or not. Raise ModelFileError if it is damaged."""
     header = read_header(path)
-    tensors = stored_tensors(path, header)
-    return _describe_packed(path, header, tensors) if header.is_packed else tensors
+    tensors = list_stored_tensors(path, header)
+    return _read_packed_infos(path, header, tensors) if header.is_packed else tensors
 
 
-def stored_tensors(path: Path, header: SafetensorsHeader) -> dict[str, TensorInfo]:
+def list_stored_tensors(path: Path, header: SafetensorsHeader) -> dict[str, TensorInfo]:
     """Return the tensors as the safetensors header lists them.
 
     In a packed file, each packed tensor is listed as an array of bytes.
     """
-    tensors = {name: _stored_info(path, name, entry, header.data_offset) for name, entry in header.entries.items()}
+    tensors = {
+        name: _parse_stored_info(path, name, entry, header.data_offset) for name, entry in header.entries.items()
+    }
     _check_offsets(path, tensors, header.data_offset, header.file_bytes)
     return tensors
 
@@ -122,15 +124,15 @@ def read_header(path: Path) -> SafetensorsHeader:
     return SafetensorsHeader.parse(text, path, size)
 
 
-def header_sha256(text: bytes, stored: str) -> str:
+def header_sha256(text: bytes, stored_hash: str) -> str:
     """Return the SHA-256 of a packed file's header.
 
     The header contains its own hash, which is replaced by zeros before hashing. `stored_hash` is that hash.
     """
-    return hashlib.sha256(text.replace(stored.encode(), b"0" * 64, 1)).hexdigest()
+    return hashlib.sha256(text.replace(stored_hash.encode(), b"0" * 64, 1)).hexdigest()
 
 
-def _describe_packed(path: Path, header: SafetensorsHeader, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _read_packed_infos(path: Path, header: SafetensorsHeader, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the tensors with their original dtype and shape, from a packed file's metadata."""
     if header.metadata.get("version") != PACKED_VERSION:
         version = str(header.metadata.get("version"))[:20]
@@ -142,10 +144,10 @@ def _describe_packed(path: Path, header: SafetensorsHeader, tensors: dict[str, T
     descriptions = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
     if descriptions.keys() != tensors.keys():
         raise _damaged_error(path, "the metadata and the header list different tensors")
-    return {name: _packed_info(path, name, tensors[name], descriptions[name]) for name in tensors}
+    return {name: _parse_packed_info(path, name, tensors[name], descriptions[name]) for name in tensors}
 
 
-def _packed_info(path: Path, name: str, stored: TensorInfo, description: Any) -> TensorInfo:
+def _parse_packed_info(path: Path, name: str, stored: TensorInfo, description: Any) -> TensorInfo:
     if not isinstance(description, dict):
         raise _damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
     dtype, shape = description.get("dtype"), description.get("shape")
@@ -159,7 +161,7 @@ def _packed_info(path: Path, name: str, stored: TensorInfo, description: Any) ->
     return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, description)
 
 
-def _stored_info(path: Path, name: str, entry: Any, data_offset: int) -> TensorInfo:
+def _parse_stored_info(path: Path, name: str, entry: Any, data_offset: int) -> TensorInfo:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as e:

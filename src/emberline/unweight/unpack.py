@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from emberline.core.errors import ModelFileError
-from emberline.hub.tensorfile import SafetensorsHeader, TensorInfo, stored_tensors
+from emberline.hub.tensorfile import SafetensorsHeader, TensorInfo, list_stored_tensors
 from emberline.unweight.codec import WeightCodec
 from emberline.unweight.description import TensorDescription
 from emberline.unweight.file import ModelFile
@@ -26,7 +26,7 @@ def unpack_file(
         raise ModelFileError(f"{source} is not packed")
     data_start = 8 + len(text.encode())
     size = data_start + sum(info.logical_bytes for info in file.tensors.values())
-    original = stored_tensors(source, SafetensorsHeader.parse(text.encode(), source, size))
+    original = list_stored_tensors(source, SafetensorsHeader.parse(text.encode(), source, size))
     if {name: _dtype_and_shape(info) for name, info in original.items()} != {
         name: _dtype_and_shape(t) for name, t in file.tensors.items()
     }:

@@ -23,7 +23,7 @@ class AuditEndpoints:
     async def list(self, request: AdminRequest) -> Listing:
         limit = request.int_parameter("limit", DEFAULT_PAGE_SIZE, 1, MAX_PAGE_SIZE)
         before = request.int_parameter("before", 0, 0, 2**53)
-        found = await self._context.store.list_audits(request.account, before=before, limit=limit + 1)
+        found = await self._context.store.list_audit_entries(request.account, before=before, limit=limit + 1)
         views = [
             AuditView(
                 number=each.number,

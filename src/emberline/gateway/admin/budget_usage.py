@@ -84,7 +84,7 @@ class BudgetUsageEndpoints:
             for split in _split_combinations(rule, full_name, records):
                 claims.append(rule.make_claim({**split, "gateway": full_name}, 0))
                 splits.append(split)
-        spent = await self._context.limiter.bucket_usage(claims, now / 1e3) if claims else []
+        spent = await self._context.limiter.read_bucket_usage(claims, now / 1e3) if claims else []
         views = [_budget_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
         return [view for view in views if view.used or not view.split]
 

@@ -56,7 +56,7 @@ class CatalogueEndpoints:
 
     async def list_providers(self, request: AdminRequest) -> Listing:
         keys = {
-            ProviderKeyID.of_document(document).provider
+            ProviderKeyID.from_document(document).provider
             for document in await self._context.list_all("provider_key", request.account)
         }
         return _list_page(

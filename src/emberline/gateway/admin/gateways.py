@@ -18,7 +18,7 @@ from emberline.gateway.core.cost import Price
 from emberline.gateway.core.errors import Conflict
 from emberline.gateway.core.paths import DEFAULT_NAME
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.limits.claims import limit_rules, warn_about_caller_splits
+from emberline.gateway.limits.claims import parse_limit_rules, warn_about_caller_splits
 from emberline.gateway.providers.compatible import DEFAULT_DIALECTS, CompatibleProvider
 from emberline.gateway.settings_checks import check_headers, check_price, check_settings
 from emberline.gateway.upstream.ssrf import validate_provider_url
@@ -175,7 +175,7 @@ def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[Accou
     rules = tuple(msgspec.to_builtins(rule) for rule in applying)
     try:
         combined = msgspec.structs.replace(settings, budgets=(*settings.budgets, *rules))
-        limit_rules(combined)
+        parse_limit_rules(combined)
         warn_about_caller_splits(combined)
     except InvalidRequest as e:
         raise InvalidRequest(f"gateway {gateway!r}: {e.message}", param=e.param, hint=e.hint) from e

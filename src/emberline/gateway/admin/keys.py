@@ -133,7 +133,7 @@ class ProviderKeyEndpoints:
                 param="secret",
                 hint="copy the key again, without spaces and line breaks",
             )
-        document = await self._context.vault.encrypted_document(key_id, secret, self._context.now_ms())
+        document = await self._context.vault.encrypt_to_document(key_id, secret, self._context.now_ms())
         action = f"provider_key.{'update' if document.version else 'create'}"
         await self._context.commit(request, action, document.id, put=[document], after=provider_key_view(document))
         return provider_key_view(document)
@@ -161,7 +161,7 @@ def _provider_key_id(request: AdminRequest) -> ProviderKeyID:
 
 
 def provider_key_view(document: Document) -> ProviderKeyView:
-    key_id, encrypted = ProviderKeyID.of_document(document), decode_json(document.body, EncryptedKey)
+    key_id, encrypted = ProviderKeyID.from_document(document), decode_json(document.body, EncryptedKey)
     return ProviderKeyView(
         provider=key_id.provider, alias=key_id.alias, created=encrypted.created, master_key=encrypted.master
     )

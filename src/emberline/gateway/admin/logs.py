@@ -161,7 +161,7 @@ class LogEndpoints:
         else:
             page = await self.read_sorted_page(request, filters.gateway, limit)
         await self._context.commit(request, "log.delete", filters.gateway or "*", before=dict(request.query))
-        await self._context.store.erase(page.records)
+        await self._context.store.erase_records(page.records)
         return EraseResult(len(page.records), page.has_more)
 
     def export_lines(self, request: AdminRequest) -> AsyncIterator[bytes]:

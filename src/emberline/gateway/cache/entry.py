@@ -23,10 +23,10 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[bytes]
 
     @staticmethod
-    def from_reply(reply: GatewayReply, chunks: list[bytes], stream: bool) -> CacheEntry:
+    def from_reply(reply: GatewayReply, chunks: list[bytes], is_stream: bool) -> CacheEntry:
         headers = {name: reply.headers[name] for name in KEPT_HEADERS if name in reply.headers}
         usage = msgspec.structs.astuple(reply.usage) if reply.usage is not None else None
-        return CacheEntry(reply.status, headers, reply.model, reply.provider, usage, stream, chunks)
+        return CacheEntry(reply.status, headers, reply.model, reply.provider, usage, is_stream, chunks)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

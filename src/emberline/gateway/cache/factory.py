@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 REDIS_TIMEOUT_S = 0.2  # longer than for counters, because entries are larger
 
 
-async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExitStack) -> CacheStore:
+async def open_cache(url: str | None, clock: Clock, wall_clock: Clock, exit_stack: AsyncExitStack) -> CacheStore:
     """Open the cache store that `url` names. `exit_stack` closes it.
 
     `clock` is monotonic; `wall_clock` returns seconds since 1970. Raise InvalidRequest if the URL has an unknown
@@ -33,14 +33,14 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
     if url is None:
         store = MemoryCache(clock)
     elif url.startswith("sqlite:"):
-        store = SqliteCache(Path(url.removeprefix("sqlite:")), wall)
+        store = SqliteCache(Path(url.removeprefix("sqlite:")), wall_clock)
     elif url.startswith(("redis://", "rediss://")):
         from emberline.gateway.cache.redis import RedisCache
         from emberline.gateway.redis_client import RedisClient
 
         client = RedisClient(url, clock, timeout_s=REDIS_TIMEOUT_S)
         await client.start()
-        stack.push_async_callback(client.close)
+        exit_stack.push_async_callback(client.close)
         store = RedisCache(client)
     else:
         raise InvalidRequest(
@@ -48,7 +48,7 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
             param="cache",
             hint="use sqlite:PATH or redis://HOST:PORT",
         )
-    stack.push_async_callback(store.close)
+    exit_stack.push_async_callback(store.close)
     return store
 
 

@@ -31,13 +31,13 @@ def cache_key(call: GatewayRequest) -> str:
     if settings.cache_invalidate_on_update:
         tenant.append(f"version {settings.version}")
     if call.options.cache_key is not None:
-        return _digest([*tenant, "custom", call.dialect, call.stream, call.options.cache_key], b"")
+        return _hash_parts([*tenant, "custom", call.dialect, call.stream, call.options.cache_key], b"")
     headers = [call.headers.get(name, "") for name in VARY_HEADERS]
     configured = call.settings.providers.get(call.provider)  # another base URL is another provider
-    target = [call.provider, configured and configured.base_url, call.endpoint, _public_query(call.query)]
+    target = [call.provider, configured and configured.base_url, call.endpoint, _query_without_credentials(call.query)]
     parts = [*tenant, "exact", call.method, *target, call.dialect, call.model]
     summary = call.body_summary
-    return _digest(
+    return _hash_parts(
         [*parts, call.stream, *headers], canonical_body(call.body) if summary is None else summary.canonical_digest
     )
 
@@ -47,33 +47,33 @@ def sharing_scope(call: GatewayRequest) -> list[str]:
     identity = call.identity
     match call.settings.cache_scope:
         case "key":
-            return ["key", identity.key_id, *_credentials(call)]
+            return ["key", identity.key_id, *_request_credentials(call)]
         case "user":
-            return ["user", identity.user or identity.key_id, *_credentials(call)]
-    return ["gateway", *_credentials(call)]
+            return ["user", identity.user or identity.key_id, *_request_credentials(call)]
+    return ["gateway", *_request_credentials(call)]
 
 
-def _credentials(call: GatewayRequest) -> list[str]:
+def _request_credentials(call: GatewayRequest) -> list[str]:
     """Return the provider credentials that the request contains, and the aliases of stored keys that it names."""
     found = [f"alias {call.options.byok_alias}"] if call.options.byok_alias is not None else []
-    found += _secrets(call.headers, call.query)
+    found += _credential_parts(call.headers, call.query)
     for step in call.steps:  # a universal request has its keys in the steps
-        found += _secrets(step.headers or {}, (step.endpoint or "").partition("?")[2])
+        found += _credential_parts(step.headers or {}, (step.endpoint or "").partition("?")[2])
         if step.options is not None and step.options.byok_alias is not None:
             found.append(f"alias {step.options.byok_alias}")
     return found
 
 
-def _secrets(headers: dict[str, str], query: str) -> list[str]:
+def _credential_parts(headers: dict[str, str], query: str) -> list[str]:
     parameters = [part for part in query.split("&") if part.partition("=")[0] in SECRET_QUERY_PARAMETERS]
     return [*(f"{name} {value}" for name in CREDENTIAL_HEADERS if (value := headers.get(name))), *parameters]
 
 
-def _public_query(query: str) -> list[str]:
+def _query_without_credentials(query: str) -> list[str]:
     if not query:
         return []
     return sorted(part for part in query.split("&") if part and part.partition("=")[0] not in SECRET_QUERY_PARAMETERS)
 
 
-def _digest(parts: list[Any], body: bytes) -> str:
+def _hash_parts(parts: list[Any], body: bytes) -> str:
     return hashlib.sha256(msgspec.json.encode(parts) + b"\n" + body).hexdigest()

@@ -22,24 +22,24 @@ class MemoryCache:
         if found is None:
             return None
         if found[0] <= self._clock.now():
-            self._drop(key)
+            self._remove_entry(key)
             return None
         self._entries.move_to_end(key)
         return found[1]
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         if key in self._entries:
-            self._drop(key)
+            self._remove_entry(key)
         if len(value) + ENTRY_OVERHEAD_BYTES > self._max_entry_bytes:
             return
         self._entries[key] = (self._clock.now() + ttl_s, value)
         self.size += len(value) + ENTRY_OVERHEAD_BYTES
         while self.size > self._max_bytes:
-            self._drop(next(iter(self._entries)))
+            self._remove_entry(next(iter(self._entries)))
 
     async def close(self) -> None:
         self._entries.clear()
         self.size = 0
 
-    def _drop(self, key: str) -> None:
+    def _remove_entry(self, key: str) -> None:
         self.size -= len(self._entries.pop(key)[1]) + ENTRY_OVERHEAD_BYTES

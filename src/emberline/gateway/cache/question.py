@@ -37,29 +37,29 @@ class UserQuestion:
             return None
         body = msgspec.json.decode(call.body)
         turns = body.get(field) if isinstance(body, dict) else None
-        text, earlier = (turns, []) if isinstance(turns, str) else _last_user_text(turns)
+        text, earlier = (turns, []) if isinstance(turns, str) else _split_last_user_text(turns)
         if not text or len(text) > MAX_QUESTION_CHARS:
             return None
         body[field] = earlier
         return UserQuestion(text, "rest:" + cache_key(call.with_changes(body=msgspec.json.encode(body))))
 
     @property
-    def exact_features(self) -> tuple[list[str], int]:
+    def numbers_and_negations(self) -> tuple[list[str], int]:
         """The numbers in the text and the count of its negations. Similar questions must be equal in both."""
         return sorted(NUMBER.findall(self.text)), len(NEGATION.findall(self.text))
 
 
-def _last_user_text(turns: object) -> tuple[str, list[Any]]:
+def _split_last_user_text(messages: object) -> tuple[str, list[Any]]:
     """Return the text of the last message ("" if it is not a user's text) and the messages before it."""
-    if not isinstance(turns, list) or not turns or not isinstance(turns[-1], Mapping):
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
         return "", []
-    turn = turns[-1]
+    turn = messages[-1]
     content: Any = turn.get("content", turn.get("parts"))
     if turn.get("role", "user") != "user":
         return "", []
     if isinstance(content, list) and all(map(_is_text_only, content)):
         content = "\n".join(part["text"] for part in content)
-    return (content if isinstance(content, str) else ""), turns[:-1]
+    return (content if isinstance(content, str) else ""), messages[:-1]
 
 
 def _is_text_only(part: object) -> bool:

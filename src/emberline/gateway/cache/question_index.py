@@ -24,7 +24,7 @@ Vector = NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class IndexedQuestion:
     key: str  # of the cache entry
-    exact_features: tuple[list[str], int]
+    numbers_and_negations: tuple[list[str], int]
     expires: float
 
 
@@ -36,18 +36,18 @@ class SimilarQuestion:
 
 
 @dataclass(slots=True)
-class _Partition:
+class _QuestionPartition:
     vectors: list[Vector] = field(default_factory=list)
     questions: list[IndexedQuestion] = field(default_factory=list)
     cached_matrix: NDArray[np.float32] | None = None
 
-    def matrix(self) -> NDArray[np.float32]:
+    def vector_matrix(self) -> NDArray[np.float32]:
         if self.cached_matrix is None:
             self.cached_matrix = np.stack(self.vectors)
         return self.cached_matrix
 
 
-def normalize(vector: list[float]) -> Vector | None:
+def normalize_vector(vector: list[float]) -> Vector | None:
     """Return the vector scaled to length 1, or None if its length is zero or not finite."""
     array = np.asarray(vector, dtype=np.float32)
     norm = float(np.linalg.norm(array))
@@ -55,7 +55,7 @@ def normalize(vector: list[float]) -> Vector | None:
 
 
 def cosine_similarity(first: list[float], second: list[float]) -> float:
-    a, b = normalize(first), normalize(second)
+    a, b = normalize_vector(first), normalize_vector(second)
     return float(a @ b) if a is not None and b is not None and a.shape == b.shape else 0.0
 
 
@@ -64,10 +64,12 @@ class QuestionIndex:
         self, max_questions: int = MAX_QUESTIONS, max_partition_questions: int = MAX_PARTITION_QUESTIONS
     ) -> None:
         self._max_questions, self._max_partition_questions = max_questions, max_partition_questions
-        self._partitions: OrderedDict[str, _Partition] = OrderedDict()
+        self._partitions: OrderedDict[str, _QuestionPartition] = OrderedDict()
         self.size = 0
 
-    def find(self, question: UserQuestion, vector: Vector, threshold: float, now: float) -> SimilarQuestion | None:
+    def find_similar(
+        self, question: UserQuestion, vector: Vector, threshold: float, now: float
+    ) -> SimilarQuestion | None:
         """Return the most similar question that has the same numbers and negations as `question`.
 
         Return None if no such question reaches the similarity `threshold`. Expired questions are ignored.
@@ -76,24 +78,24 @@ class QuestionIndex:
         if partition is None or partition.vectors[0].shape != vector.shape:
             return None
         self._partitions.move_to_end(question.partition)
-        similarities: Any = partition.matrix() @ vector
-        exact = question.exact_features
+        similarities: Any = partition.vector_matrix() @ vector
+        exact = question.numbers_and_negations
         for i in np.argsort(-similarities):
             if similarities[i] < threshold:
                 return None
             found = partition.questions[i]
-            if found.expires > now and found.exact_features == exact:
+            if found.expires > now and found.numbers_and_negations == exact:
                 return SimilarQuestion(found.key, float(similarities[i]), found.expires)
         return None
 
-    def add(self, question: UserQuestion, vector: Vector, key: str, expires: float) -> None:
-        partition = self._partitions.setdefault(question.partition, _Partition())
+    def add_question(self, question: UserQuestion, vector: Vector, cache_key: str, expires_at: float) -> None:
+        partition = self._partitions.setdefault(question.partition, _QuestionPartition())
         self._partitions.move_to_end(question.partition)
         if partition.vectors and partition.vectors[0].shape != vector.shape:  # another embedding model is in use
             self.size -= len(partition.vectors)
             partition.vectors, partition.questions = [], []
         partition.vectors.append(vector)
-        partition.questions.append(IndexedQuestion(key, question.exact_features, expires))
+        partition.questions.append(IndexedQuestion(cache_key, question.numbers_and_negations, expires_at))
         partition.cached_matrix = None
         self.size += 1
         if len(partition.vectors) > self._max_partition_questions:

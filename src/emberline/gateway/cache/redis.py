@@ -15,7 +15,7 @@ class RedisCache:
 
     async def get(self, key: str) -> bytes | None:
         try:
-            value: bytes | None = await self._client.call("GET", f"{self._prefix}:cache:{key}")
+            value: bytes | None = await self._client.run_command("GET", f"{self._prefix}:cache:{key}")
         except (RedisUnavailable, RedisErrorReply):
             self.failures += 1
             return None
@@ -25,7 +25,9 @@ class RedisCache:
         if len(value) > self._max_entry_bytes:
             return
         try:
-            await self._client.call("SET", f"{self._prefix}:cache:{key}", value, "PX", max(1, round(ttl_s * 1000)))
+            await self._client.run_command(
+                "SET", f"{self._prefix}:cache:{key}", value, "PX", max(1, round(ttl_s * 1000))
+            )
         except (RedisUnavailable, RedisErrorReply):
             self.failures += 1
 

@@ -18,7 +18,13 @@ from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.cache.embedder import TextEmbedder
 from emberline.gateway.cache.entry import CacheEntry
 from emberline.gateway.cache.question import UserQuestion
-from emberline.gateway.cache.question_index import QuestionIndex, SimilarQuestion, Vector, cosine_similarity, normalize
+from emberline.gateway.cache.question_index import (
+    QuestionIndex,
+    SimilarQuestion,
+    Vector,
+    cosine_similarity,
+    normalize_vector,
+)
 from emberline.gateway.core.request import GatewayRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
@@ -62,20 +68,20 @@ class SemanticCache:
             return None
         self.stats.lookups += 1
         vectors = await self._embedder.embed([question.text])
-        vector = normalize(vectors[0]) if vectors else None
+        vector = normalize_vector(vectors[0]) if vectors else None
         if vector is None:
             return None
-        similar = self._index.find(question, vector, call.settings.semantic.threshold, self._clock.now())
+        similar = self._index.find_similar(question, vector, call.settings.semantic.threshold, self._clock.now())
         self.stats.similar += similar is not None
         return SemanticLookup(question, vector, similar)
 
-    def add(self, lookup: SemanticLookup, key: str, ttl_s: float) -> None:
+    def index_question(self, lookup: SemanticLookup, cache_key: str, ttl_s: float) -> None:
         """Add the question to the index. Its reply was just cached under `cache_key` for `ttl_s` seconds."""
-        self._index.add(lookup.question, lookup.vector, key, self._clock.now() + ttl_s)
+        self._index.add_question(lookup.question, lookup.vector, cache_key, self._clock.now() + ttl_s)
 
-    async def compare_replies(self, similar: CacheEntry, actual: CacheEntry) -> None:
+    async def compare_replies(self, similar_reply: CacheEntry, actual_reply: CacheEntry) -> None:
         """In shadow mode, count whether the cached reply agrees with the reply that the provider sent."""
-        texts = [reply_text(similar)[:MAX_COMPARED_CHARS], reply_text(actual)[:MAX_COMPARED_CHARS]]
+        texts = [reply_text(similar_reply)[:MAX_COMPARED_CHARS], reply_text(actual_reply)[:MAX_COMPARED_CHARS]]
         if texts[0] != texts[1]:
             vectors = await self._embedder.embed([text or " " for text in texts])
             if vectors is None:
@@ -100,12 +106,12 @@ def _decode_json(data: bytes) -> Any:
         return None
 
 
-def _text_fragments(value: Any, name: str = "") -> list[str]:
+def _text_fragments(value: Any, field_name: str = "") -> list[str]:
     match value:
         case str():
-            return [value] if name in ("text", "content", "delta", "arguments", "partial_json") else []
+            return [value] if field_name in ("text", "content", "delta", "arguments", "partial_json") else []
         case list():
-            return [text for item in value for text in _text_fragments(item, name)]
+            return [text for item in value for text in _text_fragments(item, field_name)]
         case dict():
             return [text for inner, item in value.items() for text in _text_fragments(item, inner)]
     return []

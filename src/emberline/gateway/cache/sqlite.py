@@ -35,9 +35,9 @@ class SqliteCache:
     """
 
     def __init__(
-        self, path: Path, wall: Clock, max_bytes: int = 1 << 30, max_entry_bytes: int = MAX_ENTRY_BYTES
+        self, path: Path, wall_clock: Clock, max_bytes: int = 1 << 30, max_entry_bytes: int = MAX_ENTRY_BYTES
     ) -> None:
-        self._path, self._wall = path, wall
+        self._path, self._wall = path, wall_clock
         self._max_bytes, self._max_entry_bytes = max_bytes, min(max_bytes, max_entry_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._database: sqlite3.Connection | None = None
@@ -46,17 +46,17 @@ class SqliteCache:
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
-        return await self._run(lambda database: self._get(database, key))
+        return await self._run_in_thread(lambda database: self._select_entry(database, key))
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         if len(value) <= self._max_entry_bytes:
-            await self._run(lambda database: self._put(database, key, value, ttl_s))
+            await self._run_in_thread(lambda database: self._insert_entry(database, key, value, ttl_s))
 
     async def close(self) -> None:
-        await self._run(lambda database: database.close())
+        await self._run_in_thread(lambda database: database.close())
         self._thread.shutdown(wait=False)
 
-    async def _run(self, operation: Callable[[sqlite3.Connection], T]) -> T | None:
+    async def _run_in_thread(self, operation: Callable[[sqlite3.Connection], T]) -> T | None:
         try:
             async with asyncio.timeout(DISK_TIMEOUT_S):
                 return await asyncio.get_running_loop().run_in_executor(
@@ -74,7 +74,7 @@ class SqliteCache:
             self._database = database
         return self._database
 
-    def _get(self, database: sqlite3.Connection, key: str) -> bytes | None:
+    def _select_entry(self, database: sqlite3.Connection, key: str) -> bytes | None:
         now = self._wall.now()
         row = database.execute("SELECT expires, used, value FROM entries WHERE key = ?", (key,)).fetchone()
         if row is None or row[0] <= now:
@@ -83,7 +83,7 @@ class SqliteCache:
             database.execute("UPDATE entries SET used = ? WHERE key = ?", (now, key))
         return bytes(row[2])
 
-    def _put(self, database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> None:
+    def _insert_entry(self, database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> None:
         now = self._wall.now()
         row = (key, now + ttl_s, now, len(value), value)
         with database:
@@ -95,10 +95,10 @@ class SqliteCache:
                 self._measure_size(database)
             if self._size_bytes > self._max_bytes:
                 database.execute("DELETE FROM entries WHERE expires <= ?", (now,))
-                self._evict(database)
+                self._evict_oldest(database)
                 self._measure_size(database)
 
-    def _evict(self, database: sqlite3.Connection) -> None:
+    def _evict_oldest(self, database: sqlite3.Connection) -> None:
         self._measure_size(database)
         over = self._size_bytes - int(self._max_bytes * EVICTION_TARGET)
         if over <= int(self._max_bytes * (1 - EVICTION_TARGET)):

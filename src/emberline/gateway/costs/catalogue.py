@@ -93,10 +93,10 @@ class Catalogue:
         if key not in self._lookups:
             if len(self._lookups) >= MAX_CACHED_LOOKUPS:  # clients choose names, so the cache must be bounded
                 self._lookups.clear()
-            self._lookups[key] = self._find(provider, name)
+            self._lookups[key] = self._find_model(provider, name)
         return self._lookups[key]
 
-    def _find(self, provider: str, name: str) -> CatalogueModel | None:
+    def _find_model(self, provider: str, name: str) -> CatalogueModel | None:
         return (
             self._names.get((provider, name))
             or self._names.get((provider, DATE_SUFFIX.sub("", name)))
@@ -117,7 +117,7 @@ class CatalogueFiles:
 
     def __init__(self, *files: Path) -> None:
         self._files = files
-        self._stamps = self._stamp()
+        self._stamps = self._file_stamps()
         self.current = Catalogue.load(*files)
 
     def model(self, provider: str, name: str) -> CatalogueModel | None:
@@ -128,17 +128,17 @@ class CatalogueFiles:
 
         Raise InvalidRequest if a file is invalid.
         """
-        if (stamps := self._stamp()) == self._stamps:
+        if (stamps := self._file_stamps()) == self._stamps:
             return False
         self._stamps = stamps  # set first: an invalid file is reported once, not at every poll
         self.current = Catalogue.load(*self._files)
         return True
 
-    def _stamp(self) -> list[tuple[int, int]]:
-        return [_stamp(file) for file in (BUILTIN_FILE, *self._files)]
+    def _file_stamps(self) -> list[tuple[int, int]]:
+        return [_file_stamp(file) for file in (BUILTIN_FILE, *self._files)]
 
 
-def _stamp(file: Path) -> tuple[int, int]:
+def _file_stamp(file: Path) -> tuple[int, int]:
     """Return the file's modification time and size. A change of either shows that the file was changed."""
     try:
         stat = file.stat()
@@ -191,37 +191,39 @@ def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapp
     )
 
 
-def _read_price(id: str, row: Mapping[str, Any]) -> Price | None:
+def _read_price(entry_id: str, row: Mapping[str, Any]) -> Price | None:
     if "input" not in row:
         if fields := [name for name in (*PRICE_FIELDS, "long") if name in row]:
             raise InvalidRequest(
-                f"catalogue entry {id} must have a price for input, because it has one for {fields[0]}", param=id
+                f"catalogue entry {entry_id} must have a price for input, because it has one for {fields[0]}",
+                param=entry_id,
             )
         return None
-    prices: dict[str, Any] = {name: _read_micros(id, name, row[name]) for name in PRICE_FIELDS if name in row}
-    long = _read_long_price(id, row["long"]) if "long" in row else None
+    prices: dict[str, Any] = {name: _parse_micros(entry_id, name, row[name]) for name in PRICE_FIELDS if name in row}
+    long = _read_long_price(entry_id, row["long"]) if "long" in row else None
     return Price(prices.pop("input"), prices.pop("output", 0), **prices, long=long)
 
 
-def _read_long_price(id: str, long: object) -> LongPrice:
-    if not isinstance(long, Mapping) or not isinstance(long.get("above"), int):
+def _read_long_price(entry_id: str, long_price: object) -> LongPrice:
+    if not isinstance(long_price, Mapping) or not isinstance(long_price.get("above"), int):
         raise InvalidRequest(
-            f"catalogue entry {id}: long must be a table of prices with `above` (a number of tokens), not {long!r:.80}",
-            param=id,
+            f"catalogue entry {entry_id}: long must be a table of prices with `above` (a number of tokens),"
+            f" not {long_price!r:.80}",
+            param=entry_id,
         )
-    price = _read_price(id, {name: value for name, value in long.items() if name != "above"})
+    price = _read_price(entry_id, {name: value for name, value in long_price.items() if name != "above"})
     if price is None:
-        raise InvalidRequest(f"catalogue entry {id}: the table long must have the price `input`", param=id)
-    return LongPrice(long["above"], price)
+        raise InvalidRequest(f"catalogue entry {entry_id}: the table long must have the price `input`", param=entry_id)
+    return LongPrice(long_price["above"], price)
 
 
-def _read_micros(id: str, field: str, dollars: object) -> int:
+def _parse_micros(entry_id: str, field: str, dollars: object) -> int:
     """Convert dollars per million tokens to micro-dollars per million tokens. Raise InvalidRequest."""
     exact = Decimal(dollars) * 1_000_000 if isinstance(dollars, Decimal | int) else Decimal(-1)
     if isinstance(dollars, bool) or not exact.is_finite() or exact < 0 or exact != int(exact):
         raise InvalidRequest(
-            f"catalogue entry {id}: {field} must be dollars per million tokens, 0 or more, with at most 6 decimal"
+            f"catalogue entry {entry_id}: {field} must be dollars per million tokens, 0 or more, with at most 6 decimal"
             f" places, not {dollars!r}",
-            param=id,
+            param=entry_id,
         )
     return int(exact)

@@ -18,7 +18,7 @@ class ExtraCost:
     usage: Usage | None = None  # of dropped replies, not of judges
     estimated: bool = False
 
-    async def discard(self, reply: GatewayReply) -> None:
+    async def discard_reply(self, reply: GatewayReply) -> None:
         """Close a reply that will not be sent to the client, and add its cost."""
         await reply.close()
         self.add_usage(reply.usage, reply.micros, estimated=reply.estimated)

@@ -18,13 +18,13 @@ from emberline.gateway.cache.key import SECRET_QUERY_PARAMETERS
 from emberline.gateway.core.guardrail_finding import Check, GuardrailFinding
 from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.core.request_body import canonical_body
-from emberline.gateway.guardrails.scanner import PatternMatch, Scanner, redact_text, redaction_ranges
+from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner, redact_text, redaction_ranges
 from emberline.gateway.guardrails.texts import (
     JsonText,
-    clear_logprobs,
     conversation_text,
     iter_request_texts,
     iter_texts,
+    remove_logprobs,
 )
 
 OFFLOAD_MIN_BYTES = 1 << 15  # larger bodies are inspected in another process
@@ -48,45 +48,49 @@ class Inspector:
     """Redacts the texts of one request or reply in place, and collects the findings."""
 
     def __init__(self, rules: Iterable[PatternRule], check: Check) -> None:
-        self._scanner = Scanner(rules, check)
+        self._scanner = PatternScanner(rules, check)
         self.findings: list[GuardrailFinding] = []
 
-    def redact(self, texts: Iterable[JsonText]) -> bool:
+    def redact_texts(self, texts: Iterable[JsonText]) -> bool:
         """Redact the texts in place and return whether any changed."""
         if not self._scanner:
             return False
         changed = False
-        for _, group in groupby(list(texts), key=lambda text: text.group_key):
+        for _, group in groupby(list(texts), key=lambda text: text.message_key):
             parts = list(group)
             if len(parts) > 1:
-                changed |= self._redact_across(parts)
+                changed |= self._redact_across_parts(parts)
             for part in parts:
-                changed |= self._redact_within(part)
+                changed |= self._redact_within_text(part)
         return changed
 
-    def _redact_within(self, text: JsonText) -> bool:
-        original = text.holder[text.key]  # matches across parts are redacted already
-        new = redact_text(original, self._record(self._scanner.find(original)))
+    def _redact_within_text(self, text: JsonText) -> bool:
+        original = text.container[text.key]  # matches across parts are redacted already
+        new = redact_text(original, self._record_findings(self._scanner.find_matches(original)))
         if new == original:
             return False
-        text.holder[text.key] = new
+        text.container[text.key] = new
         return True
 
-    def _redact_across(self, parts: list[JsonText]) -> bool:
+    def _redact_across_parts(self, parts: list[JsonText]) -> bool:
         """Redact matches that begin in one part of a message and end in a later part.
 
         Providers join the parts with or without a line break between them, so both forms are searched.
         """
         changed = False
         for separator in ("", "\n"):
-            seams = PartSeams([part.holder[part.key] for part in parts], separator)
-            matches = [match for match in self._scanner.find(seams.text) if seams.crosses_parts(match.start, match.end)]
-            self._record(matches)
-            for number, new in seams.redact(matches):
-                parts[number].holder[parts[number].key], changed = new, True
+            seams = JoinedTextEnds([part.container[part.key] for part in parts], separator)
+            matches = [
+                match
+                for match in self._scanner.find_matches(seams.text)
+                if seams.spans_several_texts(match.start, match.end)
+            ]
+            self._record_findings(matches)
+            for number, new in seams.redact_texts(matches):
+                parts[number].container[parts[number].key], changed = new, True
         return changed
 
-    def _record(self, matches: list[PatternMatch]) -> list[PatternMatch]:
+    def _record_findings(self, matches: list[PatternMatch]) -> list[PatternMatch]:
         for match in matches:
             finding = self._scanner.make_finding(match)
             if finding not in self.findings:
@@ -94,7 +98,7 @@ class Inspector:
         return matches
 
 
-class PartSeams:
+class JoinedTextEnds:
     """The ends of consecutive texts, joined into one text that is searched for matches that span two texts."""
 
     def __init__(self, texts: list[str], separator: str) -> None:
@@ -112,10 +116,10 @@ class PartSeams:
                 at += len(piece)
         self.text = "".join(joined)
 
-    def crosses_parts(self, start: int, end: int) -> bool:
+    def spans_several_texts(self, start: int, end: int) -> bool:
         return len({number for first, last, number, _ in self._pieces if first < end and start < last}) > 1
 
-    def redact(self, matches: list[PatternMatch]) -> Iterator[tuple[int, str]]:
+    def redact_texts(self, matches: list[PatternMatch]) -> Iterator[tuple[int, str]]:
         """Yield (index, new text) for each text that a match touches. The label is put into the first text."""
         cuts_of_text: dict[int, list[tuple[int, int, str]]] = {}
         for start, end, label in redaction_ranges(matches):
@@ -142,12 +146,12 @@ def inspect_request(
     plain = decompress(body, content_encoding) if rules and content_encoding else body
     value = decode_json(plain)
     if value is None:
-        new = _inspect_text(inspector, plain, content_type) if rules else None
+        new = _redact_plain_text(inspector, plain, content_type) if rules else None
         return InspectionResult(new, inspector.findings)
     text = conversation_text(value)[:MAX_JUDGED_CHARS]
     if not rules:
         return InspectionResult(judged_text=text)
-    changed = inspector.redact(iter_request_texts(value))
+    changed = inspector.redact_texts(iter_request_texts(value))
     # JSON that parsers could read in two ways is sent as it was read here.
     ambiguous = not canonical_body(plain).startswith(b"json:")
     return InspectionResult(msgspec.json.encode(value) if changed or ambiguous else None, inspector.findings, text)
@@ -158,12 +162,12 @@ def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> InspectionResu
     inspector = Inspector(rules, "RESPONSE")
     value = decode_json(body)
     if value is None:
-        new = _inspect_text(inspector, body, "") if rules else None
+        new = _redact_plain_text(inspector, body, "") if rules else None
         return InspectionResult(new, inspector.findings, body.decode("utf-8", "ignore")[:MAX_JUDGED_CHARS])
     text = "\n".join(each.text for each in iter_texts(value) if each.is_streamed)[:MAX_JUDGED_CHARS]
-    if not inspector.redact(iter_texts(value)):
+    if not inspector.redact_texts(iter_texts(value)):
         return InspectionResult(None, inspector.findings, text)
-    clear_logprobs(value)
+    remove_logprobs(value)
     return InspectionResult(msgspec.json.encode(value), inspector.findings, text)
 
 
@@ -177,7 +181,7 @@ def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list
     texts = (
         (number, pair, i) for number, pair in enumerate(pairs) for i in (0, 1) if pair[0] not in SECRET_QUERY_PARAMETERS
     )
-    changed = inspector.redact(JsonText(pair, i, pair[i], (number, i)) for number, pair, i in texts)
+    changed = inspector.redact_texts(JsonText(pair, i, pair[i], (number, i)) for number, pair, i in texts)
     return urlencode([(name, value) for name, value in pairs]) if changed else query, inspector.findings
 
 
@@ -193,7 +197,7 @@ def decompress(body: bytes, content_encoding: str) -> bytes:
 
 def _inflate(body: bytes) -> bytes:
     """Decompress gzip or deflate data. Data without a zlib header, as some clients send it, is accepted."""
-    bits = zlib.MAX_WBITS | 32 if body[:2] == b"\x1f\x8b" or _is_zlib(body) else -zlib.MAX_WBITS
+    bits = zlib.MAX_WBITS | 32 if body[:2] == b"\x1f\x8b" or _has_zlib_header(body) else -zlib.MAX_WBITS
     chunks, size = [], 0
     try:
         while body:  # gzip may have several members
@@ -210,15 +214,15 @@ def _inflate(body: bytes) -> bytes:
     return b"".join(chunks)
 
 
-def _is_zlib(body: bytes) -> bool:
+def _has_zlib_header(body: bytes) -> bool:
     return len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
 
 
-def _inspect_text(inspector: Inspector, body: bytes, content_type: str) -> bytes | None:
+def _redact_plain_text(inspector: Inspector, body: bytes, content_type: str) -> bytes | None:
     """Redact a body that is not JSON. Return None if nothing changed. Binary data is skipped."""
     if content_type.startswith("multipart/") and (boundary := _multipart_boundary(content_type)):
         parts = body.split(boundary)
-        new_parts = [_inspect_text(inspector, part, "") for part in parts]
+        new_parts = [_redact_plain_text(inspector, part, "") for part in parts]
         if all(each is None for each in new_parts):
             return None
         return boundary.join(part if new is None else new for part, new in zip(parts, new_parts, strict=True))
@@ -226,7 +230,7 @@ def _inspect_text(inspector: Inspector, body: bytes, content_type: str) -> bytes
         holder = [body.decode()]
     except UnicodeDecodeError:
         return None
-    return holder[0].encode() if inspector.redact([JsonText(holder, 0, holder[0], ())]) else None
+    return holder[0].encode() if inspector.redact_texts([JsonText(holder, 0, holder[0], ())]) else None
 
 
 def _multipart_boundary(content_type: str) -> bytes:

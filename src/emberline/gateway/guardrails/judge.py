@@ -64,18 +64,18 @@ class JudgeClient:
             return None
 
     async def _judge_part(self, judge: Judge, text: str, call: GatewayRequest, extra_cost: ExtraCost) -> frozenset[str]:
-        reply = await self._handler(self._make_call(judge, text, call))
+        reply = await self._handler(self._build_judge_request(judge, text, call))
         try:
             if not isinstance(reply.body, bytes) or reply.status >= 400:
                 raise UpstreamBroken(f"the guardrail judge's model answered with HTTP status {reply.status}")
-            return parse_verdict(_content(reply.body))
+            return parse_verdict(_reply_content(reply.body))
         finally:
             await reply.close()
             extra_cost.add_usage(None, reply.micros)  # its tokens belong to another model
 
-    def _make_call(self, judge: Judge, text: str, call: GatewayRequest) -> GatewayRequest:
+    def _build_judge_request(self, judge: Judge, text: str, call: GatewayRequest) -> GatewayRequest:
         """Return the request that asks the judge's model about `text`, based on the client's request `call`."""
-        body = {"model": judge.model, "messages": _messages(judge, text)}
+        body = {"model": judge.model, "messages": _judge_messages(judge, text)}
         return call.with_changes(
             provider=judge.provider,
             model=judge.model,
@@ -101,7 +101,7 @@ class JudgeClient:
         )
 
 
-def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
+def _judge_messages(judge: Judge, text: str) -> list[dict[str, str]]:
     """Return the chat messages for a judge. A judge with empty instructions gets only the text."""
     if judge.instructions == "":
         return [{"role": "user", "content": text}]
@@ -114,7 +114,7 @@ def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
     ]
 
 
-def _content(body: bytes) -> Any:
+def _reply_content(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)["choices"][0]["message"]["content"]
     except (*JSON_DECODE_ERRORS, LookupError, TypeError) as e:
@@ -137,7 +137,7 @@ def parse_verdict(answer: object) -> frozenset[str]:
     )
 
 
-def judge_actions(
+def actions_for_categories(
     category_actions: Mapping[str, JudgeAction], categories: frozenset[str] | None
 ) -> list[tuple[str, JudgeAction]]:
     """Return (category, action) for each finding.

@@ -28,18 +28,18 @@ _DASHES = "\u2043\u207b\u208b\u2212\u30fc\uff0d\uff70"  # in addition to Unicode
 _COMPATIBLE = ((0x2070, 0x208F), (0x2460, 0x24FF), (0xFE50, 0xFE70), (0xFF01, 0xFF5F), (0x1D400, 0x1D800))
 
 
-class _Table(dict[int, "int | str | None"]):
+class _TranslationTable(dict[int, "int | str | None"]):
     """A table for `str.translate` that computes the entry of a character when the character first occurs."""
 
     def __missing__(self, code: int) -> int | str | None:
-        folded = self[code] = code if code < 0x80 else _fold(chr(code))
+        folded = self[code] = code if code < 0x80 else _normalize_character(chr(code))
         return folded
 
 
-_TABLE = _Table()
+_TABLE = _TranslationTable()
 
 
-def _fold(character: str) -> int | str | None:
+def _normalize_character(character: str) -> int | str | None:
     """Return the replacement of a character, or None if the character is removed."""
     code = ord(character)
     if _REMOVED.match(character):
@@ -69,7 +69,7 @@ class NormalizedText:
 
     def __init__(self, original: str) -> None:
         if "\\" in original:
-            original = _ESCAPE.sub(_unescape, original)  # keeps the length
+            original = _ESCAPE.sub(_decode_escape, original)  # keeps the length
         self._removed: list[int] = []  # positions in the original text
         if not original.isascii():
             self._removed = [found.start() for found in _REMOVED.finditer(original)]
@@ -89,11 +89,11 @@ class NormalizedText:
         return original_position - bisect_left(self._removed, original_position) if self._removed else original_position
 
 
-def _unescape(found: re.Match[str]) -> str:
+def _decode_escape(match: re.Match[str]) -> str:
     """Return the character that a JSON escape stands for.
 
     It is padded with invisible characters to the length of the escape, so that positions do not shift.
     """
-    if found[1] is not None:
-        return chr(int(found[1], 16)) + _HIDDEN * 5
-    return ("\n" if found[0] in (r"\n", r"\r") else " ") + _HIDDEN
+    if match[1] is not None:
+        return chr(int(match[1], 16)) + _HIDDEN * 5
+    return ("\n" if match[0] in (r"\n", r"\r") else " ") + _HIDDEN

@@ -42,7 +42,7 @@ _KEY_PREFIXES = (
 )  # fmt: skip
 
 
-def _matches_at(
+def _matches_at_starts(
     start_pattern: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int
 ) -> Iterator[re.Match[str]]:
     """Yield the matches of `pattern`, which is tried only at the positions where `start_pattern` matches.
@@ -54,8 +54,8 @@ def _matches_at(
             yield whole
 
 
-def _without_overlaps(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
-    for each in found:
+def _without_overlaps(matches: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
+    for each in matches:
         if each.start() >= start:
             start = each.end()
             yield each
@@ -86,28 +86,34 @@ def _find_cards(text: str, start: int) -> Iterator[TextRange]:
     by_digit = (
         found.span()
         for found in _DIGIT_BY_DIGIT.finditer(text, start)
-        if found.end() - found.start() <= MAX_MATCH_CHARS and _is_card(_digits(found[0]))
+        if found.end() - found.start() <= MAX_MATCH_CHARS and _is_card_number(_keep_digits(found[0]))
     )
-    grouped = filter(None, (_card_range(text, found) for found in _matches_at(_FOUR_DIGITS, _GROUPED, text, start)))
+    grouped = filter(
+        None, (_find_card_range(text, found) for found in _matches_at_starts(_FOUR_DIGITS, _GROUPED, text, start))
+    )
     for span in heapq.merge(by_digit, grouped):
         if span[0] >= end:
             end = span[1]
             yield span
 
 
-def _card_range(text: str, found: re.Match[str]) -> TextRange | None:
+def _find_card_range(text: str, match: re.Match[str]) -> TextRange | None:
     """Return the range of a card number, or None if the digits are not one.
 
     If three more digits follow four groups of four, they may be the card's security code; the range then ends before
     them.
     """
-    for whole in (found, _SIXTEEN.match(text, found.start()) if found.end() - found.start() > 19 else None):
-        if whole is not None and _is_card(_digits(whole["n"])) and _is_one_number(text, *whole.span("n")):
+    for whole in (match, _SIXTEEN.match(text, match.start()) if match.end() - match.start() > 19 else None):
+        if (
+            whole is not None
+            and _is_card_number(_keep_digits(whole["n"]))
+            and _groups_form_one_number(text, *whole.span("n"))
+        ):
             return whole.span("n")
     return None
 
 
-def _is_one_number(text: str, start: int, end: int) -> bool:
+def _groups_form_one_number(text: str, start: int, end: int) -> bool:
     """Return whether groups of digits belong to one number: all separators between them are the same.
 
     Line ends are accepted in addition. If the separator is neither a space nor a dash, there must be no further group
@@ -123,15 +129,15 @@ def _is_one_number(text: str, start: int, end: int) -> bool:
     return not _FOUR_BEFORE.search(before) and not _FOUR_AFTER.match(after)
 
 
-def _digits(text: str) -> str:
+def _keep_digits(text: str) -> str:
     return "".join(filter(str.isdecimal, text))
 
 
-def _is_card(digits: str) -> bool:
-    return _ISSUERS.fullmatch(digits) is not None and passes_luhn(digits)
+def _is_card_number(digits: str) -> bool:
+    return _ISSUERS.fullmatch(digits) is not None and passes_luhn_check(digits)
 
 
-def passes_luhn(digits: str) -> bool:
+def passes_luhn_check(digits: str) -> bool:
     """Return whether the check digit of a payment card number is right (ISO/IEC 7812)."""
     doubled = (int(d) * 2 for d in digits[-2::-2])
     return (sum(map(int, digits[-1::-2])) + sum(d - 9 if d > 9 else d for d in doubled)) % 10 == 0
@@ -158,18 +164,18 @@ def _find_ibans(text: str, start: int) -> Iterator[TextRange]:
         length = _IBAN_LENGTHS.get(found[1].upper()) if found is not None else None
         if found is None or length is None:
             continue
-        whole = _iban_pattern(length).match(text, found.start())
-        if whole is not None and mod97("".join(filter(str.isalnum, whole[0])).upper()) == 1:
+        whole = _iban_pattern_of_length(length).match(text, found.start())
+        if whole is not None and iban_remainder("".join(filter(str.isalnum, whole[0])).upper()) == 1:
             end = whole.end()
             yield whole.span()
 
 
 @cache
-def _iban_pattern(length: int) -> re.Pattern[str]:
+def _iban_pattern_of_length(length: int) -> re.Pattern[str]:
     return re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?:{_BETWEEN}[A-Za-z0-9]){{{length - 4}}}(?!\w)")
 
 
-def mod97(iban: str) -> int:
+def iban_remainder(iban: str) -> int:
     """Return the remainder of an IBAN modulo 97 (ISO 7064), which is 1 if the IBAN is valid."""
     return int("".join(str(int(c, 36)) for c in iban[4:] + iban[:4])) % 97
 
@@ -197,7 +203,7 @@ _PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\."
 def _find_api_keys(text: str, start: int) -> Iterator[TextRange]:
     if len(text) > MAX_MATCH_CHARS and not any(each in text for each in _KEY_PREFIXES):
         return
-    for found in _without_overlaps(_matches_at(_KEY_BEGINS, _KEY, text, start), start):
+    for found in _without_overlaps(_matches_at_starts(_KEY_BEGINS, _KEY, text, start), start):
         secret = found[found.lastgroup or 0]
         if (
             entropy_bits(secret) >= _MIN_ENTROPY_BITS
@@ -251,7 +257,7 @@ def _find_emails(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _find_phones(text: str, start: int) -> Iterator[TextRange]:
-    for found in _without_overlaps(_matches_at(_PHONE_BEGINS, _PHONE, text, start), start):
+    for found in _without_overlaps(_matches_at_starts(_PHONE_BEGINS, _PHONE, text, start), start):
         number = found[0]
         while number.startswith("+") and sum(map(str.isdecimal, number)) > MAX_PHONE_DIGITS:
             number = number.rstrip("0123456789()").rstrip(" .-") if number.strip("+()0123456789") else ""
@@ -260,7 +266,7 @@ def _find_phones(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _find_ssns(text: str, start: int) -> Iterator[TextRange]:
-    return (found.span() for found in _without_overlaps(_matches_at(_THREE_DIGITS, _SSN, text, start), start))
+    return (found.span() for found in _without_overlaps(_matches_at_starts(_THREE_DIGITS, _SSN, text, start), start))
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -271,7 +277,7 @@ _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?
 
 
 def _find_ipv4(text: str, start: int) -> Iterator[TextRange]:
-    return (found.span() for found in _without_overlaps(_matches_at(_OCTET_BEGINS, _IPV4, text, start), start))
+    return (found.span() for found in _without_overlaps(_matches_at_starts(_OCTET_BEGINS, _IPV4, text, start), start))
 
 
 def _find_ipv6(text: str, start: int) -> Iterator[TextRange]:

@@ -39,7 +39,7 @@ class RedactionRange(NamedTuple):
     label: str
 
 
-class Scanner:
+class PatternScanner:
     def __init__(self, rules: Iterable[PatternRule], check: Check) -> None:
         self._rules = [(rule, kind) for rule in rules for kind in rule.find]
         self._check: Check = check
@@ -50,11 +50,11 @@ class Scanner:
         return bool(self._rules)
 
     @property
-    def strictest_rule(self) -> str:
+    def first_enforcing_rule(self) -> str:
         """The name of the first rule that redacts or blocks, or "" if all rules only flag."""
         return next((rule.name for rule, _ in self._rules if rule.action != "flag"), "")
 
-    def find(self, text: str, start: int = 0) -> list[PatternMatch]:
+    def find_matches(self, text: str, start: int = 0) -> list[PatternMatch]:
         """Return the matches that begin at `start` or later, ordered by position.
 
         If two rules match the same range, each has its own match.
@@ -68,14 +68,16 @@ class Scanner:
         ]
         return sorted(matches, key=lambda match: (match.start, match.end))
 
-    def undecided_from(self, text: str, start: int) -> int:
+    def undecided_start(self, text: str, start: int) -> int:
         """Return the position from which on additional text could create or remove a match."""
         if not self._rules:
             return len(text)
         normalized = NormalizedText(text)
-        return normalized.to_original(self._undecided_position(normalized.text, normalized.to_normalized(start)))
+        return normalized.to_original(
+            self._undecided_start_in_normalized(normalized.text, normalized.to_normalized(start))
+        )
 
-    def _undecided_position(self, text: str, start: int) -> int:
+    def _undecided_start_in_normalized(self, text: str, start: int) -> int:
         end = len(text)
         begins = [max(start, end - MAX_MATCH_CHARS, len(text.rstrip(_WORD)))]
         if (numbers := _NUMBERS.search(text, max(start, end - _MAX_NUMBERS_CHARS))) is not None:

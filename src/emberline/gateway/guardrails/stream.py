@@ -23,7 +23,7 @@ from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.errors import BlockedByGuardrail, UpstreamBroken
 from emberline.gateway.core.guardrail_finding import GuardrailFinding
 from emberline.gateway.core.request import ReplyStream
-from emberline.gateway.guardrails.scanner import PatternMatch, Scanner
+from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner
 from emberline.gateway.guardrails.text_window import TextSeries, TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import (
     JsonText,
@@ -79,7 +79,7 @@ class HeldEvent:
 
     async def encode(self) -> bytes:
         """Return the event's bytes with the redactions applied."""
-        edited = [piece.source.key for piece in self.pieces if piece.apply_cuts()]
+        edited = [piece.source.key for piece in self.pieces if piece.apply_redactions()]
         if not edited:
             return self.event
         if not self.is_large:
@@ -92,7 +92,7 @@ class GuardedStream:
     def __init__(
         self,
         stream: ReplyStream,
-        scanner: Scanner,
+        scanner: PatternScanner,
         guard: ReplyGuard,
         *,
         is_judged: bool = False,
@@ -124,16 +124,16 @@ class GuardedStream:
             try:
                 chunk = await self._stream.__anext__()
             except StopAsyncIteration:
-                if last := await self._finish():
+                if last := await self._finish_stream():
                     return last
                 break
             for event in self._splitter.push(chunk):
-                self._events.append(await self._read(event))
+                self._events.append(await self._read_event(event))
                 if self._blocked_match is not None:
                     break
             self._bytes_read += len(chunk)
             if self._hold_all and self._bytes_read > MAX_HELD_BYTES:
-                return await self._end_refused(TOO_LARGE_FINDING)
+                return await self._end_with_finding(TOO_LARGE_FINDING)
             if released := await self._release_or_block():
                 return released
         if self._pending_error is not None:
@@ -146,7 +146,7 @@ class GuardedStream:
 
     # -- reading events ------------------------------------------------------------------------------------------------
 
-    async def _read(self, event: bytes) -> HeldEvent:
+    async def _read_event(self, event: bytes) -> HeldEvent:
         name, payload = parse_event(event)
         held = HeldEvent(event, name)
         if payload[:1] == b"{":
@@ -154,7 +154,7 @@ class GuardedStream:
                 held.decoded = decode_event(payload)
                 texts = list(iter_event_texts(held.decoded))
             else:
-                texts = await self._large_event_texts(held, payload)
+                texts = await self._list_large_event_texts(held, payload)
             kind = texts[0].path[0][0] if texts else None
             if isinstance(kind, str) and kind.endswith(_SUMMARY_EVENT_SUFFIXES):
                 await self._scan_summary_event(held, texts)
@@ -163,7 +163,7 @@ class GuardedStream:
                     await self._scan_text(held, text)
         return held
 
-    async def _large_event_texts(self, held: HeldEvent, payload: bytes) -> list[JsonText]:
+    async def _list_large_event_texts(self, held_event: HeldEvent, payload: bytes) -> list[JsonText]:
         """Return the texts of a large event, which a child process decodes.
 
         If the event has too many texts, its whole JSON counts as one text.
@@ -172,46 +172,48 @@ class GuardedStream:
             listed = await offload.run(len(payload), list_event_texts, payload, MAX_EVENT_TEXTS)
         except WorkTooLarge:
             whole = payload.decode("utf-8", "replace")
-            held.decoded = {"text": whole}
-            return [JsonText(held.decoded, "text", whole, ((None,), "text"))]
-        held.is_large, held.decoded = True, [text for _, text in listed]
-        return [JsonText(held.decoded, number, text, path) for number, (path, text) in enumerate(listed)]
+            held_event.decoded = {"text": whole}
+            return [JsonText(held_event.decoded, "text", whole, ((None,), "text"))]
+        held_event.is_large, held_event.decoded = True, [text for _, text in listed]
+        return [JsonText(held_event.decoded, number, text, path) for number, (path, text) in enumerate(listed)]
 
-    async def _scan_summary_event(self, held: HeldEvent, texts: list[JsonText]) -> None:
+    async def _scan_summary_event(self, held_event: HeldEvent, texts: list[JsonText]) -> None:
         """Scan an event that repeats complete texts. No text follows them, so they are decided at once."""
         touched = {
             text.series_key: self._series.setdefault(text.series_key, TextSeries(self._scanner)) for text in texts
         }
-        held.pieces += [touched[text.series_key].add(text) for text in texts]
+        held_event.pieces += [touched[text.series_key].add_text(text) for text in texts]
         for series in touched.values():
-            await self._scan_series(series, last=True)
+            await self._scan_series(series, is_last=True)
 
-    async def _scan_text(self, held: HeldEvent, text: JsonText) -> None:
+    async def _scan_text(self, held_event: HeldEvent, text: JsonText) -> None:
         if not text.is_streamed:
-            await self._add_and_scan(held, text, TextSeries(self._scanner), last=True)
+            await self._add_and_scan(held_event, text, TextSeries(self._scanner), is_last=True)
             return
         series = self._series.setdefault(text.series_key, TextSeries(self._scanner))
         if self._is_judged:
             self._judged_texts.append(text.text)
         previous = self._current_series.get(text.choice_path)
         if previous is not None and previous != text.series_key:  # release its end: it may never continue
-            await self._scan_series(self._series[previous], last=True)
+            await self._scan_series(self._series[previous], is_last=True)
         self._current_series[text.choice_path] = text.series_key
-        await self._add_and_scan(held, text, series)
+        await self._add_and_scan(held_event, text, series)
 
-    async def _add_and_scan(self, held: HeldEvent, text: JsonText, series: TextSeries, *, last: bool = False) -> None:
-        held.pieces.append(series.add(text))
-        await self._scan_series(series, last=last)
+    async def _add_and_scan(
+        self, held_event: HeldEvent, text: JsonText, series: TextSeries, *, is_last: bool = False
+    ) -> None:
+        held_event.pieces.append(series.add_text(text))
+        await self._scan_series(series, is_last=is_last)
 
-    async def _scan_series(self, series: TextSeries, *, last: bool = False) -> None:
+    async def _scan_series(self, series: TextSeries, *, is_last: bool = False) -> None:
         """Scan the new text of a series. Between two pieces of a long text, other requests are served."""
-        self._scan_once(series, last=last)
-        while series.is_behind:
+        self._scan_next_piece(series, is_last=is_last)
+        while series.has_unscanned_text:
             await asyncio.sleep(0)
-            self._scan_once(series, last=last)
+            self._scan_next_piece(series, is_last=is_last)
 
-    def _scan_once(self, series: TextSeries, *, last: bool = False) -> None:
-        for window, span in series.scan(last=last):
+    def _scan_next_piece(self, series: TextSeries, *, is_last: bool = False) -> None:
+        for window, span in series.scan(is_last=is_last):
             self._guard.record_finding(self._scanner.make_finding(span))
             if span.rule.action == "block" and self._blocked_match is None:
                 self._blocked_match = window, span
@@ -242,18 +244,18 @@ class GuardedStream:
             self._pending_error = e
             return released
 
-    async def _end_refused(self, finding: GuardrailFinding) -> bytes:
+    async def _end_with_finding(self, finding: GuardrailFinding) -> bytes:
         """End the stream with an error event, at a time when no event or every event has been passed on."""
         self._guard.record_finding(finding)
         await self.aclose()
         return self._guard.blocked_event(finding)
 
-    async def _finish(self) -> bytes:
+    async def _finish_stream(self) -> bytes:
         for series in self._series.values():
-            await self._scan_series(series, last=True)
+            await self._scan_series(series, is_last=True)
         if self._blocked_match is not None:
             return await self._end_blocked()
         if self._is_judged and (finding := await self._guard.judge_reply("".join(self._judged_texts))) is not None:
-            return await self._end_refused(finding)
+            return await self._end_with_finding(finding)
         self._is_closed = True
         return await self._release_decided() + self._splitter.partial_event

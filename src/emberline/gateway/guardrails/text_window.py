@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from emberline.gateway.guardrails.scanner import PatternMatch, Scanner, redaction_ranges
+from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner, redaction_ranges
 from emberline.gateway.guardrails.texts import JsonText, TextPath
 
 CONTEXT_CHARS = 16  # kept of the released text, because finders look at what precedes a match
@@ -40,27 +40,29 @@ class WindowPiece:
 
     source: JsonText
     positions: list[PiecePosition] = field(default_factory=list)  # one for each window that scans it
-    cuts: list[tuple[int, int, str]] = field(default_factory=list)  # positions in the piece; negative: begun before it
+    redactions: list[tuple[int, int, str]] = field(
+        default_factory=list
+    )  # positions in the piece; negative: begun before it
 
     @property
     def is_decided(self) -> bool:
         return all(each.is_decided for each in self.positions)
 
-    def apply_cuts(self) -> bool:
+    def apply_redactions(self) -> bool:
         """Cut the redacted ranges out of the event, in place. Return False if there are none."""
-        if not self.cuts:
+        if not self.redactions:
             return False
         text, parts, at = self.source.text, [], 0
-        for start, end, label in sorted(self.cuts):
+        for start, end, label in sorted(self.redactions):
             if start >= at:
                 parts += [text[at:start], label]
             at = max(at, min(len(text), end))
-        self.source.holder[self.source.key] = "".join([*parts, text[at:]])
+        self.source.container[self.source.key] = "".join([*parts, text[at:]])
         return True
 
 
 class TextWindow:
-    def __init__(self, scanner: Scanner, separator: str = "") -> None:
+    def __init__(self, scanner: PatternScanner, separator: str = "") -> None:
         """`separator` is inserted between two parts of a message."""
         self._scanner, self._separator = scanner, separator
         self._text = ""
@@ -84,7 +86,7 @@ class TextWindow:
             copy._add_position(each.piece, each.start)
         return copy
 
-    def add(self, piece: WindowPiece, *, is_new_part: bool = False) -> int:
+    def add_piece(self, piece: WindowPiece, *, is_new_part: bool = False) -> int:
         """Append a piece and return its start in the window's whole text."""
         text = piece.source.text
         if is_new_part:
@@ -97,7 +99,7 @@ class TextWindow:
         return start
 
     @property
-    def is_behind(self) -> bool:
+    def has_unscanned_text(self) -> bool:
         """Whether a part of the added text was not scanned yet, so that `scan` must be called again."""
         return bool(self._unscanned)
 
@@ -106,7 +108,7 @@ class TextWindow:
         self._undecided_positions.append(position)
         piece.positions.append(position)
 
-    def scan(self, *, last: bool = False) -> list[PatternMatch]:
+    def scan(self, *, is_last: bool = False) -> list[PatternMatch]:
         """Scan more of the added text, and return the matches that are now decided.
 
         With `is_last` all matches are decided, even if more text may follow.
@@ -115,19 +117,19 @@ class TextWindow:
         while self._unscanned and scanned + len(self._unscanned[0]) <= MAX_SCAN_CHARS:
             scanned += len(self._unscanned[0])
             self._text += self._unscanned.popleft()
-        last = last and not self._unscanned
+        is_last = is_last and not self._unscanned
         text, start = self._text, self._scan_from - self._base
-        matches = self._scanner.find(text, start)
-        undecided = self._last_position_outside_matches(matches, self._scanner.undecided_from(text, start), len(text))
-        until = len(text) if last else undecided
+        matches = self._scanner.find_matches(text, start)
+        undecided = self._last_position_outside_matches(matches, self._scanner.undecided_start(text, start), len(text))
+        until = len(text) if is_last else undecided
         decided = [match for match in matches if match.end <= until and match.end + self._base > self._decided]
         for cut_start, cut_end, label in redaction_ranges(decided):
-            self._cut(self._base + cut_start, self._base + cut_end, label)
+            self._add_redaction(self._base + cut_start, self._base + cut_end, label)
         moved = [match._replace(start=match.start + self._base, end=match.end + self._base) for match in decided]
-        self._advance(max(until, self._decided - self._base), undecided)
+        self._set_decided_end(max(until, self._decided - self._base), undecided)
         return moved
 
-    def release_all(self) -> None:
+    def mark_all_decided(self) -> None:
         """Mark the whole text as decided, because a different window holds back the same text."""
         self._decided = sys.maxsize
 
@@ -136,51 +138,51 @@ class TextWindow:
         return self._scan_from
 
     @staticmethod
-    def _last_position_outside_matches(matches: list[PatternMatch], until: int, end: int) -> int:
+    def _last_position_outside_matches(matches: list[PatternMatch], until: int, text_end: int) -> int:
         """Return the last position up to `until` that is not inside a match.
 
         A match that ends at the end of the text counts as open, because it may continue.
         """
-        while open_ := [s.start for s in matches if s.start < until and (s.end > until or s.end == end)]:
+        while open_ := [s.start for s in matches if s.start < until and (s.end > until or s.end == text_end)]:
             until = min(open_)
         return until
 
-    def _cut(self, start: int, end: int, label: str) -> None:
+    def _add_redaction(self, start: int, end: int, label: str) -> None:
         for position in self._undecided_positions:
             if position.start < end and start < position.end:
                 first = start >= position.start or position is self._undecided_positions[0]
                 begin = max(start - position.start, 0 if first else -1)
-                position.piece.cuts.append((begin, end - position.start, label))
+                position.piece.redactions.append((begin, end - position.start, label))
 
-    def _advance(self, until: int, undecided: int) -> None:
-        self._decided, self._scan_from = self._base + until, self._base + min(until, undecided)
+    def _set_decided_end(self, decided_end: int, undecided_start: int) -> None:
+        self._decided, self._scan_from = self._base + decided_end, self._base + min(decided_end, undecided_start)
         self._undecided_positions = [position for position in self._undecided_positions if position.end > self._decided]
-        dropped = max(0, min(until, undecided) - CONTEXT_CHARS)
+        dropped = max(0, min(decided_end, undecided_start) - CONTEXT_CHARS)
         self._text, self._base = self._text[dropped:], self._base + dropped
 
 
 class TextSeries:
-    def __init__(self, scanner: Scanner) -> None:
+    def __init__(self, scanner: PatternScanner) -> None:
         self.windows = [TextWindow(scanner)]  # for a while after a new part also one with a line break between
         self._part: TextPath | None = None
         self._part_start = 0  # of the newest part, in the second window
 
-    def add(self, text: JsonText) -> WindowPiece:
+    def add_text(self, text: JsonText) -> WindowPiece:
         is_new_part = self._part is not None and self._part != text.path
         self._part, piece = text.path, WindowPiece(text)
         if is_new_part and len(self.windows) == 1:
             self.windows.append(self.windows[0].copy_with_separator("\n"))
-        starts = [window.add(piece, is_new_part=is_new_part) for window in self.windows]
+        starts = [window.add_piece(piece, is_new_part=is_new_part) for window in self.windows]
         if is_new_part:
             self._part_start = starts[-1]
         return piece
 
     @property
-    def is_behind(self) -> bool:
-        return any(window.is_behind for window in self.windows)
+    def has_unscanned_text(self) -> bool:
+        return any(window.has_unscanned_text for window in self.windows)
 
-    def scan(self, *, last: bool = False) -> list[tuple[TextWindow, PatternMatch]]:
-        matches = [(window, match) for window in self.windows for match in window.scan(last=last)]
+    def scan(self, *, is_last: bool = False) -> list[tuple[TextWindow, PatternMatch]]:
+        matches = [(window, match) for window in self.windows for match in window.scan(is_last=is_last)]
         if len(self.windows) > 1 and self.windows[1].scan_start > self._part_start:
-            self.windows.pop().release_all()
+            self.windows.pop().mark_all_decided()
         return matches

@@ -53,7 +53,7 @@ TextPath = tuple[Any, ...]
 
 
 class JsonText(NamedTuple):
-    holder: Any  # the object or list that contains it
+    container: Any  # the object or list that contains it
     key: Any  # its key or index there
     text: str
     path: TextPath
@@ -63,7 +63,7 @@ class JsonText(NamedTuple):
         return self.path[-1] in STREAMED_FIELDS
 
     @property
-    def group_key(self) -> TextPath:
+    def message_key(self) -> TextPath:
         """A key that is equal for all parts of one message, such as the texts in a list of content parts."""
         path = self.path
         if len(path) > 2 and path[-1] == "text":
@@ -102,28 +102,28 @@ def iter_texts(
             if key not in skipped_fields and (
                 key not in BINARY_FIELDS or (isinstance(inner, str) and not _is_base64(inner))
             ):
-                yield from _iter_inner(value, key, inner, (*path, key), skipped_fields)
+                yield from _iter_element_texts(value, key, inner, (*path, key), skipped_fields)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _iter_inner(value, number, inner, (*path, _element_index(inner, number)), skipped_fields)
+            yield from _iter_element_texts(value, number, inner, (*path, _element_index(inner, number)), skipped_fields)
 
 
-def _iter_inner(
-    holder: Any, key: Any, inner: Any, path: TextPath, skipped_fields: frozenset[str]
+def _iter_element_texts(
+    container: Any, key: Any, element: Any, path: TextPath, skipped_fields: frozenset[str]
 ) -> Iterator[JsonText]:
-    if isinstance(inner, str):
-        if inner and not (inner.startswith("data:") and _DATA_URL.fullmatch(inner)):
-            yield JsonText(holder, key, inner, path)
-    elif isinstance(inner, (dict, list)):
-        yield from iter_texts(inner, path, skipped_fields)
+    if isinstance(element, str):
+        if element and not (element.startswith("data:") and _DATA_URL.fullmatch(element)):
+            yield JsonText(container, key, element, path)
+    elif isinstance(element, (dict, list)):
+        yield from iter_texts(element, path, skipped_fields)
 
 
 def _is_base64(text: str) -> bool:
     return _BASE64.fullmatch(text) is not None
 
 
-def _element_index(inner: Any, number: int) -> Any:
-    return inner.get("index", number) if isinstance(inner, dict) else number
+def _element_index(element: Any, position: int) -> Any:
+    return element.get("index", position) if isinstance(element, dict) else position
 
 
 def iter_event_texts(event: Any) -> Iterator[JsonText]:
@@ -154,7 +154,7 @@ def decode_event(payload: bytes) -> Any:
 
 
 def encode_event(name: bytes, decoded: Any) -> bytes:
-    clear_logprobs(decoded)
+    remove_logprobs(decoded)
     head = b"event: %b\n" % name if name else b""
     return head + b"data: %b\n\n" % msgspec.json.encode(decoded)
 
@@ -167,7 +167,7 @@ def rewrite_event(name: bytes, payload: bytes, new_texts: dict[int, str]) -> byt
     event = decode_event(payload)
     for number, text in enumerate(list(iter_event_texts(event))):
         if number in new_texts:
-            text.holder[text.key] = new_texts[number]
+            text.container[text.key] = new_texts[number]
     return encode_event(name, event)
 
 
@@ -181,14 +181,14 @@ def conversation_text(body: Any) -> str:
     return "\n".join(text.text for text in iter_texts(fields))
 
 
-def clear_logprobs(value: Any) -> None:
+def remove_logprobs(value: Any) -> None:
     """Remove log probabilities in place, because they contain the tokens that were redacted."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key in ("logprobs", "logprobsResult"):
                 value[key] = [] if isinstance(inner, list) else None
             else:
-                clear_logprobs(inner)
+                remove_logprobs(inner)
     elif isinstance(value, list):
         for inner in value:
-            clear_logprobs(inner)
+            remove_logprobs(inner)

@@ -166,7 +166,7 @@ async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock
         config.redis,
         clock,
         stack,
-        degraded=config.redis_gone,  # type: ignore[arg-type]
+        degraded_mode=config.redis_gone,  # type: ignore[arg-type]
         store=store,
         journal_directory=config.journal_dir,
         store_interval_s=config.flush,

@@ -129,26 +129,26 @@ class KeyStore:
             return self._configured[hash]
         if len(secret) != _SECRET_CHARS or not is_gateway_key(secret):
             return None
-        return self._valid_identity(await self._cache.get(hash, lambda: self._load(hash)))
+        return self._identity_if_valid(await self._cache.get(hash, lambda: self._load_key(hash)))
 
-    async def identity_of(self, key_id: str) -> Identity | None:
+    async def identity_by_key_id(self, key_id: str) -> Identity | None:
         """Return the identity of the key with this id, or None if the key is unknown, expired or disabled.
 
         An id is not a secret. Call this method only for requests that were authenticated before.
         """
         configured = next((each for each in self._configured.values() if each.key_id == key_id), None)
-        return configured or self._valid_identity(await self._cache.get(key_id, lambda: self._load(key_id)))
+        return configured or self._identity_if_valid(await self._cache.get(key_id, lambda: self._load_key(key_id)))
 
-    def _valid_identity(self, found: tuple[StoredKey, Identity] | None) -> Identity | None:
-        if found is None or not found[0].is_valid(round(self._wall_clock.now() * 1e3)):
+    def _identity_if_valid(self, stored_key: tuple[StoredKey, Identity] | None) -> Identity | None:
+        if stored_key is None or not stored_key[0].is_valid(round(self._wall_clock.now() * 1e3)):
             return None
-        return found[1]
+        return stored_key[1]
 
-    async def _load(self, hash: str) -> tuple[StoredKey, Identity] | None:
+    async def _load_key(self, hash_or_id: str) -> tuple[StoredKey, Identity] | None:
         """Return the stored key with this hash, or with this id. An id is the beginning of a hash."""
-        documents = await self._store.list_documents("key", "", prefix=key_id_of(hash), limit=2)
+        documents = await self._store.list_documents("key", "", prefix=key_id_of(hash_or_id), limit=2)
         for document in documents:
             key = msgspec.json.decode(document.body, type=StoredKey)
-            if hmac.compare_digest(key.hash[: len(hash)], hash):
+            if hmac.compare_digest(key.hash[: len(hash_or_id)], hash_or_id):
                 return key, key.identity
         return None

@@ -36,7 +36,7 @@ class MasterKeys:
         assert self.keys
 
     @property
-    def current(self) -> MasterKey:
+    def current_key(self) -> MasterKey:
         return self.keys[0]
 
     def get(self, id: str) -> MasterKey | None:
@@ -64,12 +64,12 @@ class MasterKeys:
         return "".join(base64.b64encode(key.secret).decode() + "\n" for key in self.keys)
 
     def with_new_key(self) -> MasterKeys:
-        return MasterKeys((_new(), *self.keys))
+        return MasterKeys((_new_master_key(), *self.keys))
 
 
-def open_master_keys(file: Path, from_environment: str | None) -> EnvironmentMasterKeys | MasterKeyFile:
+def open_master_keys(file: Path, environment_value: str | None) -> EnvironmentMasterKeys | MasterKeyFile:
     """Return the source of master keys: the environment variable's value if it is set, else the file."""
-    return EnvironmentMasterKeys(MasterKeys.parse(from_environment)) if from_environment else MasterKeyFile(file)
+    return EnvironmentMasterKeys(MasterKeys.parse(environment_value)) if environment_value else MasterKeyFile(file)
 
 
 class EnvironmentMasterKeys:
@@ -89,11 +89,11 @@ class MasterKeyFile:
         self._file = SecretFile(path)
 
     def read(self) -> MasterKeys:
-        return MasterKeys.parse(self._file.read_or_create(lambda: MasterKeys((_new(),)).to_text()))
+        return MasterKeys.parse(self._file.read_or_create(lambda: MasterKeys((_new_master_key(),)).to_text()))
 
     def write(self, keys: MasterKeys) -> None:
         self._file.write(keys.to_text())
 
 
-def _new() -> MasterKey:
+def _new_master_key() -> MasterKey:
     return MasterKey(secrets.token_bytes(_BYTES))

@@ -58,55 +58,57 @@ class ProviderKeyID(msgspec.Struct, frozen=True):
         return msgspec.json.encode([self.account, self.provider, self.alias])
 
     @staticmethod
-    def of_document(document: Document) -> ProviderKeyID:
+    def from_document(document: Document) -> ProviderKeyID:
         provider, _, alias = document.id.partition("/")
         return ProviderKeyID(document.account, provider, alias)
 
 
-def encrypt_key(secret: str, key_id: ProviderKeyID, master: MasterKey, now: int) -> EncryptedKey:
+def encrypt_key(secret: str, key_id: ProviderKeyID, master_key: MasterKey, now: int) -> EncryptedKey:
     data_key = AESGCM.generate_key(256)
     sealed = _encrypt(data_key, secret.encode(), b"secret" + key_id.associated_data)
-    return EncryptedKey(master.id, _encrypt(master.secret, data_key, b"key" + key_id.associated_data), sealed, now)
+    return EncryptedKey(
+        master_key.id, _encrypt(master_key.secret, data_key, b"key" + key_id.associated_data), sealed, now
+    )
 
 
-def decrypt_key(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> str:
+def decrypt_key(encrypted: EncryptedKey, key_id: ProviderKeyID, master_keys: MasterKeys) -> str:
     """Return the provider key in plain text.
 
     Raise StoreFailed if the master key is missing or the ciphertext is damaged.
     """
-    data_key = _unwrap_data_key(encrypted, key_id, masters)
+    data_key = _unwrap_data_key(encrypted, key_id, master_keys)
     return _decrypt(data_key, encrypted.sealed, b"secret" + key_id.associated_data, key_id).decode()
 
 
-def rewrap(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> EncryptedKey:
+def rewrap_data_key(encrypted: EncryptedKey, key_id: ProviderKeyID, master_keys: MasterKeys) -> EncryptedKey:
     """Return the encrypted provider key with its data key wrapped by the current master key."""
-    data_key = _unwrap_data_key(encrypted, key_id, masters)
-    wrapped = _encrypt(masters.current.secret, data_key, b"key" + key_id.associated_data)
-    return msgspec.structs.replace(encrypted, master=masters.current.id, wrapped=wrapped)
+    data_key = _unwrap_data_key(encrypted, key_id, master_keys)
+    wrapped = _encrypt(master_keys.current_key.secret, data_key, b"key" + key_id.associated_data)
+    return msgspec.structs.replace(encrypted, master=master_keys.current_key.id, wrapped=wrapped)
 
 
 class ProviderKeyVault:
-    def __init__(self, store: GatewayStore, watch: StoreVersionWatch, masters: MasterKeySource) -> None:
+    def __init__(self, store: GatewayStore, watch: StoreVersionWatch, master_keys: MasterKeySource) -> None:
         self._store = store
-        self._masters = masters
+        self._masters = master_keys
         self._cache: StoreCache[ProviderKeyID, str | None] = StoreCache(watch)
 
     async def get_key(self, account: str, provider: str, alias: str = "default") -> str | None:
         """Return the decrypted provider key, or None if the account has no such key."""
         key_id = ProviderKeyID(account, provider, alias)
-        return await self._cache.get(key_id, lambda: self._load(key_id))
+        return await self._cache.get(key_id, lambda: self._load_key(key_id))
 
-    async def encrypted_document(self, key_id: ProviderKeyID, secret: str, now: int) -> Document:
+    async def encrypt_to_document(self, key_id: ProviderKeyID, secret: str, now: int) -> Document:
         """Encrypt a provider key and return it as a document, which the caller commits.
 
         The master keys are read again, because a rotation may have changed them.
         """
         masters = await asyncio.to_thread(self._masters.read)
         old = await self._store.get("provider_key", key_id.account, key_id.id)
-        body = msgspec.json.encode(encrypt_key(secret, key_id, masters.current, now))
+        body = msgspec.json.encode(encrypt_key(secret, key_id, masters.current_key, now))
         return Document("provider_key", key_id.account, key_id.id, body, old.version if old else 0)
 
-    async def _load(self, key_id: ProviderKeyID) -> str | None:
+    async def _load_key(self, key_id: ProviderKeyID) -> str | None:
         document = await self._store.get("provider_key", key_id.account, key_id.id)
         if document is None:
             return None
@@ -118,16 +120,18 @@ async def rotate_master_key(store: GatewayStore, file: MasterKeyFile, now: int) 
     """Create a new master key and wrap every data key with it. Return the number of wrapped data keys."""
     masters = (await asyncio.to_thread(file.read)).with_new_key()
     await asyncio.to_thread(file.write, masters)
-    return await rewrap_all(store, masters, now)
+    return await rewrap_all_data_keys(store, masters, now)
 
 
-async def rewrap_all(store: GatewayStore, masters: MasterKeys, now: int) -> int:
+async def rewrap_all_data_keys(store: GatewayStore, master_keys: MasterKeys, now: int) -> int:
     """Wrap with the current master key all data keys that an older one wraps. Return their number."""
     done = 0
-    while stale := await _find_stale(store, masters.current.id):
+    while stale := await _find_keys_to_rewrap(store, master_keys.current_key.id):
         for document in stale:
-            body = rewrap(
-                msgspec.json.decode(document.body, type=EncryptedKey), ProviderKeyID.of_document(document), masters
+            body = rewrap_data_key(
+                msgspec.json.decode(document.body, type=EncryptedKey),
+                ProviderKeyID.from_document(document),
+                master_keys,
             )
             audit = AuditEntry(now, document.account, "operator", "provider_key.rewrap", document.id)
             new = replace(document, body=msgspec.json.encode(body))
@@ -145,7 +149,7 @@ async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> in
     Raise Conflict if a provider key still needs an older master key.
     """
     masters = await asyncio.to_thread(file.read)
-    if stale := await _find_stale(store, masters.current.id):
+    if stale := await _find_keys_to_rewrap(store, masters.current_key.id):
         raise Conflict(
             f"old master keys cannot be removed: {len(stale)} provider keys are still wrapped with them",
             hint="complete the rotation first: emberline gateway rotate-keys",
@@ -154,18 +158,20 @@ async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> in
     return len(masters.keys) - 1
 
 
-async def _find_stale(store: GatewayStore, current: str) -> list[Document]:
+async def _find_keys_to_rewrap(store: GatewayStore, current_master_id: str) -> list[Document]:
     """Return the documents of provider keys that a master key other than `current_master_id` wraps."""
     found: list[Document] = []
     after = ("", "")
     while page := await store.list_documents("provider_key", "", after=after, limit=1000):
-        found += [each for each in page if msgspec.json.decode(each.body, type=EncryptedKey).master != current]
+        found += [
+            each for each in page if msgspec.json.decode(each.body, type=EncryptedKey).master != current_master_id
+        ]
         after = (page[-1].id, page[-1].account)
     return found
 
 
-def _unwrap_data_key(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> bytes:
-    master = masters.get(encrypted.master)
+def _unwrap_data_key(encrypted: EncryptedKey, key_id: ProviderKeyID, master_keys: MasterKeys) -> bytes:
+    master = master_keys.get(encrypted.master)
     if master is None:
         raise StoreFailed(
             f"provider key {key_id.id!r} cannot be decrypted: the master key {encrypted.master} is not available",

@@ -18,7 +18,7 @@ class SecretFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read_or_create(self, make: Callable[[], str]) -> str:
+    def read_or_create(self, make_content: Callable[[], str]) -> str:
         """Return the content. If the file does not exist, create it with the result of `make_content`.
 
         Raise StoreFailed if the file cannot be read, or if other users may read it.
@@ -26,7 +26,7 @@ class SecretFile:
         try:
             text = self._path.read_text()
         except FileNotFoundError:
-            return self._create(make)
+            return self._create(make_content)
         except OSError as e:
             raise StoreFailed(
                 f"secret file {self._path} cannot be read: {e}", hint="check the file's owner and mode"
@@ -41,13 +41,13 @@ class SecretFile:
         self._write_temporary(text).replace(self._path)
         self._sync_directory()
 
-    def _create(self, make: Callable[[], str]) -> str:
-        text = make()
+    def _create(self, make_content: Callable[[], str]) -> str:
+        text = make_content()
         temporary = self._write_temporary(text)
         try:
             os.link(temporary, self._path)  # fails if another process was first: then its secret is used
         except FileExistsError:
-            return self.read_or_create(make)
+            return self.read_or_create(make_content)
         finally:
             temporary.unlink()
         self._sync_directory()

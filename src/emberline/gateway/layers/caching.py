@@ -157,7 +157,7 @@ class CacheLayer:
 
     async def _index_reply(self, lookup: _CacheLookup, semantic_lookup: SemanticLookup, entry: CacheEntry) -> None:
         assert self.semantic is not None
-        self.semantic.add(semantic_lookup, lookup.key, lookup.ttl_s)
+        self.semantic.index_question(semantic_lookup, lookup.key, lookup.ttl_s)
         if (
             semantic_lookup.similar is not None
             and (similar := await self._load_entry(semantic_lookup.similar.key)) is not None

@@ -129,7 +129,7 @@ class _Continuation:
         return reply, RepetitionFilter(text_so_far, prefill)
 
     def _prefill_mode(self, call: GatewayRequest) -> AssistantPrefill:
-        provider = self.registry.find(call.provider, call.settings)
+        provider = self.registry.find_provider(call.provider, call.settings)
         dialect = choose_dialect(call, provider)
         configured = call.settings.providers.get(call.provider)
         own = provider.prefill if configured is None or configured.prefill is None else configured.prefill

@@ -21,7 +21,7 @@ from emberline.gateway.layers.load_balancing import CostEstimator
 from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, is_permitted
 from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
-from emberline.gateway.limits.claims import limit_facts
+from emberline.gateway.limits.claims import limit_attributes
 from emberline.gateway.limits.rule import LimitRule, LimitUnit
 from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
 from emberline.gateway.routes.facts import CallFacts, evaluate_body_conditions
@@ -69,7 +69,7 @@ class DynamicRouteLayer:
         amount = 1
         if rule.amount == "micros" and (model := traversal.expected_model()) is not None:
             amount = max(1, self._estimator.max_cost(call_for_model(call, model, 0)) or 1)
-        claim = rule.make_claim(limit_facts(call), amount)
+        claim = rule.make_claim(limit_attributes(call), amount)
         return await self._limiter.reserve(
             [claim], self._wall.now(), call.deadline - self._clock.now() + RESERVATION_GRACE_S
         )
@@ -143,7 +143,7 @@ class _RouteRun:
             return False
         previous, self._reply = self._reply, reply
         if previous is not None:  # the route went on after a model that answered: only the last reply is sent
-            await self._extra_cost.discard(previous)
+            await self._extra_cost.discard_reply(previous)
         return True
 
 

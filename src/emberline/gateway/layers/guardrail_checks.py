@@ -29,8 +29,8 @@ from emberline.gateway.guardrails.inspection import (
     inspect_reply,
     inspect_request,
 )
-from emberline.gateway.guardrails.judge import JudgeClient, judge_actions
-from emberline.gateway.guardrails.scanner import Scanner, severest_action
+from emberline.gateway.guardrails.judge import JudgeClient, actions_for_categories
+from emberline.gateway.guardrails.scanner import PatternScanner, severest_action
 from emberline.gateway.guardrails.stream import GuardedStream
 
 FINDINGS_HEADER = "cf-aig-dlp"
@@ -181,9 +181,9 @@ class GuardedCall:
             self._replace_with_error(reply, finding)
 
     @staticmethod
-    def _blocking_guardrail(scanner: Scanner, judges: list[Judge]) -> str:
+    def _blocking_guardrail(scanner: PatternScanner, judges: list[Judge]) -> str:
         """Return the name of a rule or judge that may redact or block a reply, or "" if there is none."""
-        return scanner.strictest_rule or next((each.name for each in judges if each.can_block("reply")), "")
+        return scanner.first_enforcing_rule or next((each.name for each in judges if each.can_block("reply")), "")
 
     def _block_unchecked(self, reply: GatewayReply, guardrail: str) -> None:
         """Block a reply that cannot be checked: a stream without events, or JSON nested too deeply."""
@@ -222,8 +222,8 @@ class GuardedCall:
     def _pattern_rules(self, side: Side) -> tuple[PatternRule, ...]:
         return tuple(rule for rule in self._guardrails.patterns if rule.applies_to(side))
 
-    def _make_scanner(self, side: Side) -> Scanner:
-        return Scanner(self._pattern_rules(side), _CHECK_OF_SIDE[side])
+    def _make_scanner(self, side: Side) -> PatternScanner:
+        return PatternScanner(self._pattern_rules(side), _CHECK_OF_SIDE[side])
 
     def _judges_for(self, side: Side) -> list[Judge]:
         return [judge for judge in self._guardrails.judges if judge.category_actions(side)]
@@ -236,7 +236,7 @@ class GuardedCall:
             return None
         for judge in self._judges_for(side):
             categories = await self._judges.judge_text(judge, text, self._call, self._extra_cost)
-            for entry, action in judge_actions(judge.category_actions(side), categories):
+            for entry, action in actions_for_categories(judge.category_actions(side), categories):
                 finding = GuardrailFinding(judge.name, entry, _CHECK_OF_SIDE[side], action)
                 self.record_finding(finding)
                 if action == "block":

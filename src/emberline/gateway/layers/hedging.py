@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from emberline.core.clock import Clock
 from emberline.gateway.core.cost import compute_cost
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ProviderAttempt
-from emberline.gateway.costs.billing import PriceSource, request_input_tokens
+from emberline.gateway.costs.billing import PriceSource, estimated_input_tokens
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.layers.fallbacks import call_for_step
 from emberline.wire.usage import Usage
@@ -83,7 +83,7 @@ class _HedgedCall:
             if task.cancelled():
                 self._bill_cancelled(call, started_at, extra_cost)
             elif task.exception() is None and task.result() is not winner:
-                await extra_cost.discard(task.result())
+                await extra_cost.discard_reply(task.result())
         return extra_cost
 
     def _bill_cancelled(self, call: GatewayRequest, started_at: float, extra_cost: ExtraCost) -> None:
@@ -91,6 +91,6 @@ class _HedgedCall:
         call.attempts.append(
             ProviderAttempt(call.provider, call.model, call.step_index, 0, 0, HEDGE_LOST, seconds, key)
         )
-        usage = Usage(input=request_input_tokens(call))
+        usage = Usage(input=estimated_input_tokens(call))
         price = self.prices.price(call.settings, call.provider, call.model)
         extra_cost.add_usage(usage, compute_cost(usage, price), estimated=True)

@@ -15,7 +15,7 @@ from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
 from emberline.gateway.costs.billing import PriceSource
 from emberline.gateway.limits.base import Limiter
 from emberline.gateway.limits.claims import ClaimBuilder, ModelLookup
-from emberline.gateway.limits.headers import format_duration, rate_limit_headers
+from emberline.gateway.limits.headers import build_rate_limit_headers, format_duration
 from emberline.gateway.limits.rule import Claim, LimitUnit
 
 RESERVATION_GRACE_S = 5.0  # how long a reservation outlasts the deadline of its call
@@ -27,7 +27,7 @@ def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, cloc
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
-            claims = claim_builder.claims_for(call)
+            claims = claim_builder.build_claims(call)
             if not claims:
                 return await inner(call)
             try:
@@ -37,7 +37,7 @@ def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, cloc
             except LimitExceeded as e:
                 call.reply_headers.update(_limit_exceeded_headers(claims, e))
                 raise
-            call.reply_headers.update(rate_limit_headers(reservation.grants))
+            call.reply_headers.update(build_rate_limit_headers(reservation.grants))
             try:
                 reply = await inner(call)
             except BaseException:

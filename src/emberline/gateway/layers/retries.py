@@ -76,7 +76,7 @@ class RetryHandler:
         self.breakers = ProviderBreakers(clock)
 
     async def __call__(self, call: GatewayRequest) -> GatewayReply:
-        provider = self._registry.find(call.provider, call.settings)
+        provider = self._registry.find_provider(call.provider, call.settings)
         key = await self._key_selector.select_key(call, provider)
         max_output = self._prices.max_output(call.provider, call.model)
         call.reply_headers.pop(CHANGED_HEADER, None)  # an earlier step may have set it
@@ -92,7 +92,7 @@ class RetryHandler:
         for attempt in range(attempts):
             started_at = self._clock.now()
             try:
-                reply = await self.breakers.guard(
+                reply = await self.breakers.run_with_breaker(
                     call, provider, key, partial(self._attempt_call, call, provider, provider_call)
                 )
             except UpstreamFailed as e:

@@ -23,7 +23,7 @@ def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, 
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
-            claims = claim_builder.claims_for(call)
+            claims = claim_builder.build_claims(call)
             if not claims:
                 return await inner(call)
             reservations = _SessionReservations(call, limiter, clock, wall_clock)

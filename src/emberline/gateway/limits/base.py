@@ -16,7 +16,7 @@ from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.rule import Claim, LimitUnit
 
 
-class Grant(msgspec.Struct, frozen=True):
+class ClaimGrant(msgspec.Struct, frozen=True):
     """The part of a reservation that belongs to one claim."""
 
     claim: Claim
@@ -28,7 +28,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 class Reservation(msgspec.Struct):
     name: str
-    grants: tuple[Grant, ...]
+    grants: tuple[ClaimGrant, ...]
     expires: int  # milliseconds on the counter's clock; unsettled amounts are released then
     is_local: bool = True  # counted in this process, not in Redis
     is_settled: bool = False
@@ -63,11 +63,11 @@ class Limiter(Protocol):
         """
         ...
 
-    def settle(self, reservation: Reservation, actual: Mapping[LimitUnit, int]) -> None:
+    def settle(self, reservation: Reservation, used_amounts: Mapping[LimitUnit, int]) -> None:
         """Replace the reserved amounts by the amounts that were used. This method never blocks and never fails."""
         ...
 
-    async def bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
+    async def read_bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
         """Return the usage of each claim's bucket without reserving anything. Raise StoreFailed.
 
         All claims must belong to the same gateway.
@@ -79,7 +79,7 @@ class Limiter(Protocol):
         ...
 
 
-def limit_error(claim: Claim, remaining: int, wait_ms: int) -> LimitExceeded:
+def limit_exceeded_error(claim: Claim, remaining: int, wait_ms: int) -> LimitExceeded:
     rule = claim.rule
     seconds = max(1, math.ceil(wait_ms / 1000))
     return LimitExceeded(

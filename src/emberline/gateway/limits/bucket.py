@@ -26,7 +26,7 @@ class BucketHold(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Bucket:
+class LimitBucket:
     """The usage in each slot of the window, and the open reservations. Times are in milliseconds since 1970."""
 
     window: LimitWindow
@@ -39,23 +39,23 @@ class Bucket:
     expiry_heap: list[tuple[int, str]] = field(default_factory=list)  # heap of (expiry, reservation)
     on_change: Callable[[int, int], None] | None = None  # called with a slot and the amount added to it
 
-    def restore(self, used: Mapping[int, int]) -> None:
+    def restore_usage(self, used_by_slot: Mapping[int, int]) -> None:
         """Start from the usage that an earlier process counted."""
-        self.used = dict(sorted(used.items()))
-        self.total = sum(used.values())
+        self.used = dict(sorted(used_by_slot.items()))
+        self.total = sum(used_by_slot.values())
 
-    def advance(self, now: int) -> None:
+    def expire_until(self, now_ms: int) -> None:
         """Expire all reservations and slots that end up to `now_ms`.
 
         If the clock is set back, old slots are not restored.
         """
-        while self.expiry_heap and self.expiry_heap[0][0] <= now:
+        while self.expiry_heap and self.expiry_heap[0][0] <= now_ms:
             self.settle(heapq.heappop(self.expiry_heap)[1], None, 0)
-        if now < self.next_slot_ms:
+        if now_ms < self.next_slot_ms:
             return
-        self.slot, live = self.window.slot(now), self.window.live_slots
-        self.next_slot_ms = self.window.slot_end(self.slot + 1 - live)
-        self.usage_ends_ms = self.window.slot_end(self.slot)
+        self.slot, live = self.window.slot_at(now_ms), self.window.live_slots
+        self.next_slot_ms = self.window.usage_end_ms(self.slot + 1 - live)
+        self.usage_ends_ms = self.window.usage_end_ms(self.slot)
         while self.used and (oldest := next(iter(self.used))) <= self.slot - live:
             self.total -= self.used.pop(oldest)
 
@@ -66,43 +66,43 @@ class Bucket:
             return amount
         return left if left > 0 and not self.held else None
 
-    def take(self, name: str, amount: int, expires: int) -> BucketHold:
-        held = self.held[name] = BucketHold(self.slot, amount, expires)
-        heapq.heappush(self.expiry_heap, (expires, name))
+    def hold_amount(self, reservation_name: str, amount: int, expires_ms: int) -> BucketHold:
+        held = self.held[reservation_name] = BucketHold(self.slot, amount, expires_ms)
+        heapq.heappush(self.expiry_heap, (expires_ms, reservation_name))
         if len(self.expiry_heap) > 64 + 2 * len(self.held):  # most entries were settled long ago
-            self.expiry_heap = sorted((held.expires, name) for name, held in self.held.items())
-        self._add(held.slot, amount)
+            self.expiry_heap = sorted((held.expires, reservation_name) for reservation_name, held in self.held.items())
+        self._add_usage(held.slot, amount)
         return held
 
-    def settle(self, name: str, slot: int | None, actual: int) -> None:
+    def settle(self, reservation_name: str, slot: int | None, used_amount: int) -> None:
         """Replace the reserved amount by the amount that was used.
 
         If the reservation has already expired, the amount is counted in `slot`, or not at all if `slot` is None.
         """
-        held = self.held.pop(name, None)
+        held = self.held.pop(reservation_name, None)
         if held is not None:
-            self._add(held.slot, actual - held.amount)
+            self._add_usage(held.slot, used_amount - held.amount)
         elif slot is not None:
-            self._add(slot, actual)
+            self._add_usage(slot, used_amount)
 
-    def wait_ms(self, limit: int, amount: int, now: int) -> int:
+    def ms_until_fits(self, limit: int, amount: int, now_ms: int) -> int:
         """Return the milliseconds until the claim fits, provided that no other claim is granted before."""
         left = limit - self.total
         for slot, used in self.used.items():
             left += used
             if left >= min(amount, limit):
-                return self.window.slot_end(slot) - now
-        return self.usage_ends_ms - now
+                return self.window.usage_end_ms(slot) - now_ms
+        return self.usage_ends_ms - now_ms
 
-    def resets_in_ms(self, now: int) -> int:
+    def ms_until_reset(self, now_ms: int) -> int:
         """Return the milliseconds until none of the present usage counts any more."""
-        return self.usage_ends_ms - now
+        return self.usage_ends_ms - now_ms
 
     @property
     def is_empty(self) -> bool:
         return not self.used and not self.held
 
-    def _add(self, slot: int, amount: int) -> None:
+    def _add_usage(self, slot: int, amount: int) -> None:
         if amount and slot > self.slot - self.window.live_slots:
             if slot not in self.used:
                 self.used[slot] = 0

@@ -15,7 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.costs.billing import PriceSource, compute_charge, request_input_tokens
+from emberline.gateway.costs.billing import PriceSource, compute_charge, estimated_input_tokens
 from emberline.gateway.costs.catalogue import CatalogueModel
 from emberline.gateway.limits.rule import MAX_LIMIT, Claim, LimitRule
 from emberline.wire.usage import Usage
@@ -46,46 +46,48 @@ class ClaimBuilder:
     )
     _bucket_names: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def claims_for(self, call: GatewayRequest) -> list[Claim]:
-        rules = self._rules_of(call.settings)
+    def build_claims(self, call: GatewayRequest) -> list[Claim]:
+        rules = self._rules_for_settings(call.settings)
         if not rules:
             return []
-        facts, key_limits, usage = limit_facts(call), call.identity.limits, None
+        facts, key_limits, usage = limit_attributes(call), call.identity.limits, None
         claims = []
         for rule in rules:
             if not rule.applies_to(facts, key_limits):
                 continue
             amount: int | None = 1
             if rule.amount != "requests":
-                usage = usage or self._max_usage(call)
-                amount = usage.total if rule.amount == "tokens" else self._cost_micros(call, usage)
+                usage = usage or self._estimate_max_usage(call)
+                amount = usage.total if rule.amount == "tokens" else self._compute_cost_micros(call, usage)
             claims.append(
-                Claim(rule, facts["gateway"], self._bucket_name(rule, facts), _priced_amount(rule, amount, call))
+                Claim(
+                    rule, facts["gateway"], self._cached_bucket_name(rule, facts), _amount_to_claim(rule, amount, call)
+                )
             )
         return claims
 
-    def _bucket_name(self, rule: LimitRule, facts: dict[str, str]) -> str:
+    def _cached_bucket_name(self, rule: LimitRule, attributes: dict[str, str]) -> str:
         """Return the bucket's name. It is cached, because computing the name takes a hash."""
-        key = (rule.name, rule.amount, rule.per, rule.technique, *map(facts.get, rule.split))
+        key = (rule.name, rule.amount, rule.per, rule.technique, *map(attributes.get, rule.split))
         name = self._bucket_names.get(key)
         if name is None:
             if len(self._bucket_names) >= MAX_BUCKET_NAMES:
                 self._bucket_names.clear()
-            name = self._bucket_names[key] = rule.bucket_name(facts)
+            name = self._bucket_names[key] = rule.bucket_name(attributes)
         return name
 
     def max_cost(self, call: GatewayRequest) -> int | None:
         """Return the most micro-dollars that the request may cost, or None if the price is unknown."""
-        return self._cost_micros(call, self._max_usage(call))
+        return self._compute_cost_micros(call, self._estimate_max_usage(call))
 
-    def _rules_of(self, settings: GatewaySettings) -> tuple[LimitRule, ...]:
+    def _rules_for_settings(self, settings: GatewaySettings) -> tuple[LimitRule, ...]:
         gateway = (settings.account, settings.gateway)
         cached = self._rules_by_gateway.get(gateway)
         if cached is None or cached[0] is not settings:
-            cached = self._rules_by_gateway[gateway] = (settings, limit_rules(settings))
+            cached = self._rules_by_gateway[gateway] = (settings, parse_limit_rules(settings))
         return cached[1]
 
-    def _max_usage(self, call: GatewayRequest) -> Usage:
+    def _estimate_max_usage(self, call: GatewayRequest) -> Usage:
         """Return an upper estimate of the tokens that the request can use."""
         model = self.models.model(call.provider, call.model)
         context, limit = (model.context, model.max_output) if model else (None, None)
@@ -95,13 +97,13 @@ class ClaimBuilder:
             else min(call.max_output or limit or DEFAULT_OUTPUT_TOKENS, limit or math.inf)
         )
         total_output = min(int(output) * call.choice_count, MAX_LIMIT)
-        return Usage(input=int(min(request_input_tokens(call), context or math.inf)), output=total_output)
+        return Usage(input=int(min(estimated_input_tokens(call), context or math.inf)), output=total_output)
 
-    def _cost_micros(self, call: GatewayRequest, usage: Usage) -> int | None:
+    def _compute_cost_micros(self, call: GatewayRequest, usage: Usage) -> int | None:
         return compute_charge(call, usage, self.prices.price(call.settings, call.provider, call.model))
 
 
-def limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
+def parse_limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
     rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros"))
     names = [rule.name for rule in rules]
     if repeated := [name for name in names if names.count(name) > 1]:
@@ -111,7 +113,7 @@ def limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
     return rules
 
 
-def caller_chosen_splits(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
+def caller_chosen_split_names(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
     """Return the metadata names that the rule splits by and whose values callers can choose.
 
     `fixed_metadata`: names whose values the gateway's settings fix.
@@ -122,8 +124,8 @@ def caller_chosen_splits(rule: LimitRule, fixed_metadata: Collection[str]) -> tu
 
 def warn_about_caller_splits(settings: GatewaySettings) -> None:
     """Log a warning for each limit that a caller can evade by sending different metadata."""
-    for rule in limit_rules(settings):
-        if names := caller_chosen_splits(rule, settings.metadata):
+    for rule in parse_limit_rules(settings):
+        if names := caller_chosen_split_names(rule, settings.metadata):
             log.warning(
                 "Limit can be evaded by a caller that sends different metadata: gateway=%s limit=%s metadata=%s"
                 " (hint: set this metadata on every key, because a request cannot change a key's metadata, or add a"
@@ -134,7 +136,7 @@ def warn_about_caller_splits(settings: GatewaySettings) -> None:
             )
 
 
-def limit_facts(call: GatewayRequest) -> dict[str, str]:
+def limit_attributes(call: GatewayRequest) -> dict[str, str]:
     """Return the attributes of a request that limits are split and filtered by: gateway, key, model, ..."""
     facts = {
         "gateway": f"{call.account}/{call.gateway}",
@@ -148,7 +150,7 @@ def limit_facts(call: GatewayRequest) -> dict[str, str]:
     return facts
 
 
-def _priced_amount(rule: LimitRule, amount: int | None, call: GatewayRequest) -> int:
+def _amount_to_claim(rule: LimitRule, amount: int | None, call: GatewayRequest) -> int:
     """Return the amount, or 0 if the price is unknown. Raise Forbidden if the budget requires a price."""
     if amount is None and rule.unpriced == "refuse":
         raise Forbidden(

@@ -16,9 +16,9 @@ from emberline.gateway.limits.stored import CounterStore, StoredLimiter
 async def open_limiter(
     url: str | None,
     clock: Clock,
-    stack: AsyncExitStack,
+    exit_stack: AsyncExitStack,
     *,
-    degraded: Literal["local", "closed"] = "local",
+    degraded_mode: Literal["local", "closed"] = "local",
     store: CounterStore | None = None,
     journal_directory: Path | None = None,
     store_interval_s: float = 1.0,
@@ -31,7 +31,7 @@ async def open_limiter(
     if url is None and store is not None and journal_directory is not None:
         stored = StoredLimiter(store, CounterJournal(journal_directory), WallClock(), store_interval_s)
         await stored.start()
-        stack.push_async_callback(stored.close)
+        exit_stack.push_async_callback(stored.close)
         return stored
     if url is None:
         return LocalLimiter()
@@ -40,7 +40,7 @@ async def open_limiter(
 
     client = RedisClient(url, clock)
     await client.start()
-    stack.push_async_callback(client.close)
-    limiter = RedisLimiter(client, degraded=degraded)
-    stack.push_async_callback(limiter.close)
+    exit_stack.push_async_callback(client.close)
+    limiter = RedisLimiter(client, degraded_mode=degraded_mode)
+    exit_stack.push_async_callback(limiter.close)
     return limiter

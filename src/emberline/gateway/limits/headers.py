@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import get_args
 
-from emberline.gateway.limits.base import Grant
+from emberline.gateway.limits.base import ClaimGrant
 from emberline.gateway.limits.rule import LimitUnit
 
 _HEADER_NAMES = {
@@ -18,8 +18,8 @@ _HEADER_NAMES = {
 }
 
 
-def rate_limit_headers(grants: Iterable[Grant]) -> dict[str, str]:
-    tightest: dict[LimitUnit, Grant] = {}
+def build_rate_limit_headers(grants: Iterable[ClaimGrant]) -> dict[str, str]:
+    tightest: dict[LimitUnit, ClaimGrant] = {}
     for grant in grants:
         amount = grant.claim.rule.amount
         if amount not in tightest or _fraction_left(grant) < _fraction_left(tightest[amount]):
@@ -42,5 +42,5 @@ def format_duration(ms: int) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{seconds}s"
 
 
-def _fraction_left(grant: Grant) -> float:
+def _fraction_left(grant: ClaimGrant) -> float:
     return grant.remaining / max(1, grant.claim.rule.limit)

@@ -57,13 +57,13 @@ class CounterJournal:
             finally:
                 os.close(file)
 
-    def write(self, line: bytes) -> None:
+    def append_line(self, line: bytes) -> None:
         """Append a line, which is a LimitCounter as JSON. A write error is logged once and not raised."""
         file = self._file
         end = file.end + len(line)
         try:
             if end > file.size:
-                file.grow(end)
+                file.extend(end)
                 self._has_failed = False
             file.mapped[file.end : end] = line
             file.end = end
@@ -74,7 +74,7 @@ class CounterJournal:
                 )
             self._has_failed = True
 
-    def rotate(self) -> str:
+    def start_new_file(self) -> str:
         """Start a new file. Return the name of the previous file, which holds all changes until now.
 
         If OSError is raised, the previous file stays in use.
@@ -83,8 +83,8 @@ class CounterJournal:
         previous.close()
         return previous.path.stem
 
-    def discard(self, name: str) -> None:
-        (self._directory / f"{name}.journal").unlink(missing_ok=True)
+    def delete_file(self, file_name: str) -> None:
+        (self._directory / f"{file_name}.journal").unlink(missing_ok=True)
 
     def close(self) -> str:
         """Close the journal and return the name of its last file."""
@@ -101,7 +101,7 @@ class _JournalFile:
         self.end = self.size = 0  # bytes of the lines, and of the file
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            self.grow(GROWTH_BYTES)
+            self.extend(GROWTH_BYTES)
         except OSError:
             os.close(self._file)
             self.path.unlink(missing_ok=True)
@@ -111,13 +111,13 @@ class _JournalFile:
         self.mapped.close()
         os.close(self._file)
 
-    def grow(self, size: int) -> None:
+    def extend(self, min_size_bytes: int) -> None:
         """Extend the file to at least `size` bytes. Raise OSError if the disk is full.
 
         Zeros are written instead of leaving a hole in the file: if the disk is full, a write to a mapped page without
         disk space would kill the process.
         """
-        while self.size < size:
+        while self.size < min_size_bytes:
             if (written := os.pwrite(self._file, bytes(GROWTH_BYTES), self.size)) < GROWTH_BYTES:
                 raise OSError(f"the disk is full: only {written} of {GROWTH_BYTES} bytes were written")
             self.mapped = mmap.mmap(self._file, self.size + GROWTH_BYTES)

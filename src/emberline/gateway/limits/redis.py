@@ -20,7 +20,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from emberline.gateway.core.errors import StoreFailed
-from emberline.gateway.limits.base import BucketUsage, Grant, LimiterStats, Reservation, limit_error
+from emberline.gateway.limits.base import BucketUsage, ClaimGrant, LimiterStats, Reservation, limit_exceeded_error
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Claim, LimitUnit
 from emberline.gateway.redis_client import RedisClient, RedisErrorReply, RedisScript, RedisUnavailable
@@ -32,8 +32,10 @@ CLOSE_TIMEOUT_S = 1.0  # for settlements in flight when the gateway stops
 
 
 class RedisLimiter:
-    def __init__(self, client: RedisClient, *, degraded: DegradedMode = "local", prefix: str = "emberline") -> None:
-        self._client, self._degraded, self._prefix = client, degraded, prefix
+    def __init__(
+        self, client: RedisClient, *, degraded_mode: DegradedMode = "local", prefix: str = "emberline"
+    ) -> None:
+        self._client, self._degraded, self._prefix = client, degraded_mode, prefix
         self._local = LocalLimiter()
         self._reserve_script, self._settle_script, self._usage_script = map(
             _load_script, ("reserve.lua", "settle.lua", "usage.lua")
@@ -55,9 +57,9 @@ class RedisLimiter:
         self._resend_pending()
         return _parse_reservation(name, claims, reply)
 
-    def settle(self, reservation: Reservation, actual: Mapping[LimitUnit, int]) -> None:
+    def settle(self, reservation: Reservation, used_amounts: Mapping[LimitUnit, int]) -> None:
         if reservation.is_local:
-            self._local.settle(reservation, actual)
+            self._local.settle(reservation, used_amounts)
             return
         assert not reservation.is_settled
         reservation.is_settled = True
@@ -67,12 +69,12 @@ class RedisLimiter:
             arguments += [
                 grant.slot,
                 grant.amount,
-                actual.get(grant.claim.rule.amount, 0),
+                used_amounts.get(grant.claim.rule.amount, 0),
                 *_window_arguments(grant.claim),
             ]
         self._send_settlement(arguments)
 
-    async def bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
+    async def read_bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
         values: list[str | int] = [number for claim in claims for number in _window_arguments(claim)]
         try:
             reply = await self._client.run_script(self._usage_script, self._redis_keys(claims), values)
@@ -107,7 +109,7 @@ class RedisLimiter:
         return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
 
     def _send_settlement(
-        self, arguments: list[str | int], *, with_script_text: bool = False, is_resend: bool = False
+        self, script_arguments: list[str | int], *, with_script_text: bool = False, is_resend: bool = False
     ) -> None:
         """Send a settlement to Redis, or queue it if Redis is unavailable.
 
@@ -116,33 +118,35 @@ class RedisLimiter:
         """
         script = ("EVAL", self._settle_script.text) if with_script_text else ("EVALSHA", self._settle_script.sha)
         try:
-            sent = self._client.send(*script, *arguments)
+            sent = self._client.send_command(*script, *script_arguments)
         except RedisUnavailable:
-            self._queue_settlement(arguments)
+            self._queue_settlement(script_arguments)
             return
         self._in_flight.add(sent)
-        sent.add_done_callback(partial(self._on_settlement_reply, arguments, is_resend))
+        sent.add_done_callback(partial(self._on_settlement_reply, script_arguments, is_resend))
 
-    def _on_settlement_reply(self, arguments: list[str | int], is_resend: bool, sent: asyncio.Future[Any]) -> None:
+    def _on_settlement_reply(
+        self, script_arguments: list[str | int], is_resend: bool, reply: asyncio.Future[Any]
+    ) -> None:
         """Handle Redis's reply to a settlement. A settlement that Redis refused is queued once.
 
         A full or read-only Redis may accept it later. It is sent again after the next reservation that Redis accepts;
         if it is refused again, it is given up.
         """
-        self._in_flight.discard(sent)
-        error = None if sent.cancelled() else sent.exception()
+        self._in_flight.discard(reply)
+        error = None if reply.cancelled() else reply.exception()
         if isinstance(error, RedisErrorReply) and error.message.startswith("NOSCRIPT"):
-            self._send_settlement(arguments, with_script_text=True, is_resend=is_resend)
+            self._send_settlement(script_arguments, with_script_text=True, is_resend=is_resend)
         elif isinstance(error, RedisUnavailable) or (error is not None and not is_resend):
-            self._queue_settlement(arguments)
+            self._queue_settlement(script_arguments)
         elif error is not None:
             self.stats.lost_settlements += 1
 
-    def _queue_settlement(self, arguments: list[str | int]) -> None:
+    def _queue_settlement(self, script_arguments: list[str | int]) -> None:
         if len(self._pending) >= MAX_PENDING_SETTLEMENTS:
             self._pending.popleft()
             self.stats.lost_settlements += 1
-        self._pending.append(arguments)
+        self._pending.append(script_arguments)
         self.stats.pending_settlements = len(self._pending)
 
     def _resend_pending(self) -> None:
@@ -162,11 +166,13 @@ def _window_arguments(claim: Claim) -> tuple[int, int, int]:
     return window.slot_ms, window.live_slots, window.offset_ms
 
 
-def _parse_reservation(name: str, claims: Sequence[Claim], reply: list[int]) -> Reservation:
+def _parse_reservation(reservation_name: str, claims: Sequence[Claim], reply: list[int]) -> Reservation:
     rows = [reply[5 * i : 5 * i + 5] for i in range(len(claims))]
     refused = [(wait, i) for i, (fits, _, _, _, wait) in enumerate(rows) if not fits]
     if refused:
         wait, i = max(refused)
-        raise limit_error(claims[i], rows[i][3], wait)
-    grants = [Grant(c, slot, amount, left, ms) for c, (_, slot, amount, left, ms) in zip(claims, rows, strict=True)]
-    return Reservation(name, tuple(grants), expires=reply[-1], is_local=False)
+        raise limit_exceeded_error(claims[i], rows[i][3], wait)
+    grants = [
+        ClaimGrant(c, slot, amount, left, ms) for c, (_, slot, amount, left, ms) in zip(claims, rows, strict=True)
+    ]
+    return Reservation(reservation_name, tuple(grants), expires=reply[-1], is_local=False)

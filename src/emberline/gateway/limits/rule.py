@@ -84,17 +84,17 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         return rules
 
-    def applies_to(self, facts: Mapping[str, str], key_limits: tuple[str, ...] = ()) -> bool:
+    def applies_to(self, attributes: Mapping[str, str], key_limits: tuple[str, ...] = ()) -> bool:
         if self.named and self.name not in key_limits:
             return False
-        return not self.only or all(facts.get(dimension, "") in values for dimension, values in self.only.items())
+        return not self.only or all(attributes.get(dimension, "") in values for dimension, values in self.only.items())
 
-    def make_claim(self, facts: Mapping[str, str], amount: int) -> Claim:
-        return Claim(self, facts.get("gateway", ""), self.bucket_name(facts), amount)
+    def make_claim(self, attributes: Mapping[str, str], amount: int) -> Claim:
+        return Claim(self, attributes.get("gateway", ""), self.bucket_name(attributes), amount)
 
-    def bucket_name(self, facts: Mapping[str, str]) -> str:
+    def bucket_name(self, attributes: Mapping[str, str]) -> str:
         """Return the name of the bucket (the counter) that requests with the same attribute values share."""
-        values = msgspec.json.encode([facts.get(dimension, "") for dimension in self.split])
+        values = msgspec.json.encode([attributes.get(dimension, "") for dimension in self.split])
         digest = hashlib.sha256(values).hexdigest()[:32] if self.split else "all"
         return f"{self.name}:{self.amount}:{self.per}:{self.technique}:{digest}"
 

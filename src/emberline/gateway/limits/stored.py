@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.gateway.limits.bucket import Bucket
+from emberline.gateway.limits.bucket import LimitBucket
 from emberline.gateway.limits.journal import CounterJournal
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Claim
@@ -34,14 +34,16 @@ _CounterKey = tuple[str, str, int, int]  # gateway, bucket, slot, when the slot 
 class CounterStore(Protocol):
     async def list_counters(self, now: int) -> list[LimitCounter]: ...
 
-    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None: ...
+    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None: ...
 
 
 class StoredLimiter(LocalLimiter):
-    def __init__(self, store: CounterStore, journal: CounterJournal, wall: Clock, store_interval_s: float) -> None:
+    def __init__(
+        self, store: CounterStore, journal: CounterJournal, wall_clock: Clock, store_interval_s: float
+    ) -> None:
         """`store_interval_s` is the time between two writes to the store. `wall_clock` returns seconds since 1970."""
         super().__init__()
-        self._store, self._journal, self._wall, self._store_interval_s = store, journal, wall, store_interval_s
+        self._store, self._journal, self._wall, self._store_interval_s = store, journal, wall_clock, store_interval_s
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
         self._pending: defaultdict[_CounterKey, int] = defaultdict(int)  # not in the store yet
         # The batch that is being written to the store; kept until that succeeds.
@@ -52,9 +54,9 @@ class StoredLimiter(LocalLimiter):
         """Load the usage that earlier processes left in journal files and in the store. Raise StoreFailed."""
         for name, changes in self._journal.abandoned_batches():
             if changes:
-                await self._store.add_counters(name, changes, self._now())
-            self._journal.discard(name)
-        for each in await self._store.list_counters(self._now()):
+                await self._store.add_counters(name, changes, self._now_ms())
+            self._journal.delete_file(name)
+        for each in await self._store.list_counters(self._now_ms()):
             self._restored.setdefault((each.gateway, each.bucket), {})[each.slot] = each.used
         self._task = asyncio.create_task(self._write_periodically())
 
@@ -72,16 +74,16 @@ class StoredLimiter(LocalLimiter):
             )
             self._journal.close()
         else:
-            self._journal.discard(self._journal.close())
+            self._journal.delete_file(self._journal.close())
 
-    def _bucket(self, claim: Claim) -> Bucket:
+    def _get_bucket(self, claim: Claim) -> LimitBucket:
         key = (claim.gateway, claim.bucket)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = Bucket(claim.window)
+            bucket = self._buckets[key] = LimitBucket(claim.window)
             if _is_stored(claim):
-                bucket.restore(self._restored.pop(key, {}))
-                bucket.on_change = _ChangeRecorder(key, claim.window, self._journal, self._pending).add
+                bucket.restore_usage(self._restored.pop(key, {}))
+                bucket.on_change = _ChangeRecorder(key, claim.window, self._journal, self._pending).record_change
         return bucket
 
     async def _write_periodically(self) -> None:
@@ -100,18 +102,18 @@ class StoredLimiter(LocalLimiter):
         if self._batch is not None:
             await self._write_batch(*self._batch)
         if self._pending:
-            name = self._journal.rotate()
+            name = self._journal.start_new_file()
             changes = [LimitCounter(gw, bucket, slot, n, ends) for (gw, bucket, slot, ends), n in self._pending.items()]
             self._pending.clear()
             self._batch = name, changes
             await self._write_batch(*self._batch)
 
-    async def _write_batch(self, name: str, changes: list[LimitCounter]) -> None:
-        await self._store.add_counters(name, changes, self._now())
+    async def _write_batch(self, batch_name: str, changes: list[LimitCounter]) -> None:
+        await self._store.add_counters(batch_name, changes, self._now_ms())
         self._batch = None
-        self._journal.discard(name)
+        self._journal.delete_file(batch_name)
 
-    def _now(self) -> int:
+    def _now_ms(self) -> int:
         return round(self._wall.now() * 1000)
 
 
@@ -126,15 +128,15 @@ class _ChangeRecorder:
         self._key, self._window, self._journal, self._pending = key, window, journal, pending
         self._slot: int | None = None
 
-    def add(self, slot: int, amount: int) -> None:
+    def record_change(self, slot: int, amount: int) -> None:
         if slot != self._slot:
             self._prepare_line(slot)
-        self._journal.write(b"%b%d%b" % (self._line_head, amount, self._line_tail))
+        self._journal.append_line(b"%b%d%b" % (self._line_head, amount, self._line_tail))
         self._pending[self._counter_key] += amount
 
     def _prepare_line(self, slot: int) -> None:
         """Prepare the journal line for a slot, which is a LimitCounter as JSON. Only the amount is left out."""
-        ends = self._window.slot_end(slot)
+        ends = self._window.usage_end_ms(slot)
         self._slot, self._counter_key = slot, (*self._key, slot, ends)
         self._line_head, self._line_tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends
 

@@ -39,13 +39,13 @@ class LimitWindow(msgspec.Struct, frozen=True):
             return LimitWindow(0, 1, 0)
         return LimitWindow(_period_ms(period), 1, FIRST_MONDAY_MS if period == "week" else 0)
 
-    def slot(self, now: int) -> int:
+    def slot_at(self, now_ms: int) -> int:
         if self.slot_ms:
-            return (now - self.offset_ms) // self.slot_ms
-        date = datetime.fromtimestamp(now / 1000, UTC)
+            return (now_ms - self.offset_ms) // self.slot_ms
+        date = datetime.fromtimestamp(now_ms / 1000, UTC)
         return date.year * 12 + date.month - 1
 
-    def slot_end(self, slot: int) -> int:
+    def usage_end_ms(self, slot: int) -> int:
         """Return the time in milliseconds since 1970 at which usage in this slot stops counting."""
         after = slot + self.live_slots
         if self.slot_ms:

@@ -117,7 +117,7 @@ class LogWriter:
         delay, attempts = FIRST_RETRY_DELAY_S, 0
         while True:
             try:
-                await self._store.append(batch)
+                await self._store.append_records(batch)
                 self.written += len(batch)
                 return
             except Exception as e:  # any error of a store or of an invalid record: the loop must continue

@@ -54,7 +54,7 @@ class Retention:
         kept_days = await self._read_retention_days()
         today = utc_day(round(self._wall_clock.now() * 1e3))
         longest = max(kept_days.values())
-        dropped = await self._store.drop_before(_oldest_kept_day(today, longest))
+        dropped = await self._store.delete_days_before(_oldest_kept_day(today, longest))
         erased = 0
         for (account, gateway), days in kept_days.items():
             if days < longest:
@@ -81,7 +81,7 @@ class Retention:
                 filters, before=before, limit=ERASE_PAGE_RECORDS, timeout_s=ERASE_PAGE_TIMEOUT_S
             )
             if page.records:
-                await self._store.erase(page.records)
+                await self._store.erase_records(page.records)
                 count += len(page.records)
             if not page.has_more:
                 return count

@@ -18,7 +18,7 @@ class Anthropic(Provider):
     prefix = "v1/"
     paths: ClassVar[Mapping[Dialect, str]] = {"anthropic": "v1/messages"}
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["x-api-key"] = key
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:

@@ -58,7 +58,7 @@ class AzureOpenAI(Provider):
         base = self._base_url.replace("{resource}", resource)
         return f"{base}/openai/deployments/{deployment}/{action}?{query}"
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         """Send a key in the header api-key, or a Microsoft Entra token (a JWT) as a bearer token."""
         if key.startswith("eyJ"):
             headers["authorization"] = f"Bearer {key}"

@@ -120,7 +120,7 @@ class Provider:
         """Return the endpoint without its version prefix if base_url already ends with that version."""
         return endpoint.removeprefix(self.prefix) if self._base_url.endswith(f"/{self.prefix[:-1]}") else endpoint
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["authorization"] = f"Bearer {key}"
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
@@ -132,7 +132,7 @@ class Provider:
         if key is not None:
             for name in CREDENTIAL_HEADERS:
                 headers.pop(name, None)
-            self.authorize(headers, key)
+            self.set_auth_headers(headers, key)
         return ProviderRequest(
             call.method, self.build_url(call.endpoint, call.query), headers, call.body, self.public_only
         )

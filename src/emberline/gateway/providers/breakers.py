@@ -29,12 +29,12 @@ MAX_BREAKERS = 10_000  # callers choose model names, so the number is bounded
 BreakerKey = tuple[str, str, str, str, int, int]  # account, gateway, provider's address, key alias, model, credential
 
 
-def is_caller_timeout(call: GatewayRequest, code: str) -> bool:
+def is_caller_timeout(call: GatewayRequest, error_code: str) -> bool:
     """Return whether the error `code` is a timeout, and the caller had set a shorter timeout than the gateway.
 
     Such a timeout does not show a fault of the provider.
     """
-    if code not in (UpstreamTimeout.code, UpstreamUnreachable.code) or call.options.request_timeout is None:
+    if error_code not in (UpstreamTimeout.code, UpstreamUnreachable.code) or call.options.request_timeout is None:
         return False
     timeouts = call.settings.timeouts
     longest = timeouts.first_byte if call.stream else timeouts.total
@@ -53,7 +53,7 @@ class ProviderBreakers:
             counts[f"{origin} {alias}" if alias else origin] += breaker.state != "closed"
         return iter(counts.items())
 
-    async def guard(
+    async def run_with_breaker(
         self,
         call: GatewayRequest,
         provider: Provider,

@@ -9,5 +9,5 @@ class Cartesia(Provider):
     slug = "cartesia"
     base_url = "https://api.cartesia.ai"
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["x-api-key"] = key

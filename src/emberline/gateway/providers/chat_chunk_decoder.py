@@ -30,8 +30,10 @@ class ChatChunkDecoder(ReplyDecoder):
         """Return the chat chunks for one complete event of the provider's stream."""
         raise NotImplementedError
 
-    def render_reply(self, choice: Json, more: Json) -> bytes:
-        return sse.dumps({**self._names, "object": "chat.completion", "choices": [{"index": 0, **choice}], **more})
+    def render_reply(self, choice: Json, extra_fields: Json) -> bytes:
+        return sse.dumps(
+            {**self._names, "object": "chat.completion", "choices": [{"index": 0, **choice}], **extra_fields}
+        )
 
     def render_delta(self, delta: Json, reason: str | None = None) -> bytes:
         return self.render_chunk([{"index": 0, "delta": delta, "finish_reason": reason}])

@@ -9,5 +9,5 @@ class Deepgram(Provider):
     slug = "deepgram"
     base_url = "https://api.deepgram.com"
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["authorization"] = f"Token {key}"

@@ -9,5 +9,5 @@ class ElevenLabs(Provider):
     slug = "elevenlabs"
     base_url = "https://api.elevenlabs.io"
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["xi-api-key"] = key

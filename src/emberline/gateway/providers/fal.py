@@ -12,5 +12,5 @@ class Fal(Provider):
     def model_from_path(self, endpoint: str) -> str:
         return endpoint
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["authorization"] = f"Key {key}"

@@ -41,7 +41,7 @@ class GeminiProvider(Provider):
         """
         return endpoint.endswith(f":{STREAM_METHOD}") and "alt=sse" in query.split("&")
 
-    def model_action(self, model: str, stream: bool) -> str:
+    def model_method_path(self, model: str, stream: bool) -> str:
         return f"models/{quote(model, safe='')}:{STREAM_METHOD if stream else UNARY_METHOD}"
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
@@ -73,10 +73,10 @@ class GoogleAIStudio(GeminiProvider):
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
         if dialect == "gemini":
-            return f"v1beta/{self.model_action(model, stream)}"
+            return f"v1beta/{self.model_method_path(model, stream)}"
         return super().endpoint_for(dialect, model, stream)
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["x-goog-api-key"] = key
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:

@@ -76,7 +76,7 @@ class GoogleCredentials(msgspec.Struct):
         return self.project_id or self.quota_project_id
 
 
-class _Token(msgspec.Struct):
+class _AccessToken(msgspec.Struct):
     access_token: str
     expires_in: float = ASSERTION_LIFETIME_S
 
@@ -110,13 +110,13 @@ class GoogleTokenCache:
             raise UpstreamTimeout(f"Google issued no access token within {timeout_s:.3g} s") from None
         return token
 
-    def forget(self, credentials: GoogleCredentials) -> None:
+    def forget_token(self, credentials: GoogleCredentials) -> None:
         """Remove the cached token, because Google rejected it."""
         self._tokens.pop(_credentials_hash(credentials), None)
 
     async def _fetch_token(
         self, credentials: GoogleCredentials, upstream: UpstreamClient, timeout_s: float, now: float
-    ) -> _Token:
+    ) -> _AccessToken:
         if not is_trusted_url(credentials.token_uri, self._base_url, "googleapis.com"):
             raise InvalidRequest(
                 f"token_uri of the Google credentials must be on a Google server, not {credentials.token_uri[:100]!r}",
@@ -127,7 +127,7 @@ class GoogleTokenCache:
             "POST",
             credentials.token_uri,
             headers,
-            urlencode(_token_request(credentials, now)).encode(),
+            urlencode(_token_request_fields(credentials, now)).encode(),
             self._public_only,
         )
         incoming = await upstream.send(request, timeout_s)
@@ -140,7 +140,7 @@ class GoogleTokenCache:
             message = f"Google issued no access token (status {incoming.status}): {parse_error(body).message}"
             raise ProviderErrorReply(message, reason=reason, status=status, headers={}, body=body)  # type: ignore[arg-type]
         try:
-            return msgspec.json.decode(body, type=_Token)
+            return msgspec.json.decode(body, type=_AccessToken)
         except JSON_DECODE_ERRORS as e:
             raise UpstreamBroken(f"Google's token reply cannot be decoded: {e}") from e
 
@@ -149,7 +149,7 @@ def _credentials_hash(credentials: GoogleCredentials) -> bytes:
     return hashlib.sha256(msgspec.json.encode(credentials)).digest()
 
 
-def _token_request(credentials: GoogleCredentials, now: float) -> dict[str, str]:
+def _token_request_fields(credentials: GoogleCredentials, now: float) -> dict[str, str]:
     if credentials.type == "authorized_user":
         client = {"client_id": credentials.client_id, "client_secret": credentials.client_secret}
         return {"grant_type": "refresh_token", "refresh_token": credentials.refresh_token, **client}
@@ -165,11 +165,11 @@ def sign_assertion(credentials: GoogleCredentials, now: int) -> str:
         "iat": now,
         "exp": now + ASSERTION_LIFETIME_S,
     }
-    text = b".".join(_base64url(msgspec.json.encode(each)) for each in (head, claims))
-    return (text + b"." + _base64url(_sign(credentials.private_key, text))).decode()
+    text = b".".join(_encode_base64url(msgspec.json.encode(each)) for each in (head, claims))
+    return (text + b"." + _encode_base64url(_sign_with_rsa(credentials.private_key, text))).decode()
 
 
-def _sign(private_key: str, text: bytes) -> bytes:
+def _sign_with_rsa(private_key: str, text: bytes) -> bytes:
     """Sign `text` with an RSA key, and verify the signature.
 
     Validating the key would block the event loop for 200 ms. But a signature made with an inconsistent key could leak
@@ -191,5 +191,5 @@ def _sign(private_key: str, text: bytes) -> bytes:
     return signature
 
 
-def _base64url(data: bytes) -> bytes:
+def _encode_base64url(data: bytes) -> bytes:
     return base64.urlsafe_b64encode(data).rstrip(b"=")

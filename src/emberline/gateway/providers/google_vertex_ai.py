@@ -63,16 +63,16 @@ class VertexAI(GeminiProvider):
         if dialect == "anthropic":
             action = f"models/{quote(name, safe='')}:{_STREAM_METHOD if stream else _UNARY_METHOD}"
             return f"publishers/{quote(publisher or 'anthropic', safe='')}/{action}"
-        return f"publishers/{quote(publisher or 'google', safe='')}/{self.model_action(name, stream)}"
+        return f"publishers/{quote(publisher or 'google', safe='')}/{self.model_method_path(name, stream)}"
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         if call.is_dialect_endpoint:
             if call.dialect == "anthropic":
                 call = call.with_changes(body=hosted_claude_body(call, ANTHROPIC_VERSION))
-            call = call.with_changes(endpoint=self._add_location(call.endpoint, key))
+            call = call.with_changes(endpoint=self._add_project_and_region(call.endpoint, key))
         return super().build_request(call, key)
 
-    def _add_location(self, endpoint: str, key: str | None) -> str:
+    def _add_project_and_region(self, endpoint: str, key: str | None) -> str:
         if "/projects/" in self._base_url:
             return endpoint
         credentials = GoogleCredentials.parse(key or "") or GoogleCredentials()
@@ -105,5 +105,5 @@ class VertexAI(GeminiProvider):
         headers = {**request.headers, "authorization": f"Bearer {token}"}
         incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), deadline - loop.time())
         if incoming.status == 401:
-            self._tokens.forget(credentials)
+            self._tokens.forget_token(credentials)
         return incoming

@@ -9,5 +9,5 @@ class Ideogram(Provider):
     slug = "ideogram"
     base_url = "https://api.ideogram.ai"
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["api-key"] = key

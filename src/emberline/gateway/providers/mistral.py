@@ -84,9 +84,9 @@ class Mistral(ChatProvider):
             message["role"] = "system"
         for tool_call in message.get("tool_calls") or ():
             if isinstance(tool_call, dict) and isinstance(tool_call.get("id"), str):
-                tool_call["id"] = short_id(tool_call["id"])
+                tool_call["id"] = to_mistral_id(tool_call["id"])
         if isinstance(message.get("tool_call_id"), str):
-            message["tool_call_id"] = short_id(message["tool_call_id"])
+            message["tool_call_id"] = to_mistral_id(message["tool_call_id"])
 
 
 class MistralReplyDecoder(ReplyDecoder):
@@ -109,7 +109,7 @@ class MistralReplyDecoder(ReplyDecoder):
         return self._splitter.partial_event
 
 
-def _flatten_content(payload: bytes, name: str) -> bytes | None:
+def _flatten_content(payload: bytes, message_field: str) -> bytes | None:
     """Return the payload with flattened content, or None if it has no list of parts.
 
     `message_field` is the field of a choice that contains the message: "message", or "delta" in a stream.
@@ -119,7 +119,7 @@ def _flatten_content(payload: bytes, name: str) -> bytes | None:
     try:
         data = msgspec.json.decode(payload)
         for choice in data["choices"]:
-            message = choice[name]
+            message = choice[message_field]
             if isinstance(message.get("content"), list):
                 parts, message["content"] = message["content"], ""
                 for part in parts:
@@ -133,7 +133,7 @@ def _flatten_content(payload: bytes, name: str) -> bytes | None:
     return msgspec.json.encode(data)
 
 
-def short_id(id: str) -> str:
+def to_mistral_id(id: str) -> str:
     """Return an id that Mistral accepts: nine letters and digits.
 
     Equal ids give equal results, so that the results of tools still match their tool calls.

@@ -9,7 +9,7 @@ class Parallel(ChatProvider):
     slug = "parallel"
     base_url = "https://api.parallel.ai"
 
-    def authorize(self, headers: dict[str, str], key: str) -> None:
+    def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         """Send the key in two headers: the chat API reads authorization, Parallel's other APIs x-api-key."""
         headers["authorization"] = f"Bearer {key}"
         headers["x-api-key"] = key

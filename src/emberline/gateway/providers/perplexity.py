@@ -46,15 +46,15 @@ class PerplexityStreamDecoder(ReplyDecoder):
         return sse.DONE_EVENT if self._has_finish_reason and not self._has_done_marker else b""
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+class _StreamEvent(msgspec.Struct):
+    choices: list[_StreamChoice] = []
 
 
-_EVENT_DECODER = msgspec.json.Decoder(_Event)
+_EVENT_DECODER = msgspec.json.Decoder(_StreamEvent)
 
 
 def _has_finish_reason(payload: bytes) -> bool:

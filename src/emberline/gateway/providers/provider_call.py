@@ -81,13 +81,13 @@ async def build_provider_call_offloaded(
     # Other bodies are not needed in the child process.
     reduced_call = call.with_changes(steps=(), redacted_bodies=[], attempts=[], body_summary=None)
     provider_call, reply_headers = await offload.run(
-        len(call.body), _build_with_notes, reduced_call, provider, key, max_output, created
+        len(call.body), _build_with_reply_headers, reduced_call, provider, key, max_output, created
     )
     call.reply_headers |= reply_headers
     return provider_call
 
 
-def _build_with_notes(call: GatewayRequest, *args: Any) -> tuple[ProviderCall, dict[str, str]]:
+def _build_with_reply_headers(call: GatewayRequest, *args: Any) -> tuple[ProviderCall, dict[str, str]]:
     return build_provider_call(call, *args), call.reply_headers
 
 
@@ -154,7 +154,7 @@ def _build_without_translation(call: GatewayRequest, provider: Provider, key: st
         if call.prefill and call.dialect == "openai-chat":
             changes.update(prefill_fields(call.body, call.prefill))
     changed_call = call.with_changes(
-        endpoint=_endpoint(call, provider) if call.is_dialect_endpoint else call.endpoint,
+        endpoint=_provider_endpoint(call, provider) if call.is_dialect_endpoint else call.endpoint,
         body=replace_fields(call.body, **changes) if changes else call.body,
     )
     return ProviderCall(_build_request(changed_call, provider, key), call.dialect, hide_usage)
@@ -176,7 +176,7 @@ def _build_request(call: GatewayRequest, provider: Provider, key: str | None) ->
         raise
 
 
-def _endpoint(call: GatewayRequest, provider: Provider) -> str:
+def _provider_endpoint(call: GatewayRequest, provider: Provider) -> str:
     if call.dialect == "raw":
         return provider.prefix + call.endpoint
     return provider.endpoint_for(call.dialect, call.model, call.stream)

@@ -55,7 +55,7 @@ class ProviderRegistry:
         self._allow_private = allow_private
         self._providers: dict[tuple[object, ...], Provider] = {}
 
-    def find(self, slug: str, settings: GatewaySettings) -> Provider:
+    def find_provider(self, slug: str, settings: GatewaySettings) -> Provider:
         provider_settings = settings.providers.get(slug, DEFAULT_PROVIDER_SETTINGS)
         provider_class = PROVIDERS_BY_SLUG.get(slug)
         if not provider_settings.enabled or (provider_class is None and provider_settings is DEFAULT_PROVIDER_SETTINGS):
@@ -73,10 +73,12 @@ class ProviderRegistry:
         if (provider := self._providers.get(key)) is None:
             if len(self._providers) >= MAX_CACHED_PROVIDERS:
                 self._providers.clear()
-            provider = self._providers[key] = self._make(slug, provider_settings, provider_class)
+            provider = self._providers[key] = self._create_provider(slug, provider_settings, provider_class)
         return provider
 
-    def _make(self, slug: str, provider_settings: ProviderSettings, provider_class: type[Provider] | None) -> Provider:
+    def _create_provider(
+        self, slug: str, provider_settings: ProviderSettings, provider_class: type[Provider] | None
+    ) -> Provider:
         public = provider_settings.public and provider_settings.base_url is not None and not self._allow_private
         if provider_class is not None:
             provider = provider_class(provider_settings.base_url, provider_settings.headers, public_only=public)
@@ -89,10 +91,10 @@ class ProviderRegistry:
         )
 
 
-def _select_endpoints(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
-    if unknown := set(speaks) - set(provider.endpoints):
+def _select_endpoints(provider: Provider, dialects: tuple[str, ...]) -> dict[Dialect, str]:
+    if unknown := set(dialects) - set(provider.endpoints):
         raise InvalidRequest(
             f"provider {provider.slug!r} does not support the wire format {min(unknown)} that the setting speaks names",
             hint=f"use {', '.join(provider.endpoints)}",
         )
-    return {dialect: path for dialect, path in provider.endpoints.items() if dialect in speaks}
+    return {dialect: path for dialect, path in provider.endpoints.items() if dialect in dialects}

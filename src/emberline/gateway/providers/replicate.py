@@ -80,7 +80,7 @@ class Replicate(Provider):
         is_stream = b'"stream":true' in request.body
         if not is_stream:
             headers["prefer"] = f"wait={max(1, min(60, int(timeout_s)))}"
-        reply = await self._fetch(msgspec.structs.replace(request, headers=headers), upstream, timeout_s)
+        reply = await self._fetch_reply(msgspec.structs.replace(request, headers=headers), upstream, timeout_s)
         if reply.status >= 400:
             return reply
         prediction = _parse_prediction(reply.body)
@@ -95,13 +95,13 @@ class Replicate(Provider):
             await asyncio.sleep(interval)
             url = f"{self._base_url}/predictions/{quote(prediction.id, safe='')}"
             poll_request = ProviderRequest("GET", url, _without_content_type(request.headers), b"", request.public_only)
-            reply = await self._fetch(poll_request, upstream, deadline - loop.time())
+            reply = await self._fetch_reply(poll_request, upstream, deadline - loop.time())
             if reply.status >= 400:
                 return reply
             prediction = _parse_prediction(reply.body)
         raise UpstreamTimeout(f"the Replicate prediction did not end within {timeout_s:.3g} s")
 
-    async def _fetch(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float) -> BufferedReply:
+    async def _fetch_reply(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float) -> BufferedReply:
         incoming = await upstream.send(request, timeout_s)
         try:
             return BufferedReply(

@@ -52,7 +52,7 @@ def sign_headers(
     scope = f"{timestamp[:8]}/{region}/{service}/aws4_request"
     string_to_sign = "\n".join((ALGORITHM, timestamp, scope, hashlib.sha256(canonical_request.encode()).hexdigest()))
     signature = hmac.new(
-        signing_key(credentials.secret, timestamp[:8], region, service), string_to_sign.encode(), "sha256"
+        derive_signing_key(credentials.secret, timestamp[:8], region, service), string_to_sign.encode(), "sha256"
     )
     authorization = (
         f"Credential={credentials.id}/{scope}, SignedHeaders={signed_names}, Signature={signature.hexdigest()}"
@@ -60,7 +60,7 @@ def sign_headers(
     return result | {"authorization": f"{ALGORITHM} {authorization}"}
 
 
-def signing_key(secret: str, day: str, region: str, service: str) -> bytes:
+def derive_signing_key(secret: str, day: str, region: str, service: str) -> bytes:
     key = f"AWS4{secret}".encode()
     for part in (day, region, service, "aws4_request"):
         key = hmac.new(key, part.encode(), "sha256").digest()

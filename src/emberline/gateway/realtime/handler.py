@@ -76,12 +76,12 @@ class RealtimeHandler:
                 f"gateway {call.gateway!r} has guardrails, which cannot check the messages of realtime sessions",
                 hint="use a gateway without guardrails, or send ordinary requests",
             )
-        provider = self._registry.find(call.provider, call.settings)
+        provider = self._registry.find_provider(call.provider, call.settings)
         started_at = self._clock.now()
         try:
             key = await self._secrets.select_key(call, provider)
             request = self._build_request(call, provider, key)
-            websocket = await self._breakers.guard(
+            websocket = await self._breakers.run_with_breaker(
                 call, provider, key, lambda _: self._connect(call, provider, request)
             )
         except UpstreamFailed as e:

@@ -132,7 +132,7 @@ def _build_step(
     )
     if target.provider == COMPAT:
         return _compat_step(path, headers, parsed, options, settings)
-    provider = registry.find(target.provider, settings)
+    provider = registry.find_provider(target.provider, settings)
     return RequestStep(
         target.provider,
         provider.model_from_path(path) or (fields.model if isinstance(fields.model, str) else ""),

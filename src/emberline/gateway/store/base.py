@@ -123,7 +123,7 @@ class GatewayStore(Protocol):
         """Return a number that increases with every commit of any replica. Caches use it to detect changes."""
         ...
 
-    async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         """Return audit entries, newest first. `before`: only entries with a lower number; 0 means all."""
         ...
 
@@ -131,14 +131,14 @@ class GatewayStore(Protocol):
         """Return the counters that still count at `now`, in milliseconds since 1970."""
         ...
 
-    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
         """Add the changes to the counters, and delete counters that have ended.
 
         Do nothing if a batch with this name was added before.
         """
         ...
 
-    async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None: ...
+    async def append_records(self, records: Sequence[tuple[LogRecord, LogPayload | None]]) -> None: ...
 
     async def read_page(
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
@@ -153,11 +153,11 @@ class GatewayStore(Protocol):
 
     async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None: ...
 
-    async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, feedback: Feedback) -> LogRecord | None:
         """Add feedback to a log record. Return the changed record, or None if there is no such record."""
         ...
 
-    async def erase(self, records: Sequence[LogRecord]) -> None:
+    async def erase_records(self, records: Sequence[LogRecord]) -> None:
         """Delete log records and their payloads. The rollups still count these records."""
         ...
 
@@ -167,7 +167,7 @@ class GatewayStore(Protocol):
         """Return the days that have log records, oldest first."""
         ...
 
-    async def drop_before(self, day: date) -> list[date]:
+    async def delete_days_before(self, day: date) -> list[date]:
         """Delete the log records of all days before `day`, and return these days.
 
         The rollups by minute of these days are deleted too. Rollups by hour are kept for HOURLY_CELLS_KEPT_DAYS longer.

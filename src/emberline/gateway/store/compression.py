@@ -14,7 +14,7 @@ SMALL_PAYLOAD_BYTES, MIN_COMPRESSED_BYTES = 4096, 512
 UNCOMPRESSED_MARK = b"\0"  # first byte of uncompressed data; compressed data never begins with it
 
 
-def compress(data: bytes) -> bytes:
+def compress_payload(data: bytes) -> bytes:
     if len(data) < MIN_COMPRESSED_BYTES:
         return UNCOMPRESSED_MARK + data
     if len(data) > SMALL_PAYLOAD_BYTES:
@@ -23,5 +23,5 @@ def compress(data: bytes) -> bytes:
     return compressor.compress(data) + compressor.flush()
 
 
-def decompress(data: bytes) -> bytes:
+def decompress_payload(data: bytes) -> bytes:
     return data[1:] if data[:1] == UNCOMPRESSED_MARK else zlib.decompress(data)

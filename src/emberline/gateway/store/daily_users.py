@@ -26,7 +26,7 @@ class DailyUsers:
     def __init__(self) -> None:
         self._users: dict[AccountDay, set[tuple[str, str]]] = {}  # values: gateway, user
 
-    def add(self, cells: Iterable[CellKey]) -> list[AccountDay]:
+    def add_users(self, cells: Iterable[CellKey]) -> list[AccountDay]:
         """Add the users of these cells. Return the days to check: days with many new users, and ended days."""
         newest: dict[str, int] = {}
         for _, start, account, gateway, dimension, value in cells:
@@ -45,10 +45,10 @@ class DailyUsers:
         return due
 
 
-def merge_small_users(day: AccountDay, deleted: Iterable[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
+def merge_small_users(day: AccountDay, deleted_rows: Iterable[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
     """Return the rollup rows that replace deleted rows (gateway, counts...): one per gateway, sorted."""
     sums: dict[str, list[int]] = {}
-    for gateway, *counts in deleted:
+    for gateway, *counts in deleted_rows:
         before = sums.get(str(gateway), [0] * len(counts))
         sums[str(gateway)] = list(map(add, before, map(int, counts)))
     account, start = day

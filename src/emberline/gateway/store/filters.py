@@ -14,7 +14,7 @@ class NumberRange:
     maximum: int | None = None
 
     @property
-    def is_open(self) -> bool:
+    def is_unbounded(self) -> bool:
         return self.minimum is None and self.maximum is None
 
 

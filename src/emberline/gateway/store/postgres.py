@@ -29,10 +29,11 @@ from emberline.gateway.store.base import (
     RecordPage,
     StoreChange,
 )
-from emberline.gateway.store.compression import compress, decompress
+from emberline.gateway.store.compression import compress_payload, decompress_payload
 from emberline.gateway.store.daily_users import MAX_USERS_PER_DAY, AccountDay, DailyUsers, merge_small_users
 from emberline.gateway.store.filters import LogFilters
-from emberline.gateway.store.record_scan import day_start_ms, min_id_at, scan_records
+from emberline.gateway.store.postgres_partitions import PARTITIONED_TABLES, attach_partition, partition_name
+from emberline.gateway.store.record_scan import day_start_ms, scan_records
 from emberline.gateway.store.rollup import OTHER_USERS, UNIT_MS, CellKey, RollupCell, RollupQuery, count_records
 from emberline.gateway.store.tables import (
     COLUMNS,
@@ -60,12 +61,14 @@ COLUMN_TYPES = {
     "partitioned": "PARTITION BY RANGE (id)",
     "clustered": "",
 }
-PARTITIONED_TABLES = ("logs", "labels", "payloads")
 QUERY_TIMEOUT_S = 10.0
 _SCHEMA_LOCK = 0x456D6265726C  # advisory lock for schema changes
 _MERGE_LOCK = 0x456D6265  # advisory lock for merging small users of an account
 _ROLLUPS = ((True, sql.upsert_rollup("$", "all")), (False, sql.upsert_rollup("$", "key")))
-_SELECT_SMALL, _DELETE_SMALL = sql.select_small_users("$", MAX_USERS_PER_DAY), sql.delete_small_users("$", shared=True)
+_SELECT_SMALL, _DELETE_SMALL = (
+    sql.select_small_users("$", MAX_USERS_PER_DAY),
+    sql.delete_small_users("$", skip_locked=True),
+)
 
 _INVALID_INPUT_CLASSES = ("22", "23", "54")  # of SQLSTATE: invalid data, constraint violations, limits exceeded
 
@@ -97,7 +100,7 @@ class PostgresStore:
                 hint="check the store URL and that the server is running",
             ) from e
         store = cls(pool, clock or SystemClock(), failures)
-        await store._prepare()
+        await store._migrate_schema()
         return store
 
     def __init__(self, pool: Pool, clock: Clock, failures: tuple[type[Exception], ...]) -> None:
@@ -123,14 +126,14 @@ class PostgresStore:
     async def list_documents(
         self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
-        rows = await self._read(*sql.select_documents("$", kind, account, prefix, after, limit))
+        rows = await self._read_rows(*sql.select_documents("$", kind, account, prefix, after, limit))
         return [Document(*found) for found in rows]
 
     async def version(self) -> int:
-        return int((await self._read("SELECT value FROM state WHERE name = 'version'", ()))[0][0])
+        return int((await self._read_rows("SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
-        return [AuditEntry(*found) for found in await self._read(*sql.select_audits("$", account, before, limit))]
+    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+        return [AuditEntry(*found) for found in await self._read_rows(*sql.select_audits("$", account, before, limit))]
 
     async def commit(self, change: StoreChange) -> int:
         async with self._transaction() as db:
@@ -138,11 +141,11 @@ class PostgresStore:
             increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
             version = int(await db.fetchval(increment))
             for document in change.put:
-                await _put(db, document, change.audit.at)
+                await _put_document(db, document, change.audit.at)
             for document in change.delete:
                 where = "kind = $1 AND account = $2 AND id = $3 AND version = $4"
                 key = (document.kind, document.account, document.id, document.version)
-                _check_changed_one(await db.execute(f"DELETE FROM documents WHERE {where}", *key), document)
+                _check_one_row_changed(await db.execute(f"DELETE FROM documents WHERE {where}", *key), document)
             a = change.audit
             values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
             columns = "at, account, actor, action, target, before, after"
@@ -152,49 +155,53 @@ class PostgresStore:
     # Counters
 
     async def list_counters(self, now: int) -> list[LimitCounter]:
-        return [LimitCounter(*found) for found in await self._read(sql.SELECT_COUNTERS.format("$"), (now,))]
+        return [LimitCounter(*found) for found in await self._read_rows(sql.SELECT_COUNTERS.format("$"), (now,))]
 
-    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
         rows = sorted(map(msgspec.structs.astuple, changes))  # one order of locks, so that replicas cannot deadlock
         async with self._transaction() as db:
-            if await db.execute(sql.INSERT_COUNTED.format("$"), batch, now) == "INSERT 0 1":
+            if await db.execute(sql.INSERT_COUNTED.format("$"), batch_name, now) == "INSERT 0 1":
                 await db.executemany(sql.UPSERT_COUNTER.format("$"), rows)
                 await db.execute(sql.DELETE_COUNTERS.format("$"), now)
                 await db.execute(sql.DELETE_COUNTED.format("$"), now - sql.APPLIED_BATCHES_KEPT_MS)
 
     # Logs
 
-    async def append(self, batch: RecordBatch) -> None:
-        if not batch:
+    async def append_records(self, records: RecordBatch) -> None:
+        if not records:
             return
-        days = {utc_day(each.created_ms) for each, _ in batch}
+        days = {utc_day(each.created_ms) for each, _ in records}
         try:
             await self._create_partitions(days - self._partitions)
-            cells = count_records(each for each, _ in batch)
+            cells = count_records(each for each, _ in records)
             async with self._transaction() as db:
-                await self._append(db, batch, cells)
+                await self._append_records(db, records, cells)
         except StoreFailed:
             self._partitions -= days  # another replica may have dropped one
             raise
-        for day in self._daily_users.add(cells):
+        for day in self._daily_users.add_users(cells):
             await self._merge_small_users(day)
         await self._prepare_next_day(max(days) + timedelta(days=1))
 
-    async def _append(self, db: Connection, batch: RecordBatch, cells: Mapping[CellKey, Sequence[int]]) -> None:
-        first = (bytes.fromhex(batch[0][0].id), batch[0][0].created_ms)
+    async def _append_records(
+        self, db: Connection, records: RecordBatch, cells: Mapping[CellKey, Sequence[int]]
+    ) -> None:
+        first = (bytes.fromhex(records[0][0].id), records[0][0].created_ms)
         if await db.execute("INSERT INTO batches VALUES ($1, $2) ON CONFLICT DO NOTHING", *first) != "INSERT 0 1":
             return
         await db.execute("DELETE FROM batches WHERE at < $1", first[1] - UNIT_MS["day"])
-        await db.copy_records_to_table("logs", records=[_clean(record_to_row(r)) for r, _ in batch], columns=COLUMNS)
-        all_labels = [_clean(label) for r, _ in batch for label in metadata_labels(r)]
+        await db.copy_records_to_table(
+            "logs", records=[_without_nul(record_to_row(r)) for r, _ in records], columns=COLUMNS
+        )
+        all_labels = [_without_nul(label) for r, _ in records for label in metadata_labels(r)]
         if all_labels:
             await db.copy_records_to_table("labels", records=all_labels, columns=("key", "value", "id"))
-        payloads = [(r.id, p) for r, p in batch if p is not None]
+        payloads = [(r.id, p) for r, p in records if p is not None]
         if payloads:
             rows = await asyncio.to_thread(_payload_rows, payloads)
             await db.copy_records_to_table("payloads", records=rows, columns=("id", "request", "response"))
         for wide, upsert in _ROLLUPS:  # last, because other replicas wait for the locks of these rows
-            await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
+            await db.executemany(upsert, map(_without_nul, sql.rollup_rows(cells, wide)))
 
     async def _merge_small_users(self, day: AccountDay) -> None:
         """Merge the rollup cells of the users with the lowest cost on a day.
@@ -214,53 +221,61 @@ class PostgresStore:
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
     ) -> RecordPage:
         days = await self._partition_days()
-        return await scan_records(self._newest, self._select, days, filters, before, limit, timeout_s, self._clock)
+        return await scan_records(
+            self._find_newest_id, self._select_records, days, filters, before, limit, timeout_s, self._clock
+        )
 
-    async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
-        rows = await self._read(sql.select_newest("$"), (low, high))
+    async def _find_newest_id(self, day: date, low: bytes, high: bytes) -> bytes | None:
+        rows = await self._read_rows(sql.select_newest_id("$"), (low, high))
         return rows[0][0] if rows else None
 
-    async def _select(self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int) -> list[LogRecord]:
-        return [row_to_record(found) for found in await self._read(*sql.select_logs("$", filters, low, high, limit))]
+    async def _select_records(
+        self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int
+    ) -> list[LogRecord]:
+        return [
+            row_to_record(found) for found in await self._read_rows(*sql.select_logs("$", filters, low, high, limit))
+        ]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
-        rows = await self._read(*sql.select_log("$", account, gateway, id))
+        rows = await self._read_rows(*sql.select_log("$", account, gateway, id))
         return row_to_record(rows[0]) if rows else None
 
     async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
         if await self.get_record(account, gateway, id) is None:
             return None
-        rows = await self._read("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
-        return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
+        rows = await self._read_rows("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
+        return LogPayload(*(decompress_payload(part) for part in rows[0])) if rows else None
 
-    async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, feedback: Feedback) -> LogRecord | None:
         text, parameters = sql.select_log("$", account, gateway, id)
         async with self._transaction() as db:
             found = await db.fetchrow(f"{text} FOR UPDATE", *parameters)
             if found is None:
                 return None
             old = row_to_record(found)
-            new = given.apply_to(old)
+            new = feedback.apply_to(old)
             values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
             await db.execute("UPDATE logs SET feedback = $1, score = $2, metadata = $3 WHERE id = $4", *values)
-            await db.executemany(_DELETE_LABEL, map(_clean, metadata_labels(old)))
-            await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_clean, metadata_labels(new)))
+            await db.executemany(_DELETE_LABEL, map(_without_nul, metadata_labels(old)))
+            await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_without_nul, metadata_labels(new)))
             return new
 
-    async def erase(self, records: Sequence[LogRecord]) -> None:
+    async def erase_records(self, records: Sequence[LogRecord]) -> None:
         ids = [bytes.fromhex(each.id) for each in records]
         async with self._transaction() as db:
             for table in ("payloads", "logs"):
                 await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
-            await db.executemany(_DELETE_LABEL, [_clean(label) for each in records for label in metadata_labels(each)])
+            await db.executemany(
+                _DELETE_LABEL, [_without_nul(label) for each in records for label in metadata_labels(each)]
+            )
 
     async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
-        rows = await self._read(*sql.select_rollups("$", query))
+        rows = await self._read_rows(*sql.select_rollups("$", query))
         return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def list_days(self) -> list[date]:
         found = await self._partition_days()
-        while found and not await self._read(f"SELECT 1 FROM {_partition('logs', found[-1])} LIMIT 1", ()):
+        while found and not await self._read_rows(f"SELECT 1 FROM {partition_name('logs', found[-1])} LIMIT 1", ()):
             found.pop()  # created in advance and still empty
         return found
 
@@ -270,25 +285,25 @@ class PostgresStore:
             "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid"
             " WHERE i.inhparent = 'logs'::regclass"
         )
-        return sorted(date.fromisoformat(name.removeprefix("logs_")) for (name,) in await self._read(text, ()))
+        return sorted(date.fromisoformat(name.removeprefix("logs_")) for (name,) in await self._read_rows(text, ()))
 
-    async def drop_before(self, day: date) -> list[date]:
+    async def delete_days_before(self, day: date) -> list[date]:
         dropped = [each for each in await self._partition_days() if each < day]
         self._partitions -= set(dropped)
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
-            for table in (_partition(parent, each) for each in dropped for parent in PARTITIONED_TABLES):
+            for table in (partition_name(parent, each) for each in dropped for parent in PARTITIONED_TABLES):
                 await db.execute(f"DROP TABLE IF EXISTS {table}")
         async with self._transaction() as db:
-            for table, unit, dimension, before in sql.expired_cells(day_start_ms(day)):
-                next_account, account = sql.next_account("$", table), ""
+            for table, unit, dimension, before in sql.cells_to_delete(day_start_ms(day)):
+                next_account, account = sql.select_next_account("$", table), ""
                 while account := await db.fetchval(next_account, unit, account):
                     await db.execute(sql.delete_cells("$", table), unit, account, dimension, before)
         return dropped
 
     # Schema
 
-    async def _prepare(self) -> None:
+    async def _migrate_schema(self) -> None:
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             await db.execute("CREATE TABLE IF NOT EXISTS migrations (family TEXT PRIMARY KEY, done BIGINT NOT NULL)")
@@ -320,15 +335,15 @@ class PostgresStore:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             for day in sorted(days):
                 for parent in PARTITIONED_TABLES:
-                    await _attach(db, parent, day)
+                    await attach_partition(db, parent, day)
         self._partitions |= days
 
-    async def _read(self, text: str, values: Sequence[object]) -> list[Any]:
+    async def _read_rows(self, statement: str, values: Sequence[object]) -> list[Any]:
         try:
             async with self._pool.acquire(timeout=QUERY_TIMEOUT_S) as db:
-                return list(await db.fetch(text, *values))
+                return list(await db.fetch(statement, *values))
         except self._failures as e:
-            raise _store_error(e) from e
+            raise _to_store_error(e) from e
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
@@ -336,57 +351,42 @@ class PostgresStore:
             async with self._pool.acquire(timeout=QUERY_TIMEOUT_S) as db, db.transaction():
                 yield db
         except self._failures as e:
-            raise _store_error(e) from e
+            raise _to_store_error(e) from e
 
 
-def _store_error(e: Exception) -> StoreFailed:
+def _to_store_error(error: Exception) -> StoreFailed:
     """Return StoreFailed if the input is invalid, else StoreBusy, because a retry may succeed."""
-    is_invalid_input = isinstance(e, ValueError) or (getattr(e, "sqlstate", None) or "")[:2] in _INVALID_INPUT_CLASSES
+    is_invalid_input = (
+        isinstance(error, ValueError) or (getattr(error, "sqlstate", None) or "")[:2] in _INVALID_INPUT_CLASSES
+    )
     kind = StoreFailed if is_invalid_input else StoreBusy
     return kind(
-        f"PostgreSQL query failed: {e or type(e).__name__}",
+        f"PostgreSQL query failed: {error or type(error).__name__}",
         hint="check that the server is running and its disk is not full",
     )
 
 
-def _partition(parent: str, day: date) -> str:
-    return f"{parent}_{day:%Y%m%d}"
-
-
-async def _attach(db: Connection, parent: str, day: date) -> None:
-    """Create a day's partition as a separate table, then attach it to its parent table.
-
-    CREATE TABLE ... PARTITION OF would wait for all readers of the parent table, and block new readers meanwhile.
-    """
-    name = _partition(parent, day)
-    if await db.fetchval("SELECT to_regclass($1)", name) is None:
-        low, high = (min_id_at(day_start_ms(each)).hex() for each in (day, day + timedelta(days=1)))
-        await db.execute(f"CREATE TABLE {name} (LIKE {parent} INCLUDING ALL)")
-        bounds = rf"FROM ('\x{low}') TO ('\x{high}')"
-        await db.execute(f"ALTER TABLE {parent} ATTACH PARTITION {name} FOR VALUES {bounds}")
-
-
-async def _put(db: Connection, document: Document, at: int) -> None:
-    values = (document.kind, document.account, document.id, document.body, at)
+async def _put_document(db: Connection, document: Document, updated_ms: int) -> None:
+    values = (document.kind, document.account, document.id, document.body, updated_ms)
     if document.version:
         where = "kind = $1 AND account = $2 AND id = $3 AND version = $6"
         text = f"UPDATE documents SET body = $4, updated = $5, version = version + 1 WHERE {where}"
-        _check_changed_one(await db.execute(text, *values, document.version), document)
+        _check_one_row_changed(await db.execute(text, *values, document.version), document)
     else:
         text = "INSERT INTO documents VALUES ($1, $2, $3, $4, 1, $5) ON CONFLICT DO NOTHING"
-        _check_changed_one(await db.execute(text, *values), document)
+        _check_one_row_changed(await db.execute(text, *values), document)
 
 
-def _check_changed_one(command_tag: str, document: Document) -> None:
+def _check_one_row_changed(command_tag: str, document: Document) -> None:
     """Raise Conflict unless the statement changed one row."""
     if not command_tag.endswith(" 1"):
         raise Conflict.of_document(document.kind, document.id, is_new=not document.version)
 
 
-def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_nul(row: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace NUL characters in a row's texts: clients can send them, and PostgreSQL's TEXT rejects them."""
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 
 
 def _payload_rows(payloads: Sequence[tuple[str, LogPayload]]) -> list[tuple[bytes, bytes, bytes]]:
-    return [(bytes.fromhex(id), compress(p.request), compress(p.response)) for id, p in payloads]
+    return [(bytes.fromhex(id), compress_payload(p.request), compress_payload(p.response)) for id, p in payloads]

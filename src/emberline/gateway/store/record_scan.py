@@ -29,14 +29,14 @@ def day_start_ms(day: date) -> int:
     return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
 
 
-def min_id_at(ms: int) -> bytes:
+def lowest_id_at(ms: int) -> bytes:
     """Return the lowest id that a record of this millisecond can have."""
     return min(max(ms, 0), MAX_TIME_MS - 1).to_bytes(6) + bytes(10)
 
 
 async def scan_records(
-    newest: FindNewest,
-    select: SelectRecords,
+    find_newest_id: FindNewest,
+    select_records: SelectRecords,
     days: Sequence[date],
     filters: LogFilters,
     before: str,
@@ -46,45 +46,45 @@ async def scan_records(
 ) -> RecordPage:
     """Return a page of log records. `days` are the days that have records, in any order."""
     deadline = clock.now() + timeout_s
-    high = bytes.fromhex(before) if before else min_id_at(MAX_TIME_MS)
+    high = bytes.fromhex(before) if before else lowest_id_at(MAX_TIME_MS)
     if filters.until is not None:
-        high = min(high, min_id_at(filters.until))
-    low = min_id_at(filters.since or 0)
+        high = min(high, lowest_id_at(filters.until))
+    low = lowest_id_at(filters.since or 0)
     found: list[LogRecord] = []
     interval = FIRST_INTERVAL_MS
-    ranges = _ranges(days, low, high)
+    ranges = _id_ranges_by_day(days, low, high)
     while ranges:  # skip the time without records: the rest of today, and days that were created in advance
         day, floor, upper = ranges[0]
-        if (last := await newest(day, floor, upper)) is not None:
+        if (last := await find_newest_id(day, floor, upper)) is not None:
             ranges[0] = (day, floor, last + b"\0")
             break
         del ranges[0]
     for day, floor, upper in ranges:
         while floor < upper:
-            lower = max(floor, min_id_at(created_ms(upper.hex()) - interval))
+            lower = max(floor, lowest_id_at(created_ms(upper.hex()) - interval))
             started = clock.now()
-            found += await select(day, filters, lower, upper, limit + 1 - len(found))
+            found += await select_records(day, filters, lower, upper, limit + 1 - len(found))
             now = clock.now()
             if len(found) > limit:
                 return RecordPage(found[:limit], True, found[limit - 1].id)
-            interval, upper = _next_interval(interval, now - started, deadline - now), lower
+            interval, upper = _next_interval_ms(interval, now - started, deadline - now), lower
             if now > deadline and lower > ranges[-1][1]:
                 return RecordPage(found, True, lower.hex(), complete=False)
     return RecordPage(found)
 
 
-def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, bytes, bytes]]:
+def _id_ranges_by_day(days: Sequence[date], first_id: bytes, end_id: bytes) -> list[tuple[date, bytes, bytes]]:
     """Return (day, first id, end id) for each day between two ids, newest day first."""
     ranges = []
     for day in sorted(days, reverse=True):
         first = day_start_ms(day)
-        floor, upper = max(low, min_id_at(first)), min(high, min_id_at(first + UNIT_MS["day"]))
+        floor, upper = max(first_id, lowest_id_at(first)), min(end_id, lowest_id_at(first + UNIT_MS["day"]))
         if floor < upper:
             ranges.append((day, floor, upper))
     return ranges
 
 
-def _next_interval(interval: int, took: float, left: float) -> int:
+def _next_interval_ms(interval_ms: int, query_s: float, remaining_s: float) -> int:
     """Return the length of the next interval from the last query's duration and the time that is left."""
-    target = max(min(INTERVAL_TARGET_S, left), INTERVAL_TARGET_S / 4)
-    return min(max(round(interval * min(target / max(took, 1e-6), 4.0)), MIN_INTERVAL_MS), UNIT_MS["day"])
+    target = max(min(INTERVAL_TARGET_S, remaining_s), INTERVAL_TARGET_S / 4)
+    return min(max(round(interval_ms * min(target / max(query_s, 1e-6), 4.0)), MIN_INTERVAL_MS), UNIT_MS["day"])

@@ -106,18 +106,18 @@ class RollupCell:
     def __getitem__(self, counter: str) -> int:
         return self.counts[COUNTERS.index(counter)]
 
-    def percentiles(self, shares: Sequence[float], of: slice = DURATION_BUCKETS) -> list[float | None]:
+    def percentiles(self, shares: Sequence[float], buckets: slice = DURATION_BUCKETS) -> list[float | None]:
         """Return latency percentiles in milliseconds, for shares such as 0.99.
 
         They are None if the histogram is empty.
         """
-        counts = self.counts[of]
+        counts = self.counts[buckets]
         cumulative = list(accumulate(counts))
         total = cumulative[-1]
-        return [_interpolate(share * total, counts, cumulative) if total else None for share in shares]
+        return [_interpolate_percentile_ms(share * total, counts, cumulative) if total else None for share in shares]
 
 
-def _interpolate(rank: float, counts: Sequence[int], cumulative: Sequence[int]) -> float:
+def _interpolate_percentile_ms(rank: float, counts: Sequence[int], cumulative: Sequence[int]) -> float:
     i = bisect_left(cumulative, rank)
     low, high = BUCKET_EDGES_MS[i - 1] if i else 0.0, BUCKET_EDGES_MS[min(i, len(BUCKET_EDGES_MS) - 1)]
     return low + (high - low) * (rank - cumulative[i] + counts[i]) / counts[i]
@@ -133,11 +133,11 @@ def count_records(records: Iterable[LogRecord]) -> dict[CellKey, Sequence[int]]:
     cells: dict[CellKey, Sequence[int]] = {}
     for record in records:
         start = record.created_ms
-        sums = _sums(record)
+        sums = _record_sums(record)
         where = (start - start % UNIT_MS["minute"], record.account, record.gateway)
         for dimension, value in zip(_UNGROUPED, (record.key_id, record.user), strict=True):
             if value:
-                _add(cells, _finest_cell(dimension, *where, value), sums)
+                _add_counts(cells, _smallest_cell_key(dimension, *where, value), sums)
         group = (*where, record.provider, record.model, record.status, record.error)
         counts = groups.get(group)
         if counts is None:
@@ -151,7 +151,7 @@ def count_records(records: Iterable[LogRecord]) -> dict[CellKey, Sequence[int]]:
         for dimension, value in zip(_GROUPED, ("", *values), strict=True):
             if value or dimension == "all":
                 cell_counts = counts if dimension in HISTOGRAM_DIMENSIONS else counts[: len(SUMS)]
-                _add(cells, _finest_cell(dimension, start, account, gateway, value), cell_counts)
+                _add_counts(cells, _smallest_cell_key(dimension, start, account, gateway, value), cell_counts)
     return _with_larger_units(cells)
 
 
@@ -160,27 +160,27 @@ _UNGROUPED: tuple[Dimension, ...] = ("key", "user")
 _GROUPED: tuple[Dimension, ...] = ("all", "provider", "model", "status", "error")
 
 
-def _finest_cell(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> CellKey:
+def _smallest_cell_key(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> CellKey:
     """Return the key of the cell in the smallest unit (minute, hour or day) that the dimension has."""
     unit = DIMENSION_UNITS[dimension][0]
     return (unit, start - start % UNIT_MS[unit], account, gateway, dimension, value)
 
 
-def _add(cells: dict[CellKey, Sequence[int]], key: CellKey, counts: Sequence[int]) -> None:
+def _add_counts(cells: dict[CellKey, Sequence[int]], key: CellKey, counts: Sequence[int]) -> None:
     before = cells.get(key)
     cells[key] = counts if before is None else list(map(add, before, counts))
 
 
-def _with_larger_units(finest: dict[CellKey, Sequence[int]]) -> dict[CellKey, Sequence[int]]:
+def _with_larger_units(smallest_cells: dict[CellKey, Sequence[int]]) -> dict[CellKey, Sequence[int]]:
     """Return the cells together with the cells of larger units (hour, day), which are their sums."""
-    cells = dict(finest)
-    for (_, start, account, gateway, dimension, value), counts in finest.items():
+    cells = dict(smallest_cells)
+    for (_, start, account, gateway, dimension, value), counts in smallest_cells.items():
         for unit in DIMENSION_UNITS[dimension][1:]:
-            _add(cells, (unit, start - start % UNIT_MS[unit], account, gateway, dimension, value), counts)
+            _add_counts(cells, (unit, start - start % UNIT_MS[unit], account, gateway, dimension, value), counts)
     return cells
 
 
-def _sums(record: LogRecord) -> tuple[int, ...]:
+def _record_sums(record: LogRecord) -> tuple[int, ...]:
     """Return the counts that one record adds, in the order of SUMS."""
     usage = record.usage
     return (

@@ -35,14 +35,14 @@ _LIKE_ESCAPES = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})
 class SQLQuery:
     """Conditions of a WHERE clause and their parameters."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
+    def __init__(self, placeholder_prefix: str) -> None:
+        self._placeholder_prefix = placeholder_prefix
         self.values: list[Any] = []
         self.clauses: list[str] = []
 
     def add_value(self, value: object) -> str:
         self.values.append(value)
-        return f"{self._mark}{len(self.values)}"
+        return f"{self._placeholder_prefix}{len(self.values)}"
 
     def add_condition(self, left: str, operator: str, value: object) -> None:
         self.clauses.append(f"{left} {operator} {self.add_value(value)}")
@@ -53,11 +53,11 @@ class SQLQuery:
         elif values:
             self.clauses.append(f"{column} IN ({', '.join(self.add_value(v) for v in values)})")
 
-    def add_range(self, column: str, span: NumberRange) -> None:
-        if span.minimum is not None:
-            self.add_condition(column, ">=", span.minimum)
-        if span.maximum is not None:
-            self.add_condition(column, "<=", span.maximum)
+    def add_range(self, column: str, number_range: NumberRange) -> None:
+        if number_range.minimum is not None:
+            self.add_condition(column, ">=", number_range.minimum)
+        if number_range.maximum is not None:
+            self.add_condition(column, "<=", number_range.maximum)
 
     def add_not_in(self, expression: str, values: tuple[object, ...]) -> None:
         inner = ", ".join(self.add_value(v) for v in values)
@@ -69,12 +69,12 @@ class SQLQuery:
         self.clauses.append(f"({' OR '.join(matches)})")
 
     @property
-    def where(self) -> str:
+    def where_clause(self) -> str:
         return " AND ".join(self.clauses)
 
 
-def placeholders(mark: str, count: int) -> str:
-    return ", ".join(f"{mark}{i + 1}" for i in range(count))
+def placeholders(placeholder_prefix: str, count: int) -> str:
+    return ", ".join(f"{placeholder_prefix}{i + 1}" for i in range(count))
 
 
 SELECT_COUNTERS = "SELECT gateway, bucket, slot, used, ends FROM counters WHERE ends > {0}1"
@@ -88,9 +88,11 @@ DELETE_COUNTED = "DELETE FROM counted WHERE at < {0}1"
 APPLIED_BATCHES_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older will not be replayed any more
 
 
-def select_logs(mark: str, filters: LogFilters, low: bytes, high: bytes, limit: int) -> tuple[str, list[Any]]:
+def select_logs(
+    placeholder_prefix: str, filters: LogFilters, low: bytes, high: bytes, limit: int
+) -> tuple[str, list[Any]]:
     """Return the query for log records with low <= id < high, newest first."""
-    query = SQLQuery(mark)
+    query = SQLQuery(placeholder_prefix)
     query.add_condition("account", "=", filters.account)
     if filters.gateway:
         query.add_condition("gateway", "=", filters.gateway)
@@ -124,38 +126,42 @@ def select_logs(mark: str, filters: LogFilters, low: bytes, high: bytes, limit: 
         bounds = f"id >= {query.add_value(low)} AND id < {query.add_value(high)}"
         query.clauses.append(f"id IN (SELECT id FROM labels WHERE {inner} AND {bounds})")
     order = f"ORDER BY id DESC LIMIT {int(limit)}"
-    return f"SELECT {quote_names(COLUMNS)} FROM logs WHERE {query.where} {order}", query.values
+    return f"SELECT {quote_names(COLUMNS)} FROM logs WHERE {query.where_clause} {order}", query.values
 
 
-def select_newest(mark: str) -> str:
+def select_newest_id(placeholder_prefix: str) -> str:
     """Return the query for the newest record id. Its parameters are the lowest id and the end id."""
-    return f"SELECT id FROM logs WHERE id >= {mark}1 AND id < {mark}2 ORDER BY id DESC LIMIT 1"
+    return (
+        f"SELECT id FROM logs WHERE id >= {placeholder_prefix}1 AND id < {placeholder_prefix}2 ORDER BY id DESC LIMIT 1"
+    )
 
 
-def select_log(mark: str, account: str, gateway: str, id: str) -> tuple[str, list[Any]]:
+def select_log(placeholder_prefix: str, account: str, gateway: str, id: str) -> tuple[str, list[Any]]:
     """Return the query for one log record."""
     low = bytes.fromhex(id)
-    return select_logs(mark, LogFilters(account, gateway), low, low + b"\0", 1)
+    return select_logs(placeholder_prefix, LogFilters(account, gateway), low, low + b"\0", 1)
 
 
-def select_rollups(mark: str, rollup_query: RollupQuery) -> tuple[str, list[Any]]:
-    query = SQLQuery(mark)
+def select_rollups(placeholder_prefix: str, rollup_query: RollupQuery) -> tuple[str, list[Any]]:
+    query = SQLQuery(placeholder_prefix)
     if not rollup_query.over_time:
         return _select_whole_time(query, rollup_query), query.values
-    table, counters = _cells(rollup_query.dimension)
+    table, counters = _table_and_counters(rollup_query.dimension)
     since = rollup_query.since - rollup_query.since % UNIT_MS[rollup_query.unit]
-    where = _rollups_where(query, rollup_query, rollup_query.unit, since, rollup_query.until)
+    where = _rollup_where_clause(query, rollup_query, rollup_query.unit, since, rollup_query.until)
     if rollup_query.gateway:  # the cells themselves, in the order of the primary key
         order = f"ORDER BY start, gateway, value LIMIT {int(rollup_query.limit)}"
         return f"SELECT start, value, {', '.join(counters)} FROM {table} WHERE {where} {order}", query.values
     order = f"GROUP BY start, value ORDER BY start, value LIMIT {int(rollup_query.limit)}"
-    return f"SELECT start, value, {_sums(counters)} FROM {table} WHERE {where} {order}", query.values
+    return f"SELECT start, value, {_sum_expressions(counters)} FROM {table} WHERE {where} {order}", query.values
 
 
 def _select_whole_time(query: SQLQuery, rollup_query: RollupQuery) -> str:
     """Return the query for one sum per value of the dimension over the whole time, highest cost first."""
-    table, counters = _cells(rollup_query.dimension)
-    conditions = [_rollups_where(query, rollup_query, *piece) for piece in rollup_query.split_by_unit()] or ["1 = 0"]
+    table, counters = _table_and_counters(rollup_query.dimension)
+    conditions = [_rollup_where_clause(query, rollup_query, *piece) for piece in rollup_query.split_by_unit()] or [
+        "1 = 0"
+    ]
 
     def select_cells(columns: str, extra_condition: str = "") -> str:
         return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {each}{extra_condition}" for each in conditions)
@@ -170,10 +176,10 @@ def _select_whole_time(query: SQLQuery, rollup_query: RollupQuery) -> str:
         )
     start = query.add_value(rollup_query.since)
     found = select_cells(", ".join(("value", *counters)), only_largest)
-    return f"SELECT CAST({start} AS BIGINT), value, {_sums(counters)} FROM ({found}) AS cells {order}"
+    return f"SELECT CAST({start} AS BIGINT), value, {_sum_expressions(counters)} FROM ({found}) AS cells {order}"
 
 
-def _rollups_where(query: SQLQuery, rollup_query: RollupQuery, unit: RollupUnit, since: int, until: int) -> str:
+def _rollup_where_clause(query: SQLQuery, rollup_query: RollupQuery, unit: RollupUnit, since: int, until: int) -> str:
     query.clauses.clear()
     query.add_condition("unit", "=", unit)
     query.add_condition("account", "=", rollup_query.account)
@@ -184,23 +190,23 @@ def _rollups_where(query: SQLQuery, rollup_query: RollupQuery, unit: RollupUnit,
         query.add_condition("gateway", "=", rollup_query.gateway)
     if rollup_query.value:
         query.add_condition("value", "=", rollup_query.value)
-    return query.where
+    return query.where_clause
 
 
-def _sums(counters: Sequence[str]) -> str:
+def _sum_expressions(counters: Sequence[str]) -> str:
     return ", ".join(f"CAST(SUM({counter}) AS BIGINT)" for counter in counters)
 
 
-def upsert_rollup(mark: str, dimension: Dimension) -> str:
+def upsert_rollup(placeholder_prefix: str, dimension: Dimension) -> str:
     """Return the statement that adds counts to a rollup cell. Its parameters are a row of `rollup_rows`."""
-    table, counters = _cells(dimension)
+    table, counters = _table_and_counters(dimension)
     names = (*CELL_KEY_COLUMNS, *counters)
     added = ", ".join(f"{counter} = {table}.{counter} + excluded.{counter}" for counter in counters)
-    into = f"INSERT INTO {table} ({quote_names(names)}) VALUES ({placeholders(mark, len(names))})"
+    into = f"INSERT INTO {table} ({quote_names(names)}) VALUES ({placeholders(placeholder_prefix, len(names))})"
     return f"{into} ON CONFLICT ({quote_names(CELL_KEY_COLUMNS)}) DO UPDATE SET {added}"
 
 
-def rollup_values(cells: Mapping[CellKey, Sequence[int]], wide: bool) -> list[tuple[Any, ...]]:
+def rollup_rows(cells: Mapping[CellKey, Sequence[int]], with_histograms: bool) -> list[tuple[Any, ...]]:
     """Return the rows of the cells that have histograms, or of the cells that have none.
 
     The rows are sorted, so that all replicas lock them in the same order and cannot deadlock.
@@ -208,34 +214,35 @@ def rollup_values(cells: Mapping[CellKey, Sequence[int]], wide: bool) -> list[tu
     return sorted(
         (unit, account, dimension, start, gateway, value, *counts)
         for (unit, start, account, gateway, dimension, value), counts in cells.items()
-        if (dimension in HISTOGRAM_DIMENSIONS) == wide
+        if (dimension in HISTOGRAM_DIMENSIONS) == with_histograms
     )
 
 
-def next_account(mark: str, table: str) -> str:
+def select_next_account(placeholder_prefix: str, table: str) -> str:
     """Return the query for the next account, in alphabetical order, that has cells of a unit.
 
     Parameters: unit, previous account.
     """
-    return f"SELECT MIN(account) FROM {table} WHERE unit = {mark}1 AND account > {mark}2"
+    return f"SELECT MIN(account) FROM {table} WHERE unit = {placeholder_prefix}1 AND account > {placeholder_prefix}2"
 
 
-def delete_cells(mark: str, table: str) -> str:
+def delete_cells(placeholder_prefix: str, table: str) -> str:
     """Return the statement that deletes the cells before a time.
 
     Parameters, in the order of the primary key: unit, account, dimension, time of the first cell to keep.
     """
+    mark = placeholder_prefix
     return f"DELETE FROM {table} WHERE unit = {mark}1 AND account = {mark}2 AND dimension = {mark}3 AND start < {mark}4"
 
 
-def expired_cells(start: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
+def cells_to_delete(records_before_ms: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
     """Return which cells to delete together with the log records before `start`.
 
     An item is (table, unit, dimension, time of the first cell to keep).
     """
     kept_days: dict[RollupUnit, int] = {"minute": 0, "hour": HOURLY_CELLS_KEPT_DAYS}
     return [
-        (_cells(dimension)[0], unit, dimension, start - days * UNIT_MS["day"])
+        (_table_and_counters(dimension)[0], unit, dimension, records_before_ms - days * UNIT_MS["day"])
         for unit, days in kept_days.items()
         for dimension, units in DIMENSION_UNITS.items()
         if unit in units
@@ -246,37 +253,37 @@ _USERS_OF_DAY = "unit = 'day' AND account = {0}1 AND dimension = 'user' AND star
 _USER_ORDER = "micros, requests, gateway, value"
 
 
-def select_small_users(mark: str, kept: int) -> str:
+def select_small_users(placeholder_prefix: str, kept_users: int) -> str:
     """Return the query for the users of a day that are not among the `kept_users` with the highest cost.
 
     It returns at most `kept_users` + 1 users, highest cost first. Parameters: account, start, OTHER_USERS.
     """
     order = ", ".join(f"{name} DESC" for name in _USER_ORDER.split(", "))
-    where = _USERS_OF_DAY.format(mark)
-    return f"SELECT {_USER_ORDER} FROM spends WHERE {where} ORDER BY {order} LIMIT {kept + 1} OFFSET {kept}"
+    where = _USERS_OF_DAY.format(placeholder_prefix)
+    return f"SELECT {_USER_ORDER} FROM spends WHERE {where} ORDER BY {order} LIMIT {kept_users + 1} OFFSET {kept_users}"
 
 
-def delete_small_users(mark: str, *, shared: bool) -> str:
+def delete_small_users(placeholder_prefix: str, *, skip_locked: bool) -> str:
     """Return the statement that deletes the cells of a user and of all users with a lower cost on a day.
 
     The statement returns the deleted counts. Parameters: account, start, OTHER_USERS, and the user's micros, requests,
     gateway and value. `skip_locked`: leave rows that a different replica has locked.
     """
-    largest = ", ".join(f"{mark}{i}" for i in range(4, 8))
-    where = f"{_USERS_OF_DAY.format(mark)} AND ({_USER_ORDER}) <= ({largest})"
-    if shared:
+    largest = ", ".join(f"{placeholder_prefix}{i}" for i in range(4, 8))
+    where = f"{_USERS_OF_DAY.format(placeholder_prefix)} AND ({_USER_ORDER}) <= ({largest})"
+    if skip_locked:
         where = f"ctid = ANY(ARRAY(SELECT ctid FROM spends WHERE {where} FOR UPDATE SKIP LOCKED))"
     return f"DELETE FROM spends WHERE {where} RETURNING gateway, {', '.join(SUMS)}"
 
 
-def _cells(dimension: Dimension) -> tuple[str, tuple[str, ...]]:
+def _table_and_counters(dimension: Dimension) -> tuple[str, tuple[str, ...]]:
     return ("rollups", COUNTERS) if dimension in HISTOGRAM_DIMENSIONS else ("spends", SUMS)
 
 
 def select_documents(
-    mark: str, kind: str, account: str, prefix: str, after: tuple[str, str], limit: int
+    placeholder_prefix: str, kind: str, account: str, prefix: str, after: tuple[str, str], limit: int
 ) -> tuple[str, list[Any]]:
-    query = SQLQuery(mark)
+    query = SQLQuery(placeholder_prefix)
     query.add_condition("kind", "=", kind)
     if account:
         query.add_condition("account", "=", account)
@@ -286,15 +293,21 @@ def select_documents(
     if after[0]:
         query.clauses.append(f"(id, account) > ({query.add_value(after[0])}, {query.add_value(after[1])})")
     columns = "kind, account, id, body, version, updated"
-    return f"SELECT {columns} FROM documents WHERE {query.where} ORDER BY id, account LIMIT {int(limit)}", query.values
+    return (
+        f"SELECT {columns} FROM documents WHERE {query.where_clause} ORDER BY id, account LIMIT {int(limit)}",
+        query.values,
+    )
 
 
-def select_audits(mark: str, account: str, before: int, limit: int) -> tuple[str, list[Any]]:
-    query = SQLQuery(mark)
+def select_audits(placeholder_prefix: str, account: str, before: int, limit: int) -> tuple[str, list[Any]]:
+    query = SQLQuery(placeholder_prefix)
     query.clauses.append("number > 0")
     if account:
         query.add_condition("account", "=", account)
     if before:
         query.add_condition("number", "<", before)
     columns = "at, account, actor, action, target, before, after, number"
-    return f"SELECT {columns} FROM audits WHERE {query.where} ORDER BY number DESC LIMIT {int(limit)}", query.values
+    return (
+        f"SELECT {columns} FROM audits WHERE {query.where_clause} ORDER BY number DESC LIMIT {int(limit)}",
+        query.values,
+    )

@@ -10,13 +10,10 @@ that one batch.
 
 from __future__ import annotations
 
-import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
-from functools import cache
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,11 +34,12 @@ from emberline.gateway.store.base import (
     RecordPage,
     StoreChange,
 )
-from emberline.gateway.store.compression import compress, decompress
+from emberline.gateway.store.compression import compress_payload, decompress_payload
 from emberline.gateway.store.daily_users import MAX_USERS_PER_DAY, AccountDay, DailyUsers, merge_small_users
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.record_scan import day_start_ms, scan_records
 from emberline.gateway.store.rollup import OTHER_USERS, UNIT_MS, RollupCell, RollupQuery, count_records
+from emberline.gateway.store.sqlite_database import create_database_file, insert_rows, migrate, transaction
 from emberline.gateway.store.sqlite_thread import SQLiteThread
 from emberline.gateway.store.tables import (
     COLUMNS,
@@ -50,26 +48,18 @@ from emberline.gateway.store.tables import (
     MAIN_MIGRATIONS,
     PAYLOAD_MIGRATIONS,
     metadata_labels,
-    pending_migrations,
     quote_names,
     record_to_row,
-    render_migration,
     row_to_record,
 )
 
-COLUMN_TYPES = {
-    "int": "INTEGER",
-    "text": "TEXT",
-    "blob": "BLOB",
-    "serial": "INTEGER PRIMARY KEY AUTOINCREMENT",
-    "partitioned": "WITHOUT ROWID",
-    "clustered": "WITHOUT ROWID",
-}
 READER_THREADS = 2
 _INSERT_LOG = f"INSERT OR IGNORE INTO logs ({quote_names(COLUMNS)})"
-_ROWS_PER_STATEMENT = (24, 4, 1)  # 40 columns of 24 rows stay below SQLite's oldest limit of 999 parameters
 _ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
-_SELECT_SMALL, _DELETE_SMALL = sql.select_small_users("?", MAX_USERS_PER_DAY), sql.delete_small_users("?", shared=False)
+_SELECT_SMALL, _DELETE_SMALL = (
+    sql.select_small_users("?", MAX_USERS_PER_DAY),
+    sql.delete_small_users("?", skip_locked=False),
+)
 
 T = TypeVar("T")
 RecordBatch = Sequence[tuple[LogRecord, LogPayload | None]]
@@ -79,8 +69,8 @@ class SQLiteStore:
     @classmethod
     async def open(cls, directory: Path, clock: Clock | None = None) -> SQLiteStore:
         store = cls(directory, clock or SystemClock())
-        await store._writer.run(store._prepare)
-        await store._counter.run(lambda thread: _migrate(thread.connection(store._limits), LIMIT_MIGRATIONS))
+        await store._writer.run(store._prepare_files)
+        await store._counter.run(lambda thread: migrate(thread.connection(store._limits), LIMIT_MIGRATIONS))
         return store
 
     def __init__(self, directory: Path, clock: Clock) -> None:
@@ -107,27 +97,27 @@ class SQLiteStore:
     async def list_documents(
         self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
-        rows = await self._read(self._main, *sql.select_documents("?", kind, account, prefix, after, limit))
+        rows = await self._read_rows(self._main, *sql.select_documents("?", kind, account, prefix, after, limit))
         return [Document(*found) for found in rows]
 
     async def version(self) -> int:
-        return int((await self._read(self._main, "SELECT value FROM state WHERE name = 'version'", ()))[0][0])
+        return int((await self._read_rows(self._main, "SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def list_audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         return [
             AuditEntry(*found)
-            for found in await self._read(self._main, *sql.select_audits("?", account, before, limit))
+            for found in await self._read_rows(self._main, *sql.select_audits("?", account, before, limit))
         ]
 
     async def commit(self, change: StoreChange) -> int:
         def commit_change(thread: SQLiteThread) -> int:
-            with _transaction(thread.connection(self._main)) as db:
+            with transaction(thread.connection(self._main)) as db:
                 for document in change.put:
-                    _put(db, document, change.audit.at)
+                    _put_document(db, document, change.audit.at)
                 for document in change.delete:
                     where = "kind = ?1 AND account = ?2 AND id = ?3 AND version = ?4"
                     key = (document.kind, document.account, document.id, document.version)
-                    _check_changed_one(db.execute(f"DELETE FROM documents WHERE {where}", key), document)
+                    _check_one_row_changed(db.execute(f"DELETE FROM documents WHERE {where}", key), document)
                 a = change.audit
                 values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
                 columns = "at, account, actor, action, target, before, after"
@@ -146,10 +136,10 @@ class SQLiteStore:
 
         return await self._counter.run(select_counters)
 
-    async def add_counters(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
         def upsert_counters(thread: SQLiteThread) -> None:
-            with _transaction(thread.connection(self._limits)) as db:
-                if db.execute(sql.INSERT_COUNTED.format("?"), (batch, now)).rowcount:
+            with transaction(thread.connection(self._limits)) as db:
+                if db.execute(sql.INSERT_COUNTED.format("?"), (batch_name, now)).rowcount:
                     db.executemany(sql.UPSERT_COUNTER.format("?"), map(msgspec.structs.astuple, changes))
                     db.execute(sql.DELETE_COUNTERS.format("?"), (now,))
                     db.execute(sql.DELETE_COUNTED.format("?"), (now - sql.APPLIED_BATCHES_KEPT_MS,))
@@ -158,81 +148,89 @@ class SQLiteStore:
 
     # Logs
 
-    async def append(self, batch: RecordBatch) -> None:
-        if batch:
-            await self._writer.run(self._append, batch)
+    async def append_records(self, records: RecordBatch) -> None:
+        if records:
+            await self._writer.run(self._append_records, records)
 
-    def _append(self, thread: SQLiteThread, batch: RecordBatch) -> None:
-        first = bytes.fromhex(batch[0][0].id)
+    def _append_records(self, thread: SQLiteThread, records: RecordBatch) -> None:
+        first = bytes.fromhex(records[0][0].id)
         if thread.connection(self._main).execute("SELECT 1 FROM batches WHERE id = ?1", (first,)).fetchall():
             return
-        for day, entries in _by_day(batch, lambda entry: entry[0]).items():
+        for day, entries in _group_by_day(records, lambda entry: entry[0]).items():
             self._append_day(thread, day, entries)
-        with _transaction(thread.connection(self._main)) as main:
-            main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, batch[0][0].created_ms))
-            main.execute("DELETE FROM batches WHERE at < ?1", (batch[0][0].created_ms - UNIT_MS["day"],))
-            cells = count_records(r for r, _ in batch)
+        with transaction(thread.connection(self._main)) as main:
+            main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, records[0][0].created_ms))
+            main.execute("DELETE FROM batches WHERE at < ?1", (records[0][0].created_ms - UNIT_MS["day"],))
+            cells = count_records(r for r, _ in records)
             for wide, upsert in _ROLLUPS:
-                main.executemany(upsert, sql.rollup_values(cells, wide))
-        for user_day in self._daily_users.add(cells):
+                main.executemany(upsert, sql.rollup_rows(cells, wide))
+        for user_day in self._daily_users.add_users(cells):
             self._merge_small_users(thread, user_day)
 
     def _merge_small_users(self, thread: SQLiteThread, day: AccountDay) -> None:
-        with _transaction(thread.connection(self._main)) as db:
+        with transaction(thread.connection(self._main)) as db:
             small = db.execute(_SELECT_SMALL, (*day, OTHER_USERS)).fetchall()
             if len(small) > MAX_USERS_PER_DAY:
                 deleted = db.execute(_DELETE_SMALL, (*day, OTHER_USERS, *small[0])).fetchall()
                 db.executemany(_ROLLUPS[1][1], merge_small_users(day, deleted))
 
     def _append_day(self, thread: SQLiteThread, day: date, entries: RecordBatch) -> None:
-        with _transaction(self._day(thread, day)) as db:
-            _insert(db, _INSERT_LOG, [record_to_row(r) for r, _ in entries])
+        with transaction(self._open_day_file(thread, day)) as db:
+            insert_rows(db, _INSERT_LOG, [record_to_row(r) for r, _ in entries])
             db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in metadata_labels(r)])
         payloads = [
-            (bytes.fromhex(r.id), compress(p.request), compress(p.response)) for r, p in entries if p is not None
+            (bytes.fromhex(r.id), compress_payload(p.request), compress_payload(p.response))
+            for r, p in entries
+            if p is not None
         ]
         if payloads:
-            with _transaction(self._day(thread, day, payloads=True)) as db:
-                _insert(db, "INSERT OR IGNORE INTO payloads", payloads)
+            with transaction(self._open_day_file(thread, day, payloads=True)) as db:
+                insert_rows(db, "INSERT OR IGNORE INTO payloads", payloads)
 
     async def read_page(
         self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
     ) -> RecordPage:
         days = await self.list_days()
-        return await scan_records(self._newest, self._select, days, filters, before, limit, timeout_s, self._clock)
+        return await scan_records(
+            self._find_newest_id, self._select_records, days, filters, before, limit, timeout_s, self._clock
+        )
 
-    async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
-        rows = await self._read(self._path("logs", day), sql.select_newest("?"), (low, high))
+    async def _find_newest_id(self, day: date, low: bytes, high: bytes) -> bytes | None:
+        rows = await self._read_rows(self._day_file_path("logs", day), sql.select_newest_id("?"), (low, high))
         return rows[0][0] if rows else None
 
-    async def _select(self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int) -> list[LogRecord]:
-        rows = await self._read(self._path("logs", day), *sql.select_logs("?", filters, low, high, limit))
+    async def _select_records(
+        self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int
+    ) -> list[LogRecord]:
+        rows = await self._read_rows(self._day_file_path("logs", day), *sql.select_logs("?", filters, low, high, limit))
         return [row_to_record(found) for found in rows]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
-        path = self._path("logs", utc_day(created_ms(id)))
-        rows = await self._read(path, *sql.select_log("?", account, gateway, id))
+        path = self._day_file_path("logs", utc_day(created_ms(id)))
+        rows = await self._read_rows(path, *sql.select_log("?", account, gateway, id))
         return row_to_record(rows[0]) if rows else None
 
     async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
         if await self.get_record(account, gateway, id) is None:
             return None
         text = "SELECT request, response FROM payloads WHERE id = ?1"
-        rows = await self._read(self._path("payloads", utc_day(created_ms(id))), text, (bytes.fromhex(id),))
-        return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
+        rows = await self._read_rows(
+            self._day_file_path("payloads", utc_day(created_ms(id))), text, (bytes.fromhex(id),)
+        )
+        return LogPayload(*(decompress_payload(part) for part in rows[0])) if rows else None
 
-    async def add_feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, feedback: Feedback) -> LogRecord | None:
         day, query = utc_day(created_ms(id)), sql.select_log("?", account, gateway, id)
 
         def update_record(thread: SQLiteThread) -> LogRecord | None:
-            if not self._path("logs", day).exists():
+            if not self._day_file_path("logs", day).exists():
                 return None
-            with _transaction(self._day(thread, day)) as db:
+            with transaction(self._open_day_file(thread, day)) as db:
                 rows = db.execute(*query).fetchall()
                 if not rows:
                     return None
                 old = row_to_record(rows[0])
-                new = given.apply_to(old)
+                new = feedback.apply_to(old)
                 values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
                 db.execute("UPDATE logs SET feedback = ?1, score = ?2, metadata = ?3 WHERE id = ?4", values)
                 db.executemany(_DELETE_LABEL, metadata_labels(old))
@@ -241,39 +239,39 @@ class SQLiteStore:
 
         return await self._writer.run(update_record)
 
-    async def erase(self, records: Sequence[LogRecord]) -> None:
+    async def erase_records(self, records: Sequence[LogRecord]) -> None:
         def delete_records(thread: SQLiteThread, day: date, erased: Sequence[LogRecord]) -> None:
             ids = [(bytes.fromhex(each.id),) for each in erased]
-            if self._path("payloads", day).exists():
-                with _transaction(self._day(thread, day, payloads=True)) as db:
+            if self._day_file_path("payloads", day).exists():
+                with transaction(self._open_day_file(thread, day, payloads=True)) as db:
                     db.executemany("DELETE FROM payloads WHERE id = ?1", ids)
-            with _transaction(self._day(thread, day)) as db:
+            with transaction(self._open_day_file(thread, day)) as db:
                 db.executemany(_DELETE_LABEL, [label for each in erased for label in metadata_labels(each)])
                 db.executemany("DELETE FROM logs WHERE id = ?1", ids)
 
-        for day, erased in _by_day(records, lambda each: each).items():
-            if self._path("logs", day).exists():
+        for day, erased in _group_by_day(records, lambda each: each).items():
+            if self._day_file_path("logs", day).exists():
                 await self._writer.run(delete_records, day, erased)
 
     async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
-        rows = await self._read(self._main, *sql.select_rollups("?", query))
+        rows = await self._read_rows(self._main, *sql.select_rollups("?", query))
         return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def list_days(self) -> list[date]:
         return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
 
-    async def drop_before(self, day: date) -> list[date]:
+    async def delete_days_before(self, day: date) -> list[date]:
         dropped = [each for each in await self.list_days() if each < day]
-        for path in (self._path(kind, each) for each in dropped for kind in ("payloads", "logs")):
+        for path in (self._day_file_path(kind, each) for each in dropped for kind in ("payloads", "logs")):
             for thread in (*self._readers, self._writer):
-                await thread.run(SQLiteThread.release, path)
+                await thread.run(SQLiteThread.close_file, path)
             for suffix in ("-wal", "-shm", ""):  # the file itself last: it shows that the day is not deleted yet
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
 
         def delete_cells(thread: SQLiteThread) -> None:
-            with _transaction(thread.connection(self._main)) as db:
-                for table, unit, dimension, before in sql.expired_cells(day_start_ms(day)):
-                    next_account, account = sql.next_account("?", table), ""
+            with transaction(thread.connection(self._main)) as db:
+                for table, unit, dimension, before in sql.cells_to_delete(day_start_ms(day)):
+                    next_account, account = sql.select_next_account("?", table), ""
                     while account := db.execute(next_account, (unit, account)).fetchall()[0][0]:
                         db.execute(sql.delete_cells("?", table), (unit, account, dimension, before))
 
@@ -282,30 +280,30 @@ class SQLiteStore:
 
     # Files
 
-    def _prepare(self, thread: SQLiteThread) -> None:
+    def _prepare_files(self, thread: SQLiteThread) -> None:
         for path in (self._main, self._limits, *self._directory.glob("*.db")):
             make_private(path)
-        _migrate(thread.connection(self._main), MAIN_MIGRATIONS)
+        migrate(thread.connection(self._main), MAIN_MIGRATIONS)
         for kind, steps in (("logs", LOG_MIGRATIONS), ("payloads", PAYLOAD_MIGRATIONS)):
             for path in self._directory.glob(f"{kind}-*.db"):
-                _migrate(thread.connection(path), steps)
+                migrate(thread.connection(path), steps)
 
-    def _path(self, kind: str, day: date) -> Path:
+    def _day_file_path(self, kind: str, day: date) -> Path:
         return self._directory / f"{kind}-{day.isoformat()}.db"
 
-    def _day(self, thread: SQLiteThread, day: date, *, payloads: bool = False) -> sqlite3.Connection:
+    def _open_day_file(self, thread: SQLiteThread, day: date, *, payloads: bool = False) -> sqlite3.Connection:
         """Return a connection for writing to a day's file. The file is created if it does not exist."""
-        path = self._path("payloads" if payloads else "logs", day)
+        path = self._day_file_path("payloads" if payloads else "logs", day)
         if not path.exists():
-            _create_file(path, PAYLOAD_MIGRATIONS if payloads else LOG_MIGRATIONS)
+            create_database_file(path, PAYLOAD_MIGRATIONS if payloads else LOG_MIGRATIONS)
         return thread.connection(path)
 
-    async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+    async def _read_rows(self, path: Path, statement: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         def fetch_rows(thread: SQLiteThread) -> list[tuple[Any, ...]]:
             if path != self._main and not path.exists():  # retention deleted the day
-                thread.release(path)
+                thread.close_file(path)
                 return []
-            return thread.connection(path).execute(text, values).fetchall()
+            return thread.connection(path).execute(statement, values).fetchall()
 
         return await next(self._next_reader).run(fetch_rows)
 
@@ -314,78 +312,24 @@ _INSERT_LABEL = "INSERT OR IGNORE INTO labels VALUES (?1, ?2, ?3)"
 _DELETE_LABEL = "DELETE FROM labels WHERE key = ?1 AND value = ?2 AND id = ?3"
 
 
-def _by_day(entries: Iterable[T], record_of: Callable[[T], LogRecord]) -> dict[date, list[T]]:
+def _group_by_day(entries: Iterable[T], record_of: Callable[[T], LogRecord]) -> dict[date, list[T]]:
     days: dict[int, list[T]] = {}
     for entry in entries:
         days.setdefault(record_of(entry).created_ms // UNIT_MS["day"], []).append(entry)
     return {utc_day(day * UNIT_MS["day"]): of_day for day, of_day in days.items()}
 
 
-def _insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert rows with as few statements as possible.
-
-    Each statement releases Python's GIL, and taking it again interrupts the event loop's thread.
-    """
-    at = 0
-    for count in _ROWS_PER_STATEMENT:
-        while len(rows) - at >= count:
-            db.execute(_values(into, len(rows[0]), count), list(chain.from_iterable(rows[at : at + count])))
-            at += count
-
-
-@cache
-def _values(into: str, columns: int, rows: int) -> str:
-    marks = f"({', '.join('?' * columns)})"
-    return f"{into} VALUES {', '.join([marks] * rows)}"
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield db
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:  # SQLite rolls back by itself if the disk is full
-            db.execute("ROLLBACK")
-        raise
-
-
-def _create_file(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
-    """Create a database file that already has its tables when it appears.
-
-    If two processes create the same file at the same time, the first one is kept.
-    """
-    draft = path.with_suffix(f".{os.urandom(8).hex()}")
-    make_private(draft)
-    with closing(sqlite3.connect(draft, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        _migrate(db, steps)
-    with suppress(FileExistsError):
-        os.link(draft, path)
-    draft.unlink()
-
-
-def _migrate(db: sqlite3.Connection, steps: Sequence[tuple[str, ...]]) -> None:
-    with _transaction(db):
-        done = int(db.execute("PRAGMA user_version").fetchall()[0][0])
-        for step in pending_migrations(done, steps):
-            for text in step:
-                db.execute(render_migration(text, COLUMN_TYPES))
-        db.execute(f"PRAGMA user_version = {len(steps)}")
-
-
-def _put(db: sqlite3.Connection, document: Document, at: int) -> None:
-    values = (document.kind, document.account, document.id, document.body, at, document.version)
+def _put_document(db: sqlite3.Connection, document: Document, updated_ms: int) -> None:
+    values = (document.kind, document.account, document.id, document.body, updated_ms, document.version)
     if document.version:
         where = "kind = ?1 AND account = ?2 AND id = ?3 AND version = ?6"
         text = f"UPDATE documents SET body = ?4, updated = ?5, version = version + 1 WHERE {where}"
     else:
         text = "INSERT INTO documents VALUES (?1, ?2, ?3, ?4, ?6 + 1, ?5) ON CONFLICT DO NOTHING"
-    _check_changed_one(db.execute(text, values), document)
+    _check_one_row_changed(db.execute(text, values), document)
 
 
-def _check_changed_one(cursor: sqlite3.Cursor, document: Document) -> None:
+def _check_one_row_changed(cursor: sqlite3.Cursor, document: Document) -> None:
     """Raise Conflict unless the statement changed one row."""
     if cursor.rowcount != 1:
         raise Conflict.of_document(document.kind, document.id, is_new=not document.version)

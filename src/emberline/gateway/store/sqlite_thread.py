@@ -27,11 +27,11 @@ class SQLiteThread:
         self._open: dict[Path, sqlite3.Connection] = {}  # ordered by last use
         self._deadline = 0.0
 
-    async def run(self, do: Callable[Concatenate[SQLiteThread, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, operation: Callable[Concatenate[SQLiteThread, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `operation(self, ...)` in this thread and return its result. Raise StoreFailed on SQLite errors."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._thread, lambda: self._run_with_deadline(lambda: do(self, *args, **kwargs))
+            self._thread, lambda: self._run_with_deadline(lambda: operation(self, *args, **kwargs))
         )
 
     def connection(self, path: Path) -> sqlite3.Connection:
@@ -48,7 +48,7 @@ class SQLiteThread:
         self._open[path] = connection
         return connection
 
-    def release(self, path: Path) -> None:
+    def close_file(self, path: Path) -> None:
         """Close the connection to a file. Call it only inside `run`."""
         connection = self._open.pop(path, None)
         if connection is not None:
@@ -57,15 +57,15 @@ class SQLiteThread:
     async def close(self) -> None:
         def release_all(thread: SQLiteThread) -> None:
             for path in list(thread._open):
-                thread.release(path)
+                thread.close_file(path)
 
         await self.run(release_all)
         self._thread.shutdown()
 
-    def _run_with_deadline(self, do: Callable[[], T]) -> T:
+    def _run_with_deadline(self, operation: Callable[[], T]) -> T:
         self._deadline = time.monotonic() + QUERY_TIMEOUT_S
         try:
-            return do()
+            return operation()
         except sqlite3.Error as e:
             kind = StoreBusy if isinstance(e, sqlite3.OperationalError) else StoreFailed
             raise kind(

@@ -29,7 +29,7 @@ _NUMBERS = {"status", "step", "attempts", "duration_ms", *_FLAGS, *_USAGE.values
 _OPTIONAL_NUMBERS = {"micros", "first_byte_ms", "feedback", "score"}
 
 
-def _type(column: str) -> str:
+def _column_type(column: str) -> str:
     if column == "id":
         return "{blob} NOT NULL"
     if column in _OPTIONAL_NUMBERS:
@@ -43,12 +43,12 @@ def quote_names(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)  # `user` is a reserved word of SQL
 
 
-_LOG_COLUMNS = ", ".join(f'"{column}" {_type(column)}' for column in COLUMNS)
+_LOG_COLUMNS = ", ".join(f'"{column}" {_column_type(column)}' for column in COLUMNS)
 
 CELL_KEY_COLUMNS = ("unit", "account", "dimension", "start", "gateway", "value")
 
 
-def _cells(table: str, counters: Sequence[str]) -> str:
+def _create_rollup_table(table: str, counters: Sequence[str]) -> str:
     key = ", ".join(f"{name} {'{int}' if name == 'start' else '{text}'} NOT NULL" for name in CELL_KEY_COLUMNS)
     counts = ", ".join(f"{counter} {{int}} NOT NULL" for counter in counters)
     return f"CREATE TABLE {table} ({key}, {counts}, PRIMARY KEY ({quote_names(CELL_KEY_COLUMNS)})) {{clustered}}"
@@ -64,8 +64,8 @@ MAIN_MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE audits (number {serial}, at {int} NOT NULL, account {text} NOT NULL, actor {text} NOT NULL,"
         " action {text} NOT NULL, target {text} NOT NULL, before {blob} NOT NULL, after {blob} NOT NULL)",
         "CREATE INDEX audits_account ON audits (account, number)",
-        _cells("rollups", COUNTERS),
-        _cells("spends", SUMS),
+        _create_rollup_table("rollups", COUNTERS),
+        _create_rollup_table("spends", SUMS),
         "CREATE TABLE batches (id {blob} PRIMARY KEY, at {int} NOT NULL)",  # appended batches: a retry adds nothing
     ),
 )
@@ -131,26 +131,26 @@ def row_to_record(row: Sequence[Any]) -> LogRecord:
 def metadata_labels(record: LogRecord) -> list[tuple[str, str, bytes]]:
     """Return the record's metadata as rows of the table `labels`."""
     id = bytes.fromhex(record.id)
-    return [(key, _label(value), id) for key, value in record.metadata.items()]
+    return [(key, _label_text(value), id) for key, value in record.metadata.items()]
 
 
-def _label(value: object) -> str:
+def _label_text(value: object) -> str:
     return value if isinstance(value, str) else _json.encode(value).decode()
 
 
-def pending_migrations(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+def pending_migrations(applied_count: int, migrations: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
     """Return the migrations that a store still needs after its first `done` migrations.
 
     Raise StoreFailed if the store has had more migrations than this version of Emberline knows.
     """
-    if done > len(steps):
+    if applied_count > len(migrations):
         raise StoreFailed(
-            f"the store has schema version {done}; this version of Emberline supports up to {len(steps)}",
+            f"the store has schema version {applied_count}; this version of Emberline supports up to {len(migrations)}",
             hint="a newer version has used this store: run that version",
         )
-    return steps[done:]
+    return migrations[applied_count:]
 
 
-def render_migration(step: str, dialect: Mapping[str, str]) -> str:
+def render_migration(statement: str, type_names: Mapping[str, str]) -> str:
     """Return a migration's SQL statement with the type names of one database."""
-    return step.format_map(dialect)
+    return statement.format_map(type_names)

@@ -48,26 +48,26 @@ class StoreVersionWatch:
         if now - self._read_at < self._fresh_s:
             return self._version
         if now - self._answered_at > self._grace_s:
-            return await self._read_first()
+            return await self._read_first_version()
         self._read_at = now  # concurrent callers use the last version
         with contextlib.suppress(StoreFailed, TimeoutError):
-            await self._read(VERSION_TIMEOUT_S)
+            await self._read_version(VERSION_TIMEOUT_S)
         return self._version
 
-    async def _read(self, timeout_s: float) -> None:
+    async def _read_version(self, timeout_s: float) -> None:
         now = self._clock.now()
         async with asyncio.timeout(timeout_s):
             version = await self._store.version()
         if now >= self._answered_at:  # else a later read was answered first
             self._version, self._answered_at, self._read_at = version, now, max(self._read_at, now)
 
-    async def _read_first(self) -> int:
+    async def _read_first_version(self) -> int:
         """Read the version when none is known, or when the last known version is older than `grace_s`.
 
         All callers share one read. It has a long timeout, because a disk may need seconds to wake up.
         """
         if self._pending_read is None:
-            self._pending_read = asyncio.create_task(self._read(FIRST_VERSION_TIMEOUT_S))
+            self._pending_read = asyncio.create_task(self._read_version(FIRST_VERSION_TIMEOUT_S))
             self._pending_read.add_done_callback(self._finish_read)
         try:
             await asyncio.shield(self._pending_read)
