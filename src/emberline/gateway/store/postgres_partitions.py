@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from datetime import date, timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from emberline.gateway.store.record_scan import day_start_ms, lowest_id_at
-
-if TYPE_CHECKING:
-    from asyncpg import Connection
 
 PARTITIONED_TABLES = ("logs", "labels", "payloads")
 
@@ -17,7 +14,7 @@ def partition_name(parent_table: str, day: date) -> str:
     return f"{parent_table}_{day:%Y%m%d}"
 
 
-async def attach_partition(db: Connection, parent_table: str, day: date) -> None:
+async def attach_partition(db: Any, parent_table: str, day: date) -> None:
     """Create a day's partition as a separate table, then attach it to its parent table.
 
     CREATE TABLE ... PARTITION OF would wait for all readers of the parent table, and block new readers meanwhile.
