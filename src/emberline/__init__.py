@@ -1,4 +1,4 @@
-"""Emberline: an open LLM inference stack. `from emberline import LLM, SamplingParams` is the offline entrance."""
+"""Emberline, an open LLM inference stack. For offline use: `from emberline import LLM, SamplingParams`."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_unsupported_handoffs_are_refused() -> None:
         with pytest.raises(InvalidRequest) as refusal:
             e.add(replace(make_submission(), **wrong))
         assert refusal.value.param == param
-    with pytest.raises(InvalidRequest, match="publish needs n = 1"):
+    with pytest.raises(InvalidRequest, match="publish is set; it needs n = 1"):
         engine("p").add(replace(make_submission(n=2), publish=True))
     assert e.idle
 

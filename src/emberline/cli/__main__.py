@@ -30,7 +30,7 @@ COMMANDS = {
 
 class HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Return the help text of an argument with its default, unless the text names the default itself."""
+        """Return the help text of an argument, with its default appended unless the text already names it."""
         help_ = action.help
         has_no_value = action.default is argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction)
         if help_ is None or "(default:" in help_ or has_no_value:
@@ -51,7 +51,7 @@ def _default_text(default: Any) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Adds defaults to the help, and lists all commands when none is given."""
+    """An argument parser that shows every default in --help and lists all commands if none is given."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})

@@ -1,6 +1,6 @@
 """`emberline chaos`: injects faults into a cluster on this machine while it serves requests.
 
-No request may hang or get a wrong answer, and no resource may leak."""
+The run fails if a request hangs or gets a wrong answer, or if the cluster leaks a resource."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     from emberline.hub.source import resolve_model
 
     if sys.platform != "linux":
-        raise EmberlineError(f"emberline chaos needs Linux (network namespaces, prlimit); this is {sys.platform}")
+        raise EmberlineError(
+            "emberline chaos runs only on Linux, because it needs network namespaces and prlimit; "
+            f"this system is {sys.platform}"
+        )
     resolve_model(args.model)  # a missing model is reported here, and not in every worker's log
     log_dir = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
     log_dir.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """`emberline chat`: chats with a running server in the terminal.
 
-If stdin is a pipe, it answers that one question and exits."""
+If stdin is a pipe, its text is sent as one question, and the command exits after the answer."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class ChatServer:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def choose_model(self, name: str | None) -> str:
-        """Return `name`, or the first chat model if it is None.
+        """Return `name`, or the server's first chat model if `name` is None.
 
-        Raises ModelNotFound for a name that an Emberline server does not list. Through a gateway, PROVIDER/MODEL works
-        without being listed."""
+        Raises ModelNotFound if an Emberline server does not list `name`. A gateway also accepts names of the form
+        PROVIDER/MODEL that it does not list."""
         models = self._list_models(is_required=name is None)
         chat = [str(model["id"]) for model in models if model.get("kind", "chat") == "chat"]
         if name is None and not chat:
@@ -92,7 +92,7 @@ class ChatServer:
         return name
 
     def _list_models(self, *, is_required: bool) -> list[dict[str, Any]]:
-        """Return the listed models; [] if the server refuses and the list is not `is_required`."""
+        """Return the models that the server lists; if it refuses, raise its error if `is_required`, else return []."""
         try:
             with self._request("GET", "/v1/models") as response:
                 return list(json.load(response)["data"])
@@ -104,7 +104,7 @@ class ChatServer:
             return []
 
     def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the chunks of one chat completion; raise EngineFailed or EngineUnavailable.
+        """Yield the JSON chunks of one streamed chat completion. Raises EngineFailed or EngineUnavailable.
 
         Closing the generator closes the connection, which cancels the request."""
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
@@ -152,7 +152,7 @@ def _error_from(response: http.client.HTTPResponse) -> EmberlineError:
 
 @dataclass(slots=True)
 class ChatTerminal:
-    """The output: plain text into a pipe; a terminal gets it without control characters."""
+    """Prints answers: as plain text into a pipe, without control characters to a terminal."""
 
     is_terminal: bool
 
@@ -168,7 +168,7 @@ class ChatTerminal:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer as it arrives, with its timing and usage."""
+    """One answer that is being streamed, with its timing and token usage."""
 
     started_at: float
     text: str = ""
@@ -244,7 +244,7 @@ class ChatSession:
             self.terminal.write_dim(f"{name} is not a command; type /help for the list")
 
     def ask_and_report(self, question: str) -> None:
-        """Ask one question of a conversation and print its error, if any."""
+        """Ask one question of a conversation. An error is printed, and the conversation continues."""
         try:
             self.ask(question)
         except KeyboardInterrupt:
@@ -253,9 +253,9 @@ class ChatSession:
             self.terminal.write_dim(str(error))
 
     def ask(self, question: str) -> None:
-        """Stream the answer to the terminal.
+        """Print the answer as it arrives, and add question and answer to the conversation.
 
-        Question and answer are kept in the conversation, an incomplete answer too; without an answer, neither is."""
+        An incomplete answer is added too. If nothing was answered, the question is not added either."""
         answer = ChatAnswer(time.monotonic())
         message = {"role": "user", "content": question}
         try:

@@ -89,7 +89,9 @@ def _worker_counts(args: argparse.Namespace) -> dict[Role, int]:
         )
     if args.prefill and not args.decode + both:
         raise InvalidRequest(
-            f"--prefill is {args.prefill}, but there is no worker that decodes", param="decode", hint="add --decode 1"
+            f"--prefill is {args.prefill}, but the cluster would have no worker that generates tokens",
+            param="decode",
+            hint="add --decode 1",
         )
     return counts
 
@@ -154,7 +156,7 @@ def _write_key(file: Path, key: str) -> Path:
 
 
 def _exposure_options(config: RouterConfig) -> list[str]:
-    """Return the listener's options for the router."""
+    """Return the router's options --open, --cors-origins and --allowed-hosts as command line arguments."""
     lists = {"--cors-origins": config.cors_origins, "--allowed-hosts": config.allowed_hosts}
     return [
         *(["--open"] if config.open else []),
@@ -171,7 +173,7 @@ def _trace_options(args: argparse.Namespace) -> list[str]:
 
 
 def _may_use_gpus(args: argparse.Namespace) -> bool:
-    """Whether workers may use the GPUs: the options do not choose another device."""
+    """Return whether the cluster's workers may use GPUs: no if their options set --threads or a CPU device."""
     words = [word.split("=")[0] for word in args.options]
     return not {"--threads", "--device"} & {*words} or "--device=cuda" in args.options or "cuda" in args.options
 
@@ -179,13 +181,14 @@ def _may_use_gpus(args: argparse.Namespace) -> bool:
 def _worker_options(
     args: argparse.Namespace, workers: int, cluster_options: list[str], gpus: Sequence[Gpu] = ()
 ) -> list[str]:
-    """Return the arguments of every worker: the cluster's options, its share of the machine, and the
-    user's options."""
+    """Return the command line arguments of every worker.
+
+    They are the model, the cluster's options, the worker's share of the machine, and the user's options."""
     options = [word for word in args.options if word != "--"]
     for word in options:
         if word.split("=")[0] in CLUSTER_OPTIONS:
             raise InvalidRequest(
-                f"{word} is an option of the cluster, but follows the model as if it were every worker's",
+                f"{word} is an option of the cluster, but stands after the model, where every worker's options belong",
                 hint=f"put {word.split('=')[0]} before the model",
             )
     share = []
@@ -197,10 +200,11 @@ def _worker_options(
 
 
 def _gpu_memory_options(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[str]:
-    """Return the KV memory option of workers that share a GPU.
+    """Return the --kv-memory option of workers that share a GPU; [] if it is not needed.
 
-    A worker with its own GPU plans the memory itself. Workers that share one start at the same time and do not see each
-    other's use, so each gets half of its share for the KV cache, which leaves the rest for weights."""
+    A worker with its own GPU plans its memory itself. Workers that share a GPU start at the same time and do not see
+    each other's memory use. Each of them gets an equal share of the GPU: one half of it for the KV cache, the other
+    half for weights."""
     workers_per_gpu = -(-workers // len(gpus))
     if workers_per_gpu == 1 or any(word.split("=")[0] == "--kv-memory" for word in options):
         return []
@@ -208,7 +212,7 @@ def _gpu_memory_options(options: list[str], workers: int, gpus: Sequence[Gpu]) -
 
 
 async def _print_changes(url: str, key: str) -> None:
-    """Print the workers' health, as the router reports it, whenever it changes."""
+    """Poll the router, and print a worker's health whenever it changes."""
     printed: dict[str, tuple[str, str]] = {}  # by worker: incarnation and line printed last
     while True:
         status = await asyncio.to_thread(_fetch_status, url, key)

@@ -1,4 +1,4 @@
-"""`emberline doctor`: checks what this machine supports, what is missing, and if a model fits."""
+"""`emberline doctor`: checks what this machine supports, what is missing, and whether a model fits."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _check_machine() -> Iterator[DoctorFinding]:
 
 
 def _cpu_flags() -> set[str]:
-    """Return the CPU features that Linux lists; none without /proc (macOS)."""
+    """Return the CPU features that /proc/cpuinfo lists; an empty set on systems without /proc, such as macOS."""
     try:
         lines = (PROC / "cpuinfo").read_text().splitlines()
     except OSError:
@@ -152,7 +152,7 @@ def _check_package(name: str, is_required: bool, use: str) -> DoctorFinding:
 
 
 def _detect_gpu() -> DetectedGPU | None:
-    """Return the first GPU, from the driver itself, without torch and without using its memory."""
+    """Return the first GPU as the CUDA driver reports it. This neither imports torch nor allocates GPU memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -214,7 +214,9 @@ def _check_kernels() -> Iterator[DoctorFinding]:
 
 
 def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
-    """Check how KV blocks can move between workers, which skip broken transports too."""
+    """Check which transports can move KV blocks between workers.
+
+    A worker skips a transport that does not work, so a broken transport is not an error."""
     from emberline.kv.mooncake import check_mooncake_usable, fastest_protocol, installed_distribution
 
     yield DoctorFinding("transport tcp", "built in")
@@ -231,7 +233,7 @@ def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
 
 
 def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
-    """Check whether workers on this machine can copy blocks out of each other's GPU."""
+    """Check whether workers on this machine can copy KV blocks directly out of each other's GPU memory."""
     if gpu is None or gpu.capability != SUPPORTED_CAPABILITY:
         return DoctorFinding("transport cuda", "needs a supported GPU", None)
     if gpu.unreachable_gpus:
@@ -270,7 +272,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
 def _check_memory(
     args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
 ) -> Iterator[DoctorFinding]:
-    """Show how a GPU's memory would be used, computed by the engine's own functions."""
+    """Show how a GPU's memory would be used. The engine's own functions compute the plan."""
     from emberline.engine import memory
 
     given = given_options(args, EngineConfig)

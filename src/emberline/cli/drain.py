@@ -1,6 +1,6 @@
-"""`emberline drain`: sends a worker no new requests and waits until it has finished.
+"""`emberline drain`: stops new requests to a worker and waits until the worker has finished.
 
-It has finished when no request is open and no other worker still needs its blocks."""
+A worker has finished when it has no open requests and no other worker still has to copy its KV blocks."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def _worker_row(status: Any, name: str) -> dict[str, Any]:
 
 
 def _remaining_work(status: Any, name: str, incarnation: str | None) -> RemainingWork:
-    """Return the work that a worker still has.
+    """Return the open requests of a worker, and the prompts whose KV blocks it keeps for other workers.
 
-    A worker that is gone or was restarted has none, and a lost one holds no blocks for others."""
+    A worker that is gone or was restarted has neither. A lost worker, whose heartbeats stopped, keeps no KV blocks."""
     row = _worker_row(status, name)
     if row.get("incarnation") != incarnation or not row:
         return RemainingWork(0, 0, -1.0)
@@ -98,7 +98,7 @@ def _call_router(router: str, path: str, body: Any = None, headers: dict[str, st
     except urllib.error.HTTPError as e:
         if e.code == 401:
             raise WrongClusterKey(
-                f"the router at {router} refused the cluster key, which is missing or wrong",
+                f"the router at {router} refused the call: the cluster key is missing or wrong",
                 hint="set --cluster-key or EMBERLINE_CLUSTER_KEY to the router's key",
             ) from e
         raise _drain_error(router, e) from e

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> GatewayConfig:
-    """Return the settings of the file, overridden by those of the command line."""
+    """Return the settings from the gateway's settings file, overridden by the command line options."""
     known = {field.name: field for field in fields(GatewayConfig)}
     settings = {name: value for name, value in file_settings.items() if name != "gateways"}
     for name, value in settings.items():

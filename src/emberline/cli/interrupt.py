@@ -1,4 +1,4 @@
-"""interrupt_on_termination: SIGTERM and SIGHUP end a command like Ctrl-C, with its cleanup."""
+"""interrupt_on_termination: makes SIGTERM and SIGHUP end a command as Ctrl-C does, including its cleanup."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def interrupt_on_termination() -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Raise KeyboardInterrupt once: a repeated signal must not interrupt the cleanup."""
+    """Raise KeyboardInterrupt at the first signal only: a second signal must not interrupt the cleanup."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

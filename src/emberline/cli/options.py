@@ -1,4 +1,4 @@
-"""Command line options that are generated from config fields."""
+"""Command line options that are generated from the fields of config classes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def add_options(
     help_texts: Mapping[str, str] | None = None,
     parse_int: Callable[[str], int] = int,
 ) -> None:
-    """Add the options of a config and of its nested configs; the help shows the values of `config` as defaults.
+    """Add the command line options of a config and of its nested configs.
 
-    An option that is not given is None in the parsed arguments. `names`: only the options of these fields.
-    `help_texts`: other help texts, by field name. `parse_int`: the parser of whole numbers."""
+    The help shows the values of `config` as defaults. An option that is not given is None in the parsed arguments.
+
+    `names`: add only the options of these fields. `help_texts`: texts that replace the fields' help texts, by field
+    name. `parse_int`: the parser for integer options."""
     wanted = None if names is None else set(names)
     hints = get_type_hints(type(config))
     nested = nested_configs(type(config))
@@ -63,7 +65,7 @@ def given_options(args: argparse.Namespace, config_class: type[DataclassInstance
 
 
 def _parsing(info: OptionInfo, default: Any, hint: Any) -> dict[str, Any]:
-    """Return the arguments of add_argument that say how the option's value is parsed."""
+    """Return the keyword arguments of `add_argument` that define how the option's value is parsed."""
     kind, is_optional = _without_none(hint)
     if kind is bool:
         if is_optional:
@@ -78,7 +80,7 @@ def _parsing(info: OptionInfo, default: Any, hint: Any) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """Return the type without None, and whether None was part of it."""
+    """Return a type hint without `| None`, and whether the hint allowed None."""
     if get_origin(hint) not in (Union, UnionType):
         return hint, False
     (kind,) = (each for each in get_args(hint) if each is not NoneType)
@@ -103,7 +105,7 @@ def comma_list(text: str) -> tuple[str, ...]:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size in bytes, such as 500M or 1.5G; raise ArgumentTypeError if it is none."""
+    """Parse a size in bytes, such as 500M or 1.5G. Raises ArgumentTypeError for any other text."""
     factor = SIZE_FACTORS.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if factor > 1 else text) * factor
@@ -115,7 +117,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(byte_count: int) -> str:
-    """Return a size as the command line accepts it, such as 256M."""
+    """Return a number of bytes in the form that `parse_size` reads, such as 256M."""
     for letter, factor in reversed(SIZE_FACTORS.items()):
         if byte_count and byte_count % factor == 0:
             return f"{byte_count // factor}{letter.upper()}"

@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _packed_directory(name: str, model: Path) -> Path:
-    """Return the packed model's directory, which differs whenever the model's files change."""
+    """Return the directory for the packed copy of a model.
+
+    Its name depends on the model's files, so a changed model gets a new directory."""
     from emberline.unweight.model import iter_copied_files, weight_files
 
     stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(model)]

@@ -1,7 +1,8 @@
 """`emberline gateway rotate-keys`: re-encrypts all stored provider keys with a new master key.
 
-It may run beside running gateways, and again after an interruption. Old master keys stay in the file until
-`--forget-old`, which first checks that no stored key needs them."""
+The command may run while gateways run, and it can be repeated after an interruption. Old master keys stay in the key
+file until the command is run with `--forget-old`. That first checks that no stored provider key is still encrypted
+with an old master key."""
 
 from __future__ import annotations
 

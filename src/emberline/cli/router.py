@@ -1,4 +1,4 @@
-"""`emberline router`: serves one URL in front of workers, which register themselves."""
+"""`emberline router`: serves one URL in front of workers. The workers register themselves."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PROC = Path("/proc")
 
 
 def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None = None) -> None:
-    """Add the arguments of a server. `server`: the defaults of its HTTP settings."""
+    """Add the arguments of `emberline serve`. `server`: HTTP settings to show as defaults."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -60,7 +60,8 @@ def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
     for name in ("worker_name", "worker_url", "cluster_key", "kv_mooncake", "kv_checksums"):
         if getattr(args, name):
             raise InvalidRequest(
-                f"--{name.replace('_', '-')} is only for a worker of a router", hint="add --router URL"
+                f"--{name.replace('_', '-')} is set, but the option is only for a worker of a router",
+                hint="add --router URL",
             )
     if args.kv_port and args.kv_store is None:
         raise InvalidRequest(
@@ -71,7 +72,7 @@ def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
 
 
 def _parse_models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:
-    """Return the models to serve, by their names in the API."""
+    """Return the models to serve: source by name in the API."""
     if several is None:
         model = model or DEFAULT_MODEL
         return {served_name or model: model}
@@ -89,7 +90,7 @@ def _parse_models(model: str | None, several: str | None, served_name: str | Non
             name = source = item
         if not name or not source:
             raise InvalidRequest(
-                f"--models contains {item!r}, which is no model", param="models", hint="write MODEL or NAME=MODEL"
+                f"--models contains {item!r}, which names no model", param="models", hint="write MODEL or NAME=MODEL"
             )
         if name in models:
             raise InvalidRequest(
@@ -102,9 +103,10 @@ def _parse_models(model: str | None, several: str | None, served_name: str | Non
 
 
 def _process_start_time() -> float:
-    """Return when this process started; the current time without /proc (macOS).
+    """Return the time at which this process started, in seconds since 1970.
 
-    So "ready in" includes the interpreter's start and the imports."""
+    Systems without /proc, such as macOS, do not report it: there the result is the current time. The time that the
+    log calls "ready in" starts here, so it includes the interpreter's start and the imports."""
     try:
         ticks = int((PROC / "self/stat").read_text().rsplit(")", 1)[1].split()[19])
         uptime = float((PROC / "uptime").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""Start of the commands that serve until a signal stops them."""
+"""Logging and the event loop of commands that serve until a signal stops them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prints the URLs to open once a server and its gateway answer.
 
-`scripts/serve` starts it as `python -m emberline.cli.startup_summary PORT [GATEWAY_PORT]`. It ends silently when its
-parent does."""
+`scripts/serve` starts this as `python -m emberline.cli.startup_summary PORT [GATEWAY_PORT]`. It ends silently when
+its parent process ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def wait_until_ready(url: str, is_needed: Callable[[], bool]) -> bool:
-    """Return True as soon as the server answers, False when the answer is no longer `needed`."""
+    """Return True as soon as the server answers, or False once `is_needed` returns False."""
     while is_needed():
         try:
             urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S).close()
@@ -56,7 +56,7 @@ def build_summary(engine: str, gateway: str | None = None) -> str:
 
 
 def _first_chat_model(engine: str) -> tuple[str, str | None]:
-    """Return the name of the first chat model, and the header that a server with API keys needs."""
+    """Return the first chat model's name, and the HTTP header to send if the server requires an API key."""
     try:
         with urllib.request.urlopen(f"{engine}/v1/models", timeout=REQUEST_TIMEOUT_S) as reply:
             rows: list[dict[str, Any]] = json.load(reply)["data"]

@@ -115,9 +115,10 @@ def _info(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _show_progress(label: str, directory: Path, is_shown: bool) -> Iterator[tuple[Callable[[int], None], WeightCodec]]:
-    """Show progress, and yield a function that adds finished bytes, and the codec to use.
+    """Show a progress bar while weights are converted; yield two things that the conversion needs.
 
-    Bytes are those of the unpacked tensors."""
+    The first is a function to call with the number of bytes of each finished tensor, counted unpacked. The second is
+    the codec."""
     from emberline.hub.checkpoint import Checkpoint
     from emberline.kernels.cpu.library import find_library
     from emberline.unweight.codec import select_weight_codec

@@ -1,4 +1,4 @@
-"""`emberline worker`: `emberline serve` behind a router."""
+"""`emberline worker`: runs `emberline serve` as a worker of a router."""
 
 from __future__ import annotations
 

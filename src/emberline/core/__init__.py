@@ -1,3 +1,3 @@
-"""Data types that all packages share: requests, plans, events, settings, errors.
+"""Data types that all packages share: requests, step plans, events, settings and errors.
 
-Standard library only."""
+This package imports only the standard library."""

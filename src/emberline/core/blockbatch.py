@@ -1,11 +1,9 @@
-"""BlockBatch: a numbered change to the set of KV blocks in a worker's caches.
+"""BlockBatch: one numbered change to the set of KV blocks that a worker has cached.
 
-Plain data, the same in JSON.
-
-Batches with changes are numbered from 1 without gaps within each incarnation, so a subscriber can detect that it missed
-one. A batch without changes repeats the number of the latest batch. A snapshot is sent in parts and lists all blocks
-that were cached after the batch of its number.
-"""
+It is plain data, and its JSON has the same fields. Batches with changes are numbered 1, 2, 3, ... during one run of
+a worker process (its incarnation), so a subscriber notices if it missed a batch. A batch without changes repeats the
+latest number. A snapshot lists all blocks that were cached right after the batch with the snapshot's number. It is
+sent in several parts."""
 
 from __future__ import annotations
 

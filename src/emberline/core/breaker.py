@@ -1,8 +1,8 @@
 """CircuitBreaker: stops sending requests to a server that keeps failing.
 
-It is closed at first. Enough failures in a row open it for a pause that doubles each time, after which one trial
-request decides whether it closes.
-"""
+A breaker starts closed, which means that requests are sent. Several failures in a row open it: no requests are sent
+for a pause, which doubles each time. After the pause, the outcome of one trial request decides whether the breaker
+closes or stays open."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Settings of servers, routers and workers, frozen and validated when built, and of the environment.
+"""Settings of servers, routers and workers, and functions that read environment variables.
 
-EngineConfig and GatewayConfig have their own modules."""
+Configs are frozen, and validated when they are built. EngineConfig and GatewayConfig have their own modules."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ def kernel_dir() -> Path:
 
 
 def read_secret(name: str) -> str | None:
-    """Return the value of an environment variable that a configuration refers to; None if it is not set."""
+    """Return the environment variable with this name, which a setting refers to; None if it is not set."""
     return os.environ.get(name)
 
 
 def cluster_key_from_environment() -> str | None:
-    """Return EMBERLINE_CLUSTER_KEY. An option would show the key to every user of the machine."""
+    """Return EMBERLINE_CLUSTER_KEY, the key that a router and its workers share; None if it is not set.
+
+    The key can also be given as an option, but then every user of the machine sees it in the process list."""
     return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
 
 
 def otlp_endpoint() -> str | None:
-    """Return the URL for traces from OpenTelemetry's standard environment variables; None if none is set."""
+    """Return the collector's URL from OpenTelemetry's environment variables; None if they are not set."""
     base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (f"{base.rstrip('/')}/v1/traces" if base else None)
 
@@ -61,7 +63,7 @@ def core_count() -> int:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Where trace spans are sent: an OpenTelemetry collector, over HTTP."""
+    """The OpenTelemetry collector that receives trace spans over HTTP."""
 
     collector_url: str
     collector_headers: dict[str, str] = field(default_factory=dict)
@@ -71,17 +73,19 @@ class TraceConfig:
         parts = urlsplit(self.collector_url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidRequest(
-                f"otlp is {self.collector_url[:200]!r}, not an HTTP URL", param="otlp", hint="use http://HOST:4318"
+                f"otlp is {self.collector_url[:200]!r}; it must be an http or https URL",
+                param="otlp",
+                hint="use http://HOST:4318",
             )
         if not 0 <= self.traced_share <= 1:
-            raise InvalidRequest(f"trace_share is {self.traced_share}; it must be in [0, 1]", param="trace_share")
+            raise InvalidRequest(f"trace_share is {self.traced_share}; it must be from 0 to 1", param="trace_share")
 
     @staticmethod
     def from_options(url: str | None, share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
-        """Return the settings for these options; None if nothing is to be traced.
+        """Return the settings for the options --otlp and --trace-share; None if tracing is off.
 
-        `url` may lack the path. "" turns tracing off; None means the URL from the environment.
-        """
+        `url`: the collector's URL, whose path may be missing. An empty `url` turns tracing off. If `url` is None,
+        OpenTelemetry's environment variables decide."""
         endpoint = otlp_endpoint() if url is None else url
         if not endpoint:
             return None
@@ -91,7 +95,7 @@ class TraceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """Settings of every HTTP service: server, router and gateway."""
+    """Settings that every HTTP service has: server, router and gateway."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0: any free port.")
@@ -131,7 +135,7 @@ class ServiceConfig:
 
     @property
     def trace(self) -> TraceConfig | None:
-        """Return where trace spans are sent; None: tracing is off. Raises InvalidRequest for an invalid URL."""
+        """Return the collector of trace spans; None if tracing is off. Raises InvalidRequest for an invalid URL."""
         return TraceConfig.from_options(self.otlp, self.trace_share, self.otlp_headers)
 
 
@@ -267,10 +271,12 @@ class ServerConfig(InferenceServiceConfig):
         InferenceServiceConfig.__post_init__(self)
         _check_positive(self, "stall_timeout")
         if not self.models:
-            raise InvalidRequest("no model to serve was given", param="models", hint="name one: emberline serve MODEL")
+            raise InvalidRequest(
+                "models is empty: there is no model to serve", param="models", hint="name one: emberline serve MODEL"
+            )
         if self.embedder in self.models:
             raise InvalidRequest(
-                f"{self.embedder!r} is the name of both a model and the embedder",
+                f"the name {self.embedder!r} is used for a model and for the embedder",
                 param="models",
                 hint="give the model another name: ALIAS=MODEL",
             )

@@ -55,7 +55,9 @@ class SchedulerConfig:
             raise InvalidRequest(message, param="itl_tail", hint="add --itl-target-ms")
 
     def for_model(self, context: int) -> SchedulerConfig:
-        """Return these settings for a model with this context: a step has a token for every running request."""
+        """Return these settings for a model whose context has `context` tokens.
+
+        `max_batch_tokens` is raised to `max_running` if it is lower: every running request needs a token in a step."""
         return replace(self, max_context=context, max_batch_tokens=max(self.max_batch_tokens, self.max_running))
 
 
@@ -101,7 +103,7 @@ class KVCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVTierConfig:
-    """Settings of the places for KV blocks that are evicted from the KV cache."""
+    """Settings of the KV tiers: main memory, disk and store, which keep blocks evicted from the KV cache."""
 
     kv_host_memory: int = option(
         0,
@@ -134,7 +136,7 @@ class KVTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVNetworkConfig:
-    """Settings of KV blocks on their way to other engines, to the KV store and to disk."""
+    """Settings for KV blocks that are sent to other engines, to the KV store or to disk."""
 
     kv_mooncake: bool = option(
         False, "Also transfer KV blocks with Mooncake's Transfer Engine, over RDMA where available."
@@ -169,9 +171,9 @@ class KVNetworkConfig:
 
     @property
     def checksums_blocks(self) -> bool:
-        """Return whether published blocks carry a checksum.
+        """Return whether KV blocks carry a checksum when other engines copy them.
 
-        With Mooncake they do by default, since another process could overwrite them."""
+        By default they do only with Mooncake, because other processes can then overwrite the blocks."""
         return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
 
 
@@ -195,7 +197,7 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine process on any device. `build` makes one from flat settings."""
+    """Settings of an engine process on any device. `EngineConfig.build` accepts all settings by name."""
 
     model: str  # a checkpoint directory, already resolved
     device: str = option("auto", "Device that computes; auto: a supported GPU if there is one.", choices=DEVICES)
@@ -226,7 +228,7 @@ class EngineConfig:
 
     @staticmethod
     def build(model: str, **settings: Any) -> EngineConfig:
-        """Return the config of a model; `settings` are fields of EngineConfig and of its nested configs.
+        """Return the config of a model. `settings`: fields of EngineConfig and of its nested configs, by name.
 
         A setting that is None gets its default. Raises InvalidRequest for unknown settings and invalid values."""
         return EngineConfig(model, unset=DEPENDENT_SETTINGS).with_settings(**settings)
@@ -237,7 +239,7 @@ class EngineConfig:
         return replace(update_config(self, given), unset=self.unset.difference(given))
 
     def for_gpu(self) -> EngineConfig:
-        """Return these settings with a GPU's defaults.
+        """Return these settings with the GPU's default for each scheduler setting that the user left out.
 
         Raises InvalidRequest for settings that a GPU does not support."""
         if self.threads:
@@ -251,7 +253,7 @@ class EngineConfig:
         return config
 
     def with_kv_ports(self, index: int) -> EngineConfig:
-        """Return these settings for engine number `index`: each engine gets its own ports from `kv_port` on."""
+        """Return these settings for engine number `index`, with its own range of ports above `kv_port`."""
         if not (first_port := self.network.kv_port):
             return self
         port, transfer = first_port + index * KV_PORT_COUNT, self.transfer
@@ -261,13 +263,13 @@ class EngineConfig:
 
     @property
     def requested_context(self) -> int | None:
-        """Return the context that was set; None: the model's own context applies."""
+        """Return the maximum context that the user set; None if the model's own context applies."""
         return None if "max_context" in self.unset else self.scheduler.max_context
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSharingConfig:
-    """How models that do not fit into GPU memory together share it over time."""
+    """Settings of models that take turns on one GPU because they do not fit into its memory together."""
 
     model_turn: float = option(
         5.0, "Seconds that a model accepts requests while another model's requests wait.", unit="s"

@@ -1,4 +1,4 @@
-"""What the engine reports: Outputs of requests, Stats of the engine, SleepStats of its models.
+"""What the engine reports: Outputs of requests, Stats of engines, and SleepStats of models.
 
 Timing defines time to first token and the other latencies for the whole project."""
 
@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass(slots=True)  # not frozen, which would slow down creation: one is made for every token
 class Output:
-    """New tokens of one completion, or its end, or both. Exactly one Output of a completion has `finish`."""
+    """New tokens of one completion, or its end, or both. Exactly one Output of each completion has `finish`."""
 
     id: str  # of the submission
     index: int = 0  # which of its n completions
@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(slots=True)
 class SleepStats:
-    """How often a model woke and slept so far, with the seconds and the bytes copied."""
+    """How often a model was woken and put to sleep, how long that took, and how many bytes were copied."""
 
     wakes: int = 0
     wake_seconds: float = 0.0
@@ -84,9 +84,9 @@ BlockSample = tuple[str, float]  # which of lifetime, idle_before_evict and reus
 
 @dataclass(slots=True)
 class TierStats:
-    """Statistics of one KV tier below the main cache.
+    """Statistics of one KV tier (main memory, disk or store) below the KV cache.
 
-    All but the first three are counters since the start."""
+    All fields except the first three are counters since the engine started."""
 
     on: bool = True
     blocks: int = 0
@@ -109,7 +109,9 @@ class TierStats:
 
 @dataclass(slots=True)
 class TransferStats:
-    """Statistics of KV transfers between engines. All but the last five are counters since the start."""
+    """Statistics of KV transfers between engines.
+
+    All fields except the last five are counters since the engine started."""
 
     pulls: int = 0  # pulls that ended, successful or not
     pulled_bytes: int = 0
@@ -134,7 +136,7 @@ class TransferStats:
 
     @staticmethod
     def total(all_: Iterable[TransferStats]) -> TransferStats | None:
-        """Return the statistics of several engines together; None for no engines."""
+        """Return the sum of the statistics of several engines; None if there are none."""
         every = list(all_)
         if not every:
             return None
@@ -180,9 +182,9 @@ class Stats:
 
     @staticmethod
     def total(all_: Iterable[Stats]) -> Stats:
-        """Return the statistics of all engines of one process together, without residency and tiers.
+        """Return the sum of the statistics of all engines of one process, without `residency` and `tiers`.
 
-        step_tokens and step_seconds add up the last step of each engine."""
+        `step_tokens` and `step_seconds` are summed over the latest step of each engine."""
         every = list(all_)
         not_summed = ("residency", "tiers", "transfer")
         sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in not_summed}

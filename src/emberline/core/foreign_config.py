@@ -14,7 +14,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True)
 class ForeignWorkerConfig:
-    """A vLLM or SGLang server behind the router. It does not register itself: the router polls it."""
+    """A vLLM or SGLang server behind the router. It does not register itself, so the router polls it."""
 
     url: str
     dialect: str  # vllm or sglang
@@ -23,20 +23,23 @@ class ForeignWorkerConfig:
 
     def __post_init__(self) -> None:
         if self.dialect not in ("vllm", "sglang"):
-            raise InvalidRequest(f"foreign worker {self.url}: unknown kind {self.dialect!r}", hint="use vllm or sglang")
+            raise InvalidRequest(
+                f"the foreign worker {self.url} has the unknown kind {self.dialect!r}", hint="use vllm or sglang"
+            )
         if self.role not in ROLES:
             hint = "use prefill, decode or both"
-            raise InvalidRequest(f"foreign worker {self.url}: unknown role {self.role!r}", hint=hint)
+            raise InvalidRequest(f"the foreign worker {self.url} has the unknown role {self.role!r}", hint=hint)
         if not self.url.startswith(("http://", "https://")):
             raise InvalidRequest(
-                f"foreign worker: {self.url!r} is not an http or https URL", hint="use vllm=http://HOST:PORT"
+                f"the foreign worker's URL is {self.url!r}; it must be an http or https URL",
+                hint="use vllm=http://HOST:PORT",
             )
 
     @staticmethod
     def parse(text: str) -> ForeignWorkerConfig:
         """Parse KIND[:ROLE[:PORT]]=URL, for example sglang:prefill:8998=http://host:30000.
 
-        Raises InvalidRequest if the text has another form."""
+        Raises InvalidRequest if the text does not have this form."""
         kind, _, url = text.partition("=")
         dialect, *rest = kind.split(":")
         if len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):

@@ -1,6 +1,6 @@
 """free_memory: how much memory this process may still allocate without swapping.
 
-The limits of its control groups are taken into account."""
+The memory limits of the process's control groups (cgroups) are respected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def physical_memory() -> int:
 
 
 def _control_groups(root: Path, top: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of this process's control group and all its parents."""
+    """Yield the directory of this process's control group, and those of all its parent groups."""
     yield top
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -17,7 +17,7 @@ _next_index = random.SystemRandom().randrange(len(PORT_RANGE))
 def free_port(*hosts: str) -> int:
     """Return a port that is free at all of these local addresses (default: 127.0.0.1).
 
-    Raises OSError if none is."""
+    Raises OSError if no port is free."""
     global _next_index
     for _ in PORT_RANGE:
         port, _next_index = PORT_RANGE[_next_index % len(PORT_RANGE)], _next_index + 1

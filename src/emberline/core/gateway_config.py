@@ -15,7 +15,8 @@ from emberline.core.options import changed_option, option
 class GatewayConfig(ServiceConfig):
     """Settings of a gateway process.
 
-    What each gateway in it does is stored in its own settings, not here."""
+    One process serves several gateways. The settings of each gateway are in the settings file and the store, not
+    here."""
 
     port: int = changed_option(ServiceConfig, "port", default=8080)
     # Admin keys that always work; none given: one is created in a file.
@@ -58,7 +59,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def journal_dir(self) -> Path:
-        """Return the directory of journals: counts of limits that are not in the store yet."""
+        """Return the directory of the files that hold counts for rate limits until they are in the store."""
         kind, _, location = self.store_url.partition(":")
         if kind == "sqlite":
             return Path(location.removeprefix("//")).expanduser()
@@ -66,7 +67,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def admin_file(self) -> Path:
-        """Return the file of the admin key that is created if `api_keys` is empty."""
+        """Return the file of the admin key. The key is created if `api_keys` is empty."""
         return cache_dir() / "gateway" / "admin.key"
 
     @property

@@ -1,21 +1,20 @@
-"""Handoff: the state that a worker needs, besides the request, to continue it.
+r"""Handoff: the state with which a different worker continues a request, besides the request itself.
 
-Plain data, the same in JSON.
+It is plain data, and its JSON has the same fields. The state of sampling and grammar follows from seed, params and
+tokens, so with the tokens the output continues bit for bit. KV blocks of the previous engine only save time:
+`source`, which says where they are, may be missing or out of date.
 
-Sampling and grammar state follow from seed, params and tokens, so the tokens are enough to continue bit for bit.
-KV blocks of another engine only save time: `source` may be missing or stale.
+The router reads a stream as groups of tokens. The worker writes each group at once: a comment, then the events of
+the group's tokens.
 
-A tracked stream consists of groups. Each is one write of the worker: a comment, then the events of those tokens.
-
-    : said <index> <tokens> <size>\\n\\n              tokens of choice <index>, separated by commas; "-" for none
-    : said <index> <tokens> <size> <finish>\\n\\n     the same, and the choice has ended
+    : said <index> <tokens> <size>\n\n              tokens of choice <index>, separated by commas; "-" for none
+    : said <index> <tokens> <size> <finish>\n\n     the same, and the choice has ended
     ...                                             <size> bytes of events, possibly none (text held back)
 
-`: cached <n>\\n\\n` precedes the first group and each group that changes it: prompt tokens found in a cache so far.
-`: chain <hash> <blocks>\\n\\n` follows it if requested: hash of the prompt's last full block, and number of blocks. A
-group counts only as a whole: a relay forwards all of its bytes or none. All bytes belong to a group; the last group has
-no tokens and holds the end of the stream in the client's protocol.
-"""
+`: cached <n>\n\n` precedes the first group and each group that changes n, the number of prompt tokens found in a
+cache. If requested, `: chain <hash> <blocks>\n\n` follows: the hash of the prompt's last full KV block, and the
+number of blocks. A router forwards all bytes of a group or none. All bytes of the stream belong to a group: the last
+group has no tokens and contains the end of the stream in the client's protocol."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ class Handoff:
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
 
     def tokens_by_choice(self, n: int) -> tuple[tuple[int, ...], ...]:
-        """Return the output tokens of each of `n` choices so far; () if no choice has any group.
+        """Return the output tokens of each of the `n` choices until now; () if no choice has any.
 
         Raises InvalidRequest if a group belongs to a choice beyond `n`."""
         if not self.groups:
@@ -78,20 +77,22 @@ class Handoff:
 
     @staticmethod
     def parse(data: Any) -> Handoff:
-        """Parse what `as_dict` returned; every key may be missing. Raises InvalidRequest."""
+        """Parse a dict that `as_dict` made; every key may be missing. Raises InvalidRequest for invalid values."""
         try:
             groups = tuple(_parse_group(*group) for group in data.get("said", ()))
             started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")
             if type(started) is not bool or not (source is None or isinstance(source, dict)):
-                raise ValueError("started must be true or false, source an object or null")
+                raise ValueError("started must be true or false, and source must be an object or null")
             return Handoff(groups, started, None if cached is None else _parse_natural(cached), source)
         except (AttributeError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"handoff cannot be parsed: {error}", param="handoff") from error
+            raise InvalidRequest(
+                f"the handoff (state of a stream to continue) cannot be parsed: {error}", param="handoff"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What an engine that computed a prompt for another engine reports at the end, besides the KV blocks."""
+    """What a prefill engine reports, besides KV blocks, after computing a prompt for a different engine."""
 
     tokens: tuple[int, ...]  # first token of the output
     stop: bool  # whether this token completes the request's grammar
@@ -114,7 +115,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """A copy of KV blocks of one request's prompt from another engine. Times are on the engine's clock."""
+    """The copying of a request's KV blocks from a different engine. Times are on this engine's clock."""
 
     source: str  # name of the other engine
     began: float
@@ -127,7 +128,7 @@ class BlockPull:
 
 def _parse_natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not an integer of 0 or more")
+        raise ValueError(f"{value!r} must be an integer of at least 0")
     return value
 
 

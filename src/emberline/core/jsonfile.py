@@ -1,4 +1,4 @@
-"""Read JSON files of a model, with a size limit; all failures are raised as ModelFileError."""
+"""Reads JSON files of a model up to a size limit. Every failure is raised as ModelFileError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FILE_BYTES = 64 << 20
 def parse_object(data: bytes | str, what: str) -> dict[str, Any]:
     value = _parse_json(data, what)
     if not isinstance(value, dict):
-        raise ModelFileError(f"{what} must hold a JSON object, not {type(value).__name__}")
+        raise ModelFileError(f"{what} must contain a JSON object, but contains a {type(value).__name__}")
     return value
 
 
@@ -30,7 +30,7 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
     """Return the file's list of JSON objects; [] if the file does not exist."""
     value = _parse_json(_read_content(path), str(path)) if path.exists() else []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise ModelFileError(f"{path} must hold a list of JSON objects")
+        raise ModelFileError(f"{path} must contain a list of JSON objects")
     return value
 
 
@@ -54,5 +54,5 @@ def _read_content(path: Path) -> bytes:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ValueError("an object has a key twice")
+        raise ValueError("a JSON object contains the same key twice")
     return out

@@ -85,7 +85,7 @@ class OffloadProcess:
         return value
 
     def _exchange(self, message: list[bytes | memoryview]) -> bytes | None:
-        """Send a message to the child, starting it if needed, and return its pickled reply; None if it died."""
+        """Send a message to the child process, starting it if needed; return its pickled reply, or None if it died."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -132,7 +132,7 @@ class Offload:
         return await (self.large if size <= HUGE_INPUT_BYTES else self.huge).run(function, *args, **kwargs)
 
     async def run_by_size(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do what `run` does, but call the function in this process if `size` is below LARGE_INPUT_BYTES."""
+        """Call the function in this process if `size` is below LARGE_INPUT_BYTES, else do the same as `run`."""
         return (
             function(*args, **kwargs) if size < LARGE_INPUT_BYTES else await self.run(size, function, *args, **kwargs)
         )
@@ -151,7 +151,7 @@ def _read_message(stream: IO[bytes]) -> bytes | None:
 
 
 def serve_calls() -> None:
-    """Run pickled calls from stdin until it ends: the main function of the child process."""
+    """Run pickled calls from stdin until stdin ends. This is the main function of the child process."""
     _lower_priority()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the server is gone
@@ -169,9 +169,9 @@ def serve_calls() -> None:
 
 
 def _lower_priority() -> None:
-    """Lower this process's priority.
+    """Lower this process's priority, so that event loops get a processor core first.
 
-    With two cores and two busy children, event loops waited up to 60 ms for a core."""
+    At equal priority, on two cores with two busy child processes, event loops waited up to 60 ms for a core."""
     os.nice(NICENESS)
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it

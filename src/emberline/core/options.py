@@ -1,8 +1,7 @@
-"""Config fields as command line options, and flat settings for nested configs.
+"""Command line options of config fields, and access to the fields of nested configs by name.
 
-Each setting is one field of one config class. `option` stores the field's help text beside its default, and the
-command line is generated from both. `update_config` accepts settings by field name and
-finds the nested config that has them."""
+Each setting is one field of one config class. `option` stores a help text beside the field's default, and the
+command line is generated from both. `update_config` finds the nested config that defines a setting."""
 
 from __future__ import annotations
 
@@ -35,22 +34,22 @@ class OptionInfo:
 
 
 def option(default: Any, help_text: str, **info: Any) -> Any:
-    """Return a dataclass field with a command line option. `info`: further fields of OptionInfo.
+    """Return a dataclass field that is also a command line option. `info`: further fields of OptionInfo.
 
-    The default may be the MISSING of dataclasses: the field is then required."""
+    If `default` is dataclasses.MISSING, the field is required."""
     metadata = {OPTION_KEY: OptionInfo(help_text, **info)}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
 def changed_option(base: type[DataclassInstance], name: str, **changes: Any) -> Any:
-    """Return an inherited config field with some changes: another `default`, or other fields of OptionInfo."""
+    """Return an inherited config field with a different `default`, or with different fields of OptionInfo."""
     inherited = next(each for each in fields(base) if each.name == name)
     default = changes.pop("default", inherited.default)
     return field(default=default, metadata={OPTION_KEY: replace(inherited.metadata[OPTION_KEY], **changes)})
 
 
 def option_info(config_field: Field[Any]) -> OptionInfo | None:
-    """Return the field's command line option; None if it has none."""
+    """Return the command line option of a config field; None if the field has no option."""
     info = config_field.metadata.get(OPTION_KEY)
     assert info is None or isinstance(info, OptionInfo)
     return info
@@ -58,14 +57,16 @@ def option_info(config_field: Field[Any]) -> OptionInfo | None:
 
 @cache
 def nested_configs(config_class: type[DataclassInstance]) -> dict[str, type[DataclassInstance]]:
-    """Return the classes of the config's fields that hold a nested config, by field name."""
+    """Return the class of each field that holds a nested config, by field name."""
     hints = get_type_hints(config_class)
     return {each.name: hints[each.name] for each in fields(config_class) if is_dataclass(hints[each.name])}
 
 
 @cache
 def setting_owners(config_class: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
-    """Return where each setting is defined: names of the fields with nested configs, or "" for the config itself."""
+    """Return the owners of each setting, by its name.
+
+    An owner is the name of the field whose nested config defines the setting, or "" for the config itself."""
     nested = nested_configs(config_class)
     owners: dict[str, tuple[str, ...]] = {
         each.name: ("",) for each in fields(config_class) if each.name not in nested and each.metadata != COMPUTED_FIELD
@@ -79,7 +80,7 @@ def setting_owners(config_class: type[DataclassInstance]) -> dict[str, tuple[str
 def update_config(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
     """Return the config with changed settings, which may be fields of its nested configs.
 
-    Raises InvalidRequest for a setting that no config or several configs define."""
+    Raises InvalidRequest if no config defines a setting, or if several do."""
     owners = setting_owners(type(config))
     by_owner: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():

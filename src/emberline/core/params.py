@@ -1,6 +1,6 @@
-"""SamplingParams: how the tokens of one request are chosen and when it ends.
+"""SamplingParams: how the tokens of one request are chosen, and when the request ends.
 
-Independent of API protocols."""
+These settings are independent of the API protocol."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_COMPLETIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output must match.
+    """A constraint on the output: a JSON schema, a pattern, a list of choices or a grammar.
 
-    `text` is the schema, pattern or grammar; for `choice` it is a JSON array of strings."""
+    `text` is the schema, pattern or grammar. For `choice` it is a JSON array of strings."""
 
     kind: GrammarKind
     text: str = ""
@@ -74,11 +74,13 @@ class SamplingParams:
         if self.seed is not None:
             _check_range("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         if len(self.stop) > 16 or any(not s or len(s) > 1024 for s in self.stop):
-            raise InvalidRequest("stop takes at most 16 strings of 1 to 1024 characters", param="stop")
+            raise InvalidRequest("stop must have at most 16 strings, each of 1 to 1024 characters", param="stop")
         if any(not word or min(word) < 0 for word in self.bad_words) or min(self.allowed_token_ids, default=0) < 0:
-            raise InvalidRequest("bad_words and allowed_token_ids must hold token ids of 0 or more")
+            raise InvalidRequest("bad_words and allowed_token_ids must contain token ids of at least 0")
         if len(self.logit_bias) > 1024:
-            raise InvalidRequest("logit_bias takes at most 1024 tokens", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} tokens; it must have at most 1024", param="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
@@ -92,7 +94,7 @@ class SamplingParams:
 
     @property
     def needs_sync_steps(self) -> bool:
-        """Whether the host must know each token before it launches the next step."""
+        """Whether the host must have read each sampled token before it can launch the next step."""
         return self.prompt_logprobs is not None
 
 

@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """End this process when its stdin is closed.
 
-    On Linux the kernel does so even while no thread can run."""
+    On Linux the kernel ends the process, which works even while no Python thread can run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_at_end_of_stdin, name="lifeline", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Estimate how long a value takes to unpickle, from the number of its parts.
+"""Estimates how long a value takes to unpickle, by counting the values inside it.
 
-Functions that run in a child process (`core/offload.py`) reject results that would hold the interpreter's lock of the
-server for too long when they are unpickled there."""
+Functions that run in a child process (`core/offload.py`) reject a result that would take too long: the server
+unpickles it while holding the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ MAX_PICKLE_COST = 1_000_000  # unpickled in about 50 ms
 def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, what: str = "the request") -> None:
     """Raise WorkTooLarge if the value's cost is above `max_cost`."""
     if estimate_pickle_cost(value, max_cost) > max_cost:
-        raise WorkTooLarge(f"{what} has more than {max_cost} values", hint="send a smaller request")
+        raise WorkTooLarge(
+            f"{what} contains more than {max_cost} values, which is the limit", hint="send a smaller request"
+        )
 
 
 def estimate_pickle_cost(value: Any, max_cost: int) -> int:
-    """Return the estimated cost of pickling the value; counting stops above `max_cost`."""
+    """Return the estimated cost of unpickling the value; counting stops once the cost is above `max_cost`."""
     cost, left = 0, [value]
     while left and cost <= max_cost:
         each = left.pop()

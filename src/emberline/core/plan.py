@@ -1,4 +1,4 @@
-"""The data between scheduler and runner: a StepPlan is what to compute, a StepResult the outcome."""
+"""The data between scheduler and runner: a StepPlan says what to compute, a StepResult what was sampled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from emberline.core.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that is new to the runner.
+    """A request that the runner has not seen before.
 
-    Sampling and grammar state follow from these fields alone, so that any runner can take over a request."""
+    The state of sampling and grammar follows from these fields alone, so any runner can take over a request."""
 
     id: str
     tokens: list[int]  # owned by the runner from now on
@@ -41,9 +41,9 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of one block between the cache and a lower tier's buffer.
+    """A copy of one KV block between the KV cache and a buffer of a lower tier, such as main memory.
 
-    The runner owns the buffer during the step."""
+    During the step only the runner may use the buffer."""
 
     block: int
     digest: bytes  # hash of the block's content: tokens/blockhash.py
@@ -52,9 +52,9 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine.
+    """One step of the engine: saves of blocks to lower tiers, then loads of blocks, then the model's work.
 
-    Its order is saves, loads, work: a saved block may be reused in the same plan."""
+    Saves come first, so that the same plan may overwrite a saved block."""
 
     step: int
     admitted: Sequence[Admission]
@@ -70,7 +70,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token, before penalties, bias and temperature, and the top alternatives."""
+    """The log-probability of one token and of the top alternatives, before penalties, bias and temperature."""
 
     logprob: float
     rank: int

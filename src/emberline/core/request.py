@@ -30,7 +30,7 @@ class RequestStatus(Enum):
 
 
 class Priority(IntEnum):
-    """The lower value runs first. A batch request that has waited for long enough counts as interactive."""
+    """Requests with the lower value run first. A batch request that has waited long counts as interactive."""
 
     INTERACTIVE = 0
     BATCH = 1
@@ -46,7 +46,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What a client of the engine submits: a prompt, to be completed params.n times."""
+    """What a client submits to the engine: one prompt, which is completed params.n times."""
 
     id: str
     prompt: list[int]
@@ -105,7 +105,7 @@ class Request:
 
     @property
     def submitted_len(self) -> int:
-        """Length of the prompt and of the output that the submission contained."""
+        """Number of tokens in the prompt and in the output that the submission already contained."""
         return self.prompt_len + self.num_resumed
 
     @property
@@ -114,12 +114,14 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt were requested and not reported yet."""
+        """Whether log-probabilities of this request's prompt were requested and are not reported yet."""
         return self.params.prompt_logprobs is not None and self.first_token_at is None and not self.num_resumed
 
     @property
     def usable_prefill_result(self) -> PrefillResult | None:
-        """The source's result, if its first token may be used as if it were sampled here; else None."""
+        """The result of the prefill engine that computed this prompt; None if it cannot be used.
+
+        Its first token is then used as if this engine had sampled it."""
         params = self.params
         plain = (
             params.logprobs is None and params.prompt_logprobs is None and len(self.tokens) == self.prefill_result_len
@@ -128,7 +130,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that the next step may compute."""
+        """Number of this request's tokens that the next step may compute."""
         known = len(self.tokens) + self.num_pending
         if self.num_pending and (self.needs_sync_steps or known >= self.max_len):
             return 0  # the host must see the pending token first, or it is the last one

@@ -1,6 +1,6 @@
-"""WaitingQueue: the order in which requests start: interactive before batch, then by arrival.
+"""WaitingQueue: requests in the order in which they start: interactive before batch, then by arrival.
 
-A batch request is ranked as if it had arrived `ageing_seconds` later than it did, so it cannot wait for ever."""
+A batch request is sorted as if it had arrived `ageing_seconds` later than it did, so it cannot wait for ever."""
 
 from __future__ import annotations
 

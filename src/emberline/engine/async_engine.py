@@ -1,6 +1,7 @@
 """AsyncEngine: runs an engine process and streams its outputs.
 
-If the process dies or hangs, open requests end with an error and it is restarted. Every stream ends exactly once."""
+If the process dies or hangs, open requests end with an error, and the process is restarted. Every stream ends
+exactly once."""
 
 from __future__ import annotations
 
@@ -122,17 +123,18 @@ class AsyncEngine:
         self._fail_open_requests(EngineUnavailable("the server is shutting down"))
 
     async def submit(self, submission: Submission, *, merges: bool = False) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of a submission; each of its completions ends once.
+        """Yield the outputs of a submission. Each of its completions ends once.
 
-        Closing the generator aborts it.
-
-        `merges`: outputs that wait for the caller may be merged into one with several tokens. Raises
-        EngineUnavailable if the process is not ready, EngineFailed if it dies."""
+        Closing the generator aborts the submission. `merges`: outputs that wait for the caller may be merged into
+        one output with several tokens. Raises EngineUnavailable if the process is not ready, EngineFailed if it
+        dies."""
         assert submission.id not in self._open_queues
         if not self._send(Submit(submission)):
             # The socket is closed, but that was not handled yet.
             state = EngineState.RESTARTING if self.state is EngineState.READY else self.state
-            raise EngineUnavailable(f"the engine is {state.value}", hint="retry in a few seconds")
+            raise EngineUnavailable(
+                f"the engine cannot accept requests: it is {state.value}", hint="retry in a few seconds"
+            )
         queue = self._open_queues[submission.id] = OutputQueue(merges=merges)
         left = submission.params.n
         try:
@@ -149,12 +151,14 @@ class AsyncEngine:
                 self._send(Abort(submission.id, None))
 
     def abort_completion(self, submission_id: str, index: int) -> None:
-        """Abort one of the n completions of an open submission; its end is part of the stream."""
+        """Abort one of the n completions of an open submission. Its stream still reports how the completion ended."""
         if submission_id in self._open_queues:
             self._send(Abort(submission_id, index))
 
     def set_peers(self, model: str, peers: list[dict[str, Any]]) -> None:
-        """Connect a model's engine to these peers only, now and after every restart; see `pairing_states`."""
+        """Connect a model's engine to exactly these peers, now and after every restart of the process.
+
+        `pairing_states` shows the result."""
         self._peers[model] = peers
         self._send(SetPeers(model, peers))
 
@@ -229,7 +233,7 @@ class AsyncEngine:
         return error or EngineFailed("killed, but still running" if status is None else f"exit status {status}")
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start a process and return it with our end of its socket."""
+        """Start an engine process; return the process and this side's end of the socket to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
@@ -291,16 +295,18 @@ class AsyncEngine:
             timeout = self._stall_timeout if self.state is EngineState.READY else boot_timeout
             if silent > timeout:
                 log.error(
-                    "Engine process hangs, killing it: silent_s=%.0f timeout_s=%.0f", self.silent_seconds, timeout
+                    "Engine process hangs and is killed: seconds_without_message=%.0f timeout_s=%.0f",
+                    self.silent_seconds,
+                    timeout,
                 )
                 process.kill()
                 writer.transport.abort()  # a process that does not end keeps its end of the socket open
                 return
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the process to end, and kill it after a while.
+        """Wait until the process ends; kill it after a while.
 
-        A process that hangs in a driver may not end even then; this returns all the same."""
+        A process that hangs in a driver may survive the kill. This method then returns anyway."""
         for last in (False, True):
             until = self._clock.now() + REAP_TIMEOUT_S
             while self._clock.now() < until:

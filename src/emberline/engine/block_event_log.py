@@ -1,6 +1,6 @@
-"""BlockEventLog: the recent changes to the KV caches of one engine process, for subscribers.
+"""BlockEventLog: the recent changes to the KV caches of one engine process, for subscribers such as routers.
 
-It keeps the latest numbered batches, and a snapshot for subscribers that have missed more."""
+The log keeps the latest numbered batches of changes. A subscriber that missed older batches gets a snapshot."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class BlockEventLog:
     def record(
         self, model: str, is_snapshot: bool, stored: Sequence[tuple[bytes, bytes]], removed: Sequence[bytes]
     ) -> None:
-        """Record changes in the order in which the engine reports them.
+        """Record changes of a model's cached blocks, in the order in which the engine reports them.
 
-        `is_snapshot`: `stored` lists all blocks of the model, and replaces the earlier ones."""
+        `is_snapshot`: `stored` lists all cached blocks of the model and replaces what was reported before."""
         counts, blocks = self.is_complete, self._blocks_by_model.setdefault(model, {})
         if is_snapshot:
             current = dict(stored)
@@ -71,7 +71,9 @@ class BlockEventLog:
         self._notify()
 
     def batches_after(self, incarnation: str, seq: int) -> list[BlockBatch]:
-        """Return the batches after this one, or a snapshot if some of them are no longer kept."""
+        """Return the batches after number `seq` of this incarnation (run of the engine process).
+
+        If some of them are no longer kept, or the incarnation has changed, return a snapshot."""
         if not self.is_complete or (incarnation, seq) == (self.incarnation, self.seq):
             return []
         if incarnation == self.incarnation and self._batches and self._batches[0].seq <= seq + 1 <= self.seq:
@@ -79,7 +81,7 @@ class BlockEventLog:
         return self._snapshot()
 
     def heartbeat(self) -> BlockBatch:
-        """Return an empty batch, which shows subscribers that the log is alive and what the latest number is."""
+        """Return a batch without changes. It shows subscribers that the log is alive and which number is the latest."""
         return BlockBatch(self.incarnation, self.seq)
 
     async def wait_for_change(self, timeout: float) -> None:

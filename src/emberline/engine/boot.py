@@ -1,6 +1,6 @@
-"""boot: builds an Engine from an EngineConfig, on a GPU or the CPU.
+"""boot: builds an Engine from an EngineConfig, on a GPU or on the CPU.
 
-Memory is computed in advance, not probed."""
+How memory will be used is computed in advance, without a trial run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DEFAULT_KV_CONTEXTS = 8  # full contexts that the CPU's cache holds by default, 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """A loaded engine, its properties, and the seconds of each phase of loading."""
+    """A loaded engine, its properties, and the seconds that each phase of loading took."""
 
     engine: Engine
     max_context: int
@@ -73,12 +73,10 @@ class LoadedEngine:
 def boot(
     config: EngineConfig, reader: FileReader | None = None, *, default_kv_bytes: int | None = None
 ) -> LoadedEngine:
-    """Load the model and return its engine.
+    """Load the model and return its engine. Raises EmberlineError if the settings or the model are not usable.
 
-    Raises EmberlineError if the settings or the model are not usable.
-
-    `reader`: a reader of the checkpoint's files that was started before torch was imported, for a GPU.
-    `default_kv_bytes`: KV cache on the CPU if the config sets none; None: half of the free memory."""
+    `reader`: only for a GPU, a reader of the checkpoint's files that was started before torch was imported.
+    `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
         return loaded_from_gpu(boot_on_gpu(config.for_gpu(), reader))
     if reader is not None:
@@ -91,7 +89,7 @@ def runs_on_gpu(config: EngineConfig) -> bool:
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
-    """Load the model on the GPU. `config` has the GPU's defaults already: see EngineConfig.for_gpu."""
+    """Load the model on a GPU. `config` must already have the GPU's defaults."""
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
@@ -198,7 +196,7 @@ def _check_cpu_settings(config: EngineConfig) -> None:
 def _check_host_memory(config: EngineConfig) -> None:
     """Raise InvalidRequest if kv_host_memory is more than the free memory.
 
-    A GPU's host tier is pinned, so all of it is allocated at the start."""
+    With a GPU, this memory is pinned, so all of it is allocated at the start."""
     if config.tiers.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
             f"kv_host_memory is {memory.format_gib(config.tiers.kv_host_memory)} GiB; "
@@ -244,7 +242,9 @@ def _open_transfer_endpoint(
         if transfer.required:
             address = f"{transfer.listen_host}:{transfer.listen_port}"
             raise InvalidRequest(
-                f"KV transfers cannot listen at {address}: {error}", param="transfer", hint="choose another --kv-port"
+                f"the engine cannot listen at {address} for KV transfers: {error}",
+                param="transfer",
+                hint="choose another --kv-port",
             ) from error
         return None
 

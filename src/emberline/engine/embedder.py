@@ -33,7 +33,7 @@ class EmbedReply(msgspec.Struct, tag=True):
 
 
 class EmbedderProcess:
-    """Computes embeddings in a child process, one call at a time. `embed` blocks: call it in a thread."""
+    """Computes embeddings in a child process, one call at a time. `embed` blocks, so call it in a thread."""
 
     def __init__(self, directory: Path, threads: int) -> None:
         self._command = [sys.executable, "-m", "emberline.engine.embedder", str(directory), str(threads)]
@@ -55,9 +55,10 @@ class EmbedderProcess:
                 process.wait()
                 if timer.finished.is_set():
                     raise DeadlineExceeded(
-                        f"the embedder did not answer within {CALL_TIMEOUT_S:.0f} s", hint="send fewer inputs at once"
+                        f"the process that computes embeddings did not answer within {CALL_TIMEOUT_S:.0f} s",
+                        hint="send fewer inputs at once",
                     ) from e
-                raise EngineFailed("the embedder process died", hint="send the request again") from e
+                raise EngineFailed("the process that computes embeddings died", hint="send the request again") from e
             finally:
                 timer.cancel()
         if isinstance(answer, Rejection):
@@ -68,7 +69,7 @@ class EmbedderProcess:
         return [flat[i : i + answer.dim] for i in range(0, len(flat), answer.dim)]
 
     def stop(self) -> None:
-        """End the process. Open and waiting calls fail, and later ones raise EngineUnavailable."""
+        """End the process. Open and waiting calls fail, and later calls raise EngineUnavailable."""
         self._is_stopped = True
         if self._process is not None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Engine: a scheduler and a runner. Each `step` schedules, runs and updates."""
+"""Engine: a scheduler with a runner. Each `step` plans work, runs it, and applies the result to the requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDLE_WAIT_S = 0.002  # longest wait of a step that has nothing to compute; other
 
 
 class Runner(Protocol):
-    """Computes plans: the fake, the torch runners and the simulator implement this."""
+    """Executes step plans. The fake runner, the torch runners and the simulator implement this protocol."""
 
     num_blocks: int
     vocab_size: int
@@ -37,7 +37,7 @@ class Runner(Protocol):
 
     @property
     def layout(self) -> str:
-        """Name of model and cache format, part of every block's hash."""
+        """A name of the model and its cache format, which is part of every KV block's hash."""
         ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
@@ -48,7 +48,7 @@ class PipelinedRunner(Runner, Protocol):
     """A runner that accepts the next plan before the result of the last one is read."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start a plan after all earlier ones, and return a function that waits for its result."""
+        """Start a plan after all earlier plans, and return a function that waits for its result."""
         ...
 
 
@@ -58,11 +58,11 @@ class PreparingRunner(Runner, Protocol):
 
     @property
     def is_preparing(self) -> bool:
-        """Whether something is left to prepare."""
+        """Whether there is something left to prepare."""
         ...
 
     def prepare_next(self) -> bool:
-        """Prepare a little, for some 20 ms at most; return False if nothing was left."""
+        """Prepare for about 20 ms at most; return False if nothing was left to prepare."""
         ...
 
 
@@ -73,12 +73,12 @@ class GrammarRunner(Runner, Protocol):
     def prepare(self, grammar: GrammarSpec) -> Future[Any]:
         """Return a future that is done when requests with this grammar can start without waiting.
 
-        The compiled grammar is kept as long as the future is."""
+        The compiled grammar stays cached as long as the future exists."""
         ...
 
 
 class OutputMatcher(Protocol):
-    """A compiled grammar, and its state after the output so far."""
+    """A compiled grammar with its state after the tokens of one output."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -97,8 +97,9 @@ class Engine:
         tiers: TierStack | None = None,
         transfer_endpoint: TransferEndpoint | None = None,
     ) -> None:
-        """`tiers`: KV tiers below the runner's cache, if the runner executes a plan's copies.
-        `transfer_endpoint`: exchanges blocks of the runner's cache with other engines."""
+        """`tiers`: KV tiers below the runner's cache (main memory, disk, store), if the runner can copy blocks.
+
+        `transfer_endpoint`: exchanges KV blocks of the runner's cache with other engines."""
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
@@ -144,8 +145,8 @@ class Engine:
     def add(self, submission: Submission, arrival: float | None = None) -> None:
         """Accept a submission; each of its completions then ends exactly once.
 
-        `arrival`: the time on the engine's clock, of a submission that has already waited. Raises InvalidRequest, or
-        Overloaded if too many requests are open."""
+        `arrival`: when the submission arrived, on the engine's clock, if it has already waited elsewhere. Raises
+        InvalidRequest, or Overloaded if too many requests are open."""
         if submission.id in self._request_ids:
             raise InvalidRequest(
                 f"a request with id {submission.id!r} is already open", param="id", hint="use a new id"
@@ -167,7 +168,7 @@ class Engine:
             self.scheduler.abort(request_id)
 
     def abort_completion(self, submission_id: str, index: int) -> None:
-        """End one of the n completions; the others continue."""
+        """End one of a submission's n completions; its other completions continue."""
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
@@ -181,7 +182,7 @@ class Engine:
         return outputs
 
     def _wait_for_progress(self) -> None:
-        """Wait briefly, since all requests wait for a grammar, for blocks, or for the end of a lease."""
+        """Sleep briefly, since every request waits for a grammar, for KV blocks, or for a lease on blocks to end."""
         if blocked := self.scheduler.waiting.blocked_ids:
             futures.wait([self._grammars[name] for name in blocked], IDLE_WAIT_S, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
@@ -202,9 +203,9 @@ class Engine:
         return self._collect_outputs()
 
     def _step_pipelined(self, runner: PipelinedRunner) -> list[Output]:
-        """Plan and launch a step, then wait for the previous one, so that the device is never idle.
+        """Plan and launch a step, then wait for the previous step, so that the device is never idle.
 
-        With nothing to plan, wait for the step in flight."""
+        If there is nothing to plan, only wait for the step that is running."""
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -239,12 +240,12 @@ class Engine:
 
     @property
     def needs_polling(self) -> bool:
-        """Whether an idle engine still needs steps, because peers hold its blocks or are being connected."""
+        """Whether an idle engine still needs steps, because peers copy its KV blocks or are being connected."""
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
         return is_pairing or self.kv.has_pinned_blocks or self.kv.num_quarantined_blocks > 0
 
     def close(self) -> None:
-        """Write pending blocks to lower tiers, for a limited time, and disconnect from other engines."""
+        """Write pending KV blocks to lower tiers, for a limited time, and disconnect from other engines."""
         if self.kv.tiers is not None:
             self.kv.tiers.close()
         if self.kv.pulls is not None:
@@ -255,7 +256,7 @@ class Engine:
             self.transfer_endpoint.close()
 
     def stats(self) -> Stats:
-        """Return current statistics. Each sample of a block's residency is returned once."""
+        """Return current statistics. A sample of how long a KV block stayed cached is returned only once."""
         s = self.scheduler
         return Stats(
             step=self._steps,
@@ -306,16 +307,16 @@ class Engine:
         return outputs
 
     def _prepare_grammar(self, submission: Submission) -> None:
-        """Start compiling the submission's grammar and block its requests in the queue until that is done.
+        """Start compiling the submission's grammar, and block its requests in the waiting queue until that is done.
 
-        They wait in the queue so that deadlines and aborts apply to them."""
+        In the queue, deadlines and aborts apply to the requests."""
         grammar = submission.params.grammar
         if grammar is not None and isinstance(self.runner, GrammarRunner):
             self._grammars[submission.id] = self.runner.prepare(grammar)
             self.scheduler.waiting.blocked_ids.add(submission.id)
 
     def _release_compiled(self) -> None:
-        """Unblock submissions whose grammar is compiled; end those whose grammar is invalid or complete."""
+        """Unblock requests whose grammar is compiled. Requests whose grammar is invalid or already complete end."""
         blocked = self.scheduler.waiting.blocked_ids
         for name in [name for name in blocked if self._grammars[name].done()]:
             blocked.remove(name)
@@ -327,7 +328,7 @@ class Engine:
                     self.scheduler.end(request_id, FinishReason.STOP)
 
     def _is_output_complete(self, request_id: str, grammar: OutputMatcher) -> bool:
-        """Return whether the output that the request was submitted with already completes its grammar."""
+        """Return whether the output that was submitted with the request already completes its grammar."""
         request = self.scheduler.requests.get(request_id)
         if request is None or not request.num_resumed:
             return False

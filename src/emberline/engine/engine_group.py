@@ -1,13 +1,13 @@
-"""EngineGroup: the engines of one process, by model name.
+"""EngineGroup: the engines of one process, by model name. They may share a GPU that cannot hold all of them.
 
-A request for a sleeping model waits until it is awake.
+A request for a sleeping model waits until the model is awake.
 
-A model without open requests is put to sleep as soon as another needs its memory. Busy models are switched by this
-rule, so that no model waits for ever: sleeping models are woken strictly in the order in which they began to wait.
-When the first of them has waited for `turn` seconds, the busy models whose memory it needs and that have been awake
-for `turn` seconds are drained: new requests for them wait, they finish their open requests, and then they sleep. A
-request that has waited for too long is rejected. This module needs no torch and does no I/O.
-"""
+A model without open requests is put to sleep as soon as a different model needs its memory. Busy models are switched
+by the following rule, so that no model waits for ever. Sleeping models are woken strictly in the order in which they
+began to wait. When the first of them has waited for `model_turn` seconds, it takes the memory of busy models that
+have been awake for `model_turn` seconds. Those are drained: new requests for them wait, they finish their open
+requests, and then they sleep. A request that has waited for too long is rejected. This module needs no torch and
+does no I/O."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger("emberline.engine")
 class SwappableEngine(SwappableModel, Protocol):
     @property
     def engine(self) -> Engine:
-        """The model's engine, always the same one; valid only while the model is awake."""
+        """The model's engine: the same object after every sleep, but usable only while the model is awake."""
         ...
 
 
@@ -51,7 +51,7 @@ class WaitingSubmission:
 
 @dataclass(slots=True)
 class WakeQueue:
-    """Submissions that wait for one sleeping model, in order of arrival; never empty."""
+    """Submissions that wait for one sleeping model, in order of arrival. A WakeQueue is never empty."""
 
     waiting_since: float  # time since when the queue has not been empty
     requests: dict[str, WaitingSubmission] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class WakeQueue:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The results of one step."""
+    """The results of one step of all engines."""
 
     outputs: dict[str, list[Output]]  # by model, for every model whose state or statistics changed
     rejected: list[tuple[str, EmberlineError]]  # id and error of submissions that waited and are rejected
@@ -76,10 +76,10 @@ class EngineGroup:
         *,
         max_waiting: int = SchedulerConfig().max_waiting,
     ) -> None:
-        """Load every model, so that errors show at once; the first one is awake at the end.
+        """Load every model, so that errors show at once. At the end, the first model is awake.
 
-        `memory`: bytes for all models that are awake at the same time. `max_waiting`: requests that may wait for one
-        sleeping model."""
+        `memory`: bytes for all models that are awake at the same time. `max_waiting`: how many requests may wait for
+        one sleeping model."""
         self.config, self.max_waiting = config, max_waiting
         self._clock = clock or SystemClock()
         self._sleep_manager = SleepManager(memory, self._clock)

@@ -1,7 +1,7 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
-On a CPU all models stay awake. On a GPU they do if they fit into its memory together; otherwise they share it over
-time. Whether they fit is computed before anything is loaded."""
+On a CPU all models stay awake. On a GPU they stay awake if they fit into its memory together; otherwise they take
+turns. Whether they fit is computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -78,11 +78,10 @@ class WeightEstimate:
 def boot_engine_group(
     configs: Mapping[str, EngineConfig], time_sharing: TimeSharingConfig, reader: FileReader | None = None
 ) -> tuple[EngineGroup, dict[str, LoadedEngine]]:
-    """Load all models and return their group and each loaded engine.
+    """Load all models; return their group, and the loaded engine of each model by name.
 
-    Raises ModelError if they do not fit.
-
-    `reader`: a started reader of the files of the last model, which is loaded first."""
+    Raises ModelError if the models do not fit. `reader`: a reader of the last model's files that was already
+    started; the last model is loaded first."""
     readers = {list(configs)[-1]: reader}
     loaded: dict[str, LoadedEngine] = {}
     if len(configs) == 1 or not runs_on_gpu(next(iter(configs.values()))):
@@ -129,8 +128,8 @@ def plan_time_sharing(
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
-    Return the models, which are not loaded yet, and the bytes for all that are awake at the same time. Raises
-    ModelError if the models do not fit."""
+    Return the models, which are not loaded yet, and the bytes for all models that are awake at the same time. Raises
+    ModelError if the models do not fit. `load`: loads the model with this name and these settings."""
     weighed = {name: WeightEstimate.of(config) for name, config in configs.items()}
     settings = {name: config.for_gpu() for name, config in configs.items()}
 
@@ -160,7 +159,7 @@ def plan_time_sharing(
 
 
 def _without_transfer(config: EngineConfig) -> EngineConfig:
-    """Return the settings without KV transfers, which need a model that is always awake.
+    """Return the settings without KV transfers: a model that may sleep cannot serve its KV blocks to peers.
 
     Raises InvalidRequest if transfers are required."""
     if config.transfer is not None and config.transfer.required:

@@ -1,7 +1,7 @@
 """FakeRunner: a Runner without a model, for tests.
 
-It stores the tokens themselves as keys and values and samples a hash of the tokens that the request's block table leads
-to, so a wrong table, a lost write or a stale block changes the output."""
+It stores the tokens themselves as keys and values, and samples a hash of the tokens that it finds through the
+request's block table. So a wrong block table, a lost write or a stale block changes the output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FakeRunner:
         return StepResult(plan.step, sampled, logprobs)
 
     def region(self) -> HostRegion:
-        """Return its memory for KV transfers."""
+        """Return the fake KV cache as a memory region for KV transfers."""
         layout = KVLayout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
         return HostRegion(layout, [memoryview(self._memory)])
 

@@ -38,9 +38,9 @@ Mask = npt.NDArray[np.int32]
 
 
 class GrammarMatcher:
-    """The state of one request's grammar after its output so far.
+    """The state of one request's grammar after the output tokens that were accepted.
 
-    A mask has one bit for each id of the model's vocabulary, 32 in an int32."""
+    A mask has one bit for each token id of the model's vocabulary, 32 bits in an int32."""
 
     __slots__ = ("_inner", "_mask_words")
 
@@ -62,7 +62,7 @@ class GrammarMatcher:
         return self._inner.consume_token(token)
 
     def count_valid(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens could follow, one after the other; the state does not change."""
+        """Return how many of these tokens could follow one after the other. The state does not change."""
         return self._inner.validate_tokens(list(tokens))
 
     def rollback(self, count: int) -> None:
@@ -79,12 +79,12 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the request cannot continue: a forbidden token or a limit of the library; else None."""
+        """Why the request cannot continue: a forbidden token, or a limit of the library; None if it can."""
         return _shorten_message(self._inner.get_error()) if self._inner.is_error() else None
 
 
 def fill_masks(matchers: Sequence[GrammarMatcher], masks: Mask) -> None:
-    """Write the mask of each matcher to the row of `masks` with the same index, several in parallel."""
+    """Write the mask of each matcher to the row of `masks` with the same index. Several are computed in parallel."""
     assert masks.dtype == np.int32 and len(masks) == len(matchers) and masks.flags.c_contiguous
     if len(matchers) == 1:
         matchers[0].fill_mask(masks[0])
@@ -101,7 +101,7 @@ def _executor() -> llguidance.LLExecutor:
 class GrammarCompiler:
     """Compiles grammars under the library's own limits.
 
-    Grammars of requests must pass a GrammarGuard first."""
+    The grammars of requests must pass a GrammarGuard first, which also catches hangs and crashes."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         text = tokenizer.read_text("utf-8")
@@ -122,7 +122,7 @@ class GrammarCompiler:
         return matcher.fork()
 
     def find_compiled(self, grammar: GrammarSpec) -> GrammarMatcher | None:
-        """Return a matcher if the grammar is cached, also while another thread compiles; else None."""
+        """Return a matcher if the grammar is already compiled, else None. This does not wait for a compilation."""
         with self._lock:
             if grammar not in self._compiled:
                 return None
@@ -173,12 +173,15 @@ def _grammar_spec(text: str) -> str:
     composed = _parse_json(text)
     parts = composed.get("grammars") if isinstance(composed, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ValueError('as JSON it must be {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
+        raise ValueError(
+            "a grammar in JSON must have the form "
+            '{"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}'
+        )
     return json.dumps({"grammars": [_grammar_part(part) for part in parts]})
 
 
 def _grammar_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return one part of a composed grammar, with our own options; only `lenient` is kept."""
+    """Return one part of a composed grammar with our own options. Of the caller's options only `lenient` is kept."""
     lark, schema = part.get("lark_grammar"), part.get("json_schema")
     if isinstance(lark, str) and "::=" in lark:
         return {**part, "lark_grammar": any_to_lark(lark)}

@@ -37,7 +37,7 @@ TRIAL_STEPS = 4  # masks to compute; some grammars fail only at the second one
 
 
 class GrammarGuard:
-    """`check` blocks for the time of the trial, usually up to MAX_CPU_S: call it in a thread."""
+    """Checks grammars in a child process. `check` blocks, usually up to MAX_CPU_S seconds: call it in a thread."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         eos = ",".join(map(str, eos_ids))
@@ -47,7 +47,7 @@ class GrammarGuard:
         self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
 
     def start(self) -> None:
-        """Start the child process now instead of with the first check."""
+        """Start the child process now, instead of at the first check."""
         with self._lock:
             self._ensure_running()
 
@@ -79,7 +79,7 @@ class GrammarGuard:
         return self._child
 
     def _exchange(self, child: subprocess.Popen[str], line: str) -> str:
-        """Send a line to the child and return its reply; "" if it died."""
+        """Send a line to the child process and return its reply; "" if the process died."""
         assert child.stdin is not None and child.stdout is not None
         timer = threading.Timer(REPLY_TIMEOUT_S, child.kill)
         timer.start()
@@ -116,9 +116,9 @@ class GrammarGuard:
 
 
 def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-    """Read one grammar per line and write one verdict per line; an empty line is a ping.
+    """Read one grammar per line and write one verdict per line. An empty line is a ping.
 
-    Runs in the child process."""
+    This function runs in the child process."""
     from emberline.engine.grammar import GrammarCompiler
 
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_ids)
@@ -137,7 +137,9 @@ def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> No
 
 
 def _try_grammar(compiler: GrammarCompiler, grammar: GrammarSpec) -> dict[str, str | None] | None:
-    """Compile the grammar and follow a few random tokens; return message and hint of an error, or None."""
+    """Compile the grammar and let it accept a few random tokens.
+
+    Return None if that works, else the message and the hint of the error."""
     rng = random.Random(0)
     try:
         matcher = compiler.compile(grammar)

@@ -1,8 +1,7 @@
-"""GrammarThread: compiles an engine's grammars, which may take a second, without stopping its loop.
+"""GrammarThread: compiles an engine's grammars without stopping the engine's loop.
 
-Grammars are compiled one at a time in order: few are slow, and the other cores are used by the kernels. A grammar whose
-future was dropped before its compilation began is skipped.
-"""
+Compiling may take a second. Grammars are compiled one at a time in order: few are slow, and the kernels need the
+other cores. A grammar whose future was dropped before its compilation began is skipped."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ class GrammarThread:
         self._futures: WeakValueDictionary[GrammarSpec, Future[GrammarMatcher]] = WeakValueDictionary()
 
     def compile(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
-        """Return a future of a matcher to fork; it may raise EmberlineError.
+        """Return a future of a compiled matcher; each request forks the matcher. The future may raise EmberlineError.
 
-        Keep it to avoid a second compilation."""
+        As long as the future exists, the grammar is not compiled again."""
         if (pending := self._futures.get(grammar)) is not None:
             return pending
         future = self._futures[grammar] = Future()

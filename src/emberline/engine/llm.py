@@ -50,7 +50,8 @@ class LLM:
     def __init__(self, model: Path | str = DEFAULT_MODEL, **settings: Any) -> None:
         """Load a model.
 
-        `model` is any name that `emberline pull` accepts; `settings` are those of EngineConfig.build."""
+        `model`: any name that `emberline pull` accepts. `settings`: settings of the engine, such as max_running=8,
+        as in EngineConfig.build."""
         directory = resolve_model(str(model))
         self.tokenizer = Tokenizer.load(directory)
         self.template = _load_template(directory)
@@ -68,7 +69,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Write pending KV blocks to disk or store, and end child processes. Further calls do nothing."""
+        """Write pending KV blocks to disk or store, and end child processes. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._guard.close()
@@ -81,7 +82,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete all prompts in one batch; return params.n completions of each, in order.
+        """Complete all prompts in one batch; return params.n completions of each prompt, in order.
 
         A prompt is text or a list of token ids. Raises EmberlineError if a prompt cannot be completed."""
         if self._closed:
@@ -133,7 +134,7 @@ class LLM:
             open_completions[name, n] = Completion(i, n), text
 
     def _try_add(self, submission: Submission) -> bool:
-        """Return False if the engine is full, so that the submission can be added after others have ended."""
+        """Add the submission to the engine; return False if the engine is full, so that it can be added later."""
         try:
             self.engine.add(submission)
         except Overloaded:
@@ -154,7 +155,7 @@ class LLM:
         if completion.finish_reason:
             return  # tokens that were sampled between its stop string and the abort
         if output.error is not None:
-            raise EmberlineError(f"prompt {completion.prompt}: {output.error}")
+            raise EmberlineError(f"prompt number {completion.prompt} failed: {output.error}")
         completion.text += detokenizer.push(output.tokens)
         completion.tokens += output.tokens
         completion.logprobs += output.logprobs

@@ -1,7 +1,7 @@
-"""MemoryPlan: how a GPU's memory is used, computed from the model's config in advance.
+"""MemoryPlan: how a GPU's memory is used, computed in advance from the model's config.
 
-Everything except the KV cache is counted first, as if nothing shared memory; the cache gets the rest. No torch.
-"""
+Everything except the KV cache is counted first, as if no two buffers shared memory. The KV cache gets the remaining
+memory. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for na
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of each part; the parts and `spare_bytes` add up to `total`."""
+    """Bytes of each use of a GPU's memory. All uses and `spare_bytes` add up to `total`."""
 
     total: int
     weights: int
@@ -121,9 +121,9 @@ def weight_dtype(checkpoint: Checkpoint, requested: str = "auto") -> str:
 
 
 def uses_packed_weights(checkpoint: Checkpoint, settings: EngineConfig, dtype: str) -> bool:
-    """Return whether weights of this dtype are kept in 12 bits.
+    """Return whether weights of this dtype are kept packed, in 12 bits each.
 
-    Raises InvalidRequest if that is impossible."""
+    Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
         hint = "use --dtype bfloat16 or --weights plain"
         message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
@@ -182,9 +182,10 @@ def plan_memory(
     tiers: bool = False,
     transfer: bool = False,
 ) -> MemoryPlan:
-    """Return the plan; `kv_tokens` is the size of the KV cache, or None for as many as fit.
+    """Return the plan. `kv_tokens`: the size of the KV cache in tokens; None: as many as fit.
 
-    Graphs of all step shapes are counted. Raises ModelError if the model does not fit."""
+    `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other
+    tiers or engines. Graphs of all step shapes are counted. Raises ModelError if the model does not fit."""
     grid = grid_of(config, max_batch_tokens)
     graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
@@ -224,16 +225,16 @@ def plan_memory(
 def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
     """Return how many float8 blocks of a layer are converted to bf16 for the prompt chunks of one step.
 
-    That covers the longest prompt and as many short ones as a step has tokens for. If the chunks need more, the last
-    ones run with a slower kernel."""
+    That is enough for the longest prompt and for as many short prompts as a step has tokens. If the chunks of a step
+    need more, its last chunks run with a slower kernel."""
     return -(-max(max_context, MIN_WIDENED_TOKENS) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
 def usable_bytes(total: int, free: int, allocated: int) -> int:
-    """Return a device's memory without that of other processes.
+    """Return a device's memory in bytes, without the memory that other processes use.
 
-    `allocated`: bytes that this process has allocated. Its CUDA context cannot be distinguished from other processes'
-    memory, but is smaller than RESERVE_BYTES, which covers it."""
+    `allocated`: bytes that this process has allocated. The CUDA context of this process looks like memory of other
+    processes, but it is smaller than RESERVE_BYTES, which includes it."""
     others = total - free - allocated
     return total if others <= RESERVE_BYTES else total - others
 
@@ -252,8 +253,8 @@ def _layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are in their dtype, packed, or both (an embedding that is not also the output head is never both); norms
-    and biases are in float32."""
+    Matrices are stored in their dtype, packed, or both. An embedding that is not also the output head is never
+    stored as both. Norms and biases are stored in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = config.vocab, hidden
     matrices = [*_layer_matrices(config), head]
@@ -275,7 +276,7 @@ def _ffn_matrices(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
 
 
 def packed_bytes(n: int, k: int) -> int:
-    """Return an upper bound for a packed matrix of trained weights; kernels/cuda/uw12.py packs it."""
+    """Return an upper bound in bytes for a packed matrix of trained weights. kernels/cuda/uw12.py packs matrices."""
     if not _is_packable(n, k):
         return DTYPE_BYTES["bfloat16"] * n * k
     header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
@@ -291,19 +292,19 @@ def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
 
 
 def blocks_per_piece(block_bytes: int) -> int:
-    """Return how many blocks fit into one scratch buffer for copies to and from other tiers."""
+    """Return how many KV blocks fit into one scratch buffer for copies to and from other tiers."""
     return max(1, COPY_PIECE_BYTES // block_bytes)
 
 
 def transfer_slot_bytes(token_bytes: int) -> int:
-    """Return the size of a transfer buffer. `token_bytes`: keys and values of one token in one layer."""
+    """Return the bytes of a transfer buffer. `token_bytes`: keys and values of one token in one layer."""
     return max(TRANSFER_SLOT_BYTES, MAX_BLOCK_TOKENS * token_bytes)
 
 
 def _activation_bytes(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
-    """Return the bytes of activations.
+    """Return the bytes of all activations of a step.
 
-    They are x and its normed copy; q, k and v; attention's output; gate and up; their product."""
+    These are x and its normed copy; q, k and v; the output of attention; gate and up; and their product."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return dtype_bytes * tokens * (2 * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
 
@@ -322,11 +323,9 @@ def _vocab_table_bytes(config: ModelConfig, max_running: int) -> int:
 
 
 def _unpacked_bytes(config: ModelConfig) -> int:
-    """Return the bytes of unpacked weights in steps with many rows.
+    """Return the bytes of weights that are unpacked at the same time in steps with many rows.
 
-    That is two matrices of a layer and a part of the output head.
-
-    The next matrix is unpacked while the other one is used."""
+    These are two matrices of a layer, since one is unpacked while the other is used, and a part of the output head."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     widest = max(2 * config.ffn, q + 2 * kv, q) * config.hidden
     return DTYPE_BYTES["bfloat16"] * (2 * widest + min(MAX_UNPACKED_WEIGHTS, config.vocab * config.hidden))

@@ -1,4 +1,4 @@
-"""Messages between the engine process and its client: 4 bytes of length, then MessagePack."""
+"""Messages between the engine process and the server process: 4 bytes of length, then MessagePack."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class SetPeers(msgspec.Struct, tag=True):
-    """The engines that a model's engine connects to from now on; it disconnects from all others."""
+    """Tells a model's engine which engines to connect to from now on. It disconnects from all others."""
 
     model: str
     peers: list[dict[str, Any]]  # in the form of LoadedModelInfo.peer
 
 
 class WatchBlocks(msgspec.Struct, tag=True):
-    """Report changes of cached blocks from now on."""
+    """Asks for reports of all changes of cached KV blocks from now on."""
 
 
 class LoadedModelInfo(msgspec.Struct):
@@ -75,7 +75,7 @@ class EngineUpdate(msgspec.Struct, tag=True):
 
 
 def compact_outputs(outputs: list[Output]) -> list[Output | NewTokens]:
-    """Return the outputs; those that have only tokens, as most do, in their short form."""
+    """Return the outputs, with each output that has only tokens, as most have, in its short form."""
     return [
         (o.id, o.index, o.tokens)
         if o.timing is None and not o.logprobs and o.finish is None and o.ticket is None and o.prompt_logprobs is None
@@ -85,11 +85,11 @@ def compact_outputs(outputs: list[Output]) -> list[Output | NewTokens]:
 
 
 class ComputeProgress(msgspec.Struct, tag=True):
-    """The process has computed something since the last report, though its step may not have ended yet."""
+    """Reports that the process is computing, even if its current step has not ended yet."""
 
 
 class SleepStateChange(msgspec.Struct, tag=True):
-    """A model fell asleep or woke. One is sent for each model before Ready."""
+    """A model fell asleep or woke. Before Ready, one such message is sent for each model."""
 
     model: str
     awake: bool
@@ -97,7 +97,7 @@ class SleepStateChange(msgspec.Struct, tag=True):
 
 
 class PairingChange(msgspec.Struct, tag=True):
-    """The engines that a model's engine is connected to, by incarnation; sent after each change."""
+    """The engines that a model's engine is now connected to, by the id of their process run (incarnation)."""
 
     model: str
     paired: list[str]
@@ -105,7 +105,7 @@ class PairingChange(msgspec.Struct, tag=True):
 
 
 class BlockChanges(msgspec.Struct, tag=True):
-    """Changes of a model's cached blocks, in order; sent only after WatchBlocks."""
+    """Changes of a model's cached KV blocks, in order. They are sent only after WatchBlocks."""
 
     model: str
     whole: bool  # `stored` lists all cached blocks and replaces earlier ones
@@ -114,7 +114,7 @@ class BlockChanges(msgspec.Struct, tag=True):
 
 
 class Rejection(msgspec.Struct, tag=True):
-    """A submission that was rejected, or (id "") an engine that could not start."""
+    """A rejected submission. With the id "": the reason why the engine could not start."""
 
     id: str
     code: str

@@ -13,7 +13,7 @@ class OutputQueue:
     def __init__(self, *, merges: bool) -> None:
         """`merges`: merge outputs that the reader has not taken yet.
 
-        A slow reader then gets more tokens at a time at an even pace, instead of falling further behind."""
+        A slow reader then gets several tokens at a time, instead of falling further behind."""
         self._merges = merges
         self._items: deque[Output | EmberlineError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -38,7 +38,7 @@ class OutputQueue:
         self.put(Output(id, index, tokens))
 
     async def get(self) -> Output | EmberlineError:
-        """Return the next item. Only one task may wait at a time."""
+        """Wait for the next output or error and return it. Only one task may wait at a time."""
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -46,7 +46,7 @@ class OutputQueue:
 
 
 def merge_outputs(earlier: Output | EmberlineError, later: Output) -> bool:
-    """Merge an output into the previous one; return False if they must stay separate."""
+    """Merge the output `later` into `earlier`; return False if the two must stay separate."""
     if isinstance(earlier, EmberlineError) or not can_append_tokens(earlier, later.index):
         return False
     if later.error is not None or later.ticket is not None or later.prompt_logprobs is not None:
@@ -59,5 +59,5 @@ def merge_outputs(earlier: Output | EmberlineError, later: Output) -> bool:
 
 
 def can_append_tokens(output: Output, index: int) -> bool:
-    """Return whether tokens of completion `index` may be appended to an output."""
+    """Return whether tokens of completion `index` may be appended to this output."""
     return output.index == index and output.finish is None and output.error is None and output.ticket is None

@@ -1,9 +1,8 @@
-"""PromptPacer: limits the prompt tokens of a step, so that streams meet their inter-token target.
+"""PromptPacer: limits the prompt tokens of a step, so that streams meet their inter-token latency target.
 
-It estimates two costs from the steps that were run: the time of a step without prompts, and the time that each prompt
-token adds. Both change with the number of streams and their contexts, so recent steps have more weight. It needs
-neither torch nor a clock.
-"""
+It estimates two costs from the steps that were run: the time of a step without prompts, and the time that each
+prompt token adds. Both change with the number of streams and their contexts, so recent steps have more weight. This
+module needs neither torch nor a clock."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, sinc
 
 class PromptPacer:
     def __init__(self, target: float, tail: float) -> None:
-        """`target`: seconds between two tokens of a stream; `tail`: length of a long step in targets."""
+        """`target`: seconds between two tokens of a stream. `tail`: length of a long step in multiples of `target`."""
         self.target, self.tail = target, tail
         self._base_seconds, self._seconds_per_token = 0.005, 25e-6  # initial guesses
         self._allowed_late = 0.0  # number of tokens that may be late
@@ -32,9 +31,9 @@ class PromptPacer:
         )
 
     def prompt_token_budget(self, streams: int, waited: float = 0.0) -> int | None:
-        """Return the prompt tokens allowed in the next step; None: no limit, since there are no streams.
+        """Return how many prompt tokens the next step may have; None: no limit, since no stream is open.
 
-        `waited`: seconds that the first prompt has waited."""
+        `waited`: seconds that the first waiting prompt has waited."""
         self._streams, self._on_time_tokens = streams, self._tokens_within(streams, self.target)
         if not streams:
             return None
@@ -47,7 +46,7 @@ class PromptPacer:
         )
 
     def record_plan(self, prompt_tokens: int) -> None:
-        """Record how many prompt tokens the step was given."""
+        """Record how many prompt tokens were planned for the step."""
         if self._streams and prompt_tokens > self._on_time_tokens:
             self._allowed_late -= self._streams
 

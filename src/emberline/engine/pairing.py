@@ -1,4 +1,4 @@
-"""PeerPairing: connects to other engines ahead of the first KV transfer, each in its own thread."""
+"""PeerPairing: connects to other engines before the first KV transfer, with one thread for each engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRANSIENT_ERRORS = (
 
 
 class PairingState(NamedTuple):
-    """Connected peers, and the reason for each failed one, by incarnation."""
+    """The connected peers, and why connecting to others failed, by the id of their process run (incarnation)."""
 
     paired: list[str]
     failures: dict[str, str]
@@ -51,7 +51,7 @@ class PeerPairing:
 
     @property
     def has_pending_changes(self) -> bool:
-        """Whether the state has changed since it was last taken, or a connection attempt is open."""
+        """Whether the state has changed since `take_state_change`, or an attempt to connect is still running."""
         with self._changed:
             return self._has_unreported or len(self._paired) + len(self._failures) < len(self._wanted_peers)
 
@@ -88,7 +88,7 @@ class PeerPairing:
         self.set_peers(())
 
     def _pair(self, peer: Peer) -> None:
-        """Try to connect until it succeeds, fails permanently, or the peer is no longer wanted."""
+        """Try to connect to a peer until that succeeds or fails for good, or until `set_peers` drops the peer."""
         pause = MIN_RETRY_PAUSE_S
         while True:
             failure: TransferError | None = None

@@ -1,8 +1,7 @@
 """PenaltyCounts: how often each token occurred in one request, for penalties that the host applies.
 
-The counts are sparse: a step costs as much as there are distinct tokens so far, independent of the vocabulary's size.
-`ReferenceBackend.apply_penalties` defines the arithmetic; both give the same bits.
-"""
+The counts are sparse: the cost of a step depends on the number of distinct tokens in the request, not on the size of
+the vocabulary. `ReferenceBackend.apply_penalties` defines the arithmetic, and both give the same bits."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Preload files before a process that uses a GPU imports torch. Only the standard library is needed.
+"""Reads files into memory before a process that uses a GPU imports torch.
 
-A cold start waits for the disk three times: for libraries, which are mapped and read page by page on faults; for
-Python's files; for the weights. Libraries and Python files are read in small pieces in the order of use, and each piece
-waits long while the disk is busy with weights. So a start records which parts of which files it used. The next start
-first reads those, many at once, then lets another process read the weights, and imports from memory. A missing or old
-record costs only time.
-"""
+A cold start waits for the disk three times: for libraries, whose pages are read when they are first touched; for
+Python's files; and for the weights. Libraries and Python files are read in small pieces, and each piece waits long
+while the disk is busy with weights. So every start records which parts of which files it used. The next start first
+reads those parts, many at once, then lets a second process read the weights, and imports from memory. A missing or
+outdated record costs only time. This module needs only the standard library."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ FileRange = tuple[int, int]  # [begin, end) of a file
 def start_preload(model: Path) -> FileReader:
     """Start all slow work that needs no torch, and return the reader of the checkpoint's files.
 
-    Afterwards an import of torch finds its files in memory, if they were recorded and the disk is fast enough."""
+    A later import of torch finds its files in memory, if an earlier start recorded them and the disk is fast enough."""
     reader = start_reader(weight_file_paths(Checkpoint.open(model)), recorded_ranges())
     threading.Thread(target=_create_gpu_context, name="device", daemon=True).start()
     reader.wait_for_prefetch(MAX_PRELOAD_WAIT_S)
@@ -58,9 +57,9 @@ def skip_unused_torch_imports() -> None:
 
 
 def read_record() -> dict[str, list[FileRange]]:
-    """Return the ranges by file that an earlier start of this Python used; {} without a record.
+    """Return the parts of each file that an earlier start of this Python used; {} if there is no record.
 
-    The files are not checked for changes: on a cold disk that alone would take long."""
+    The files are not checked for changes, because on a cold disk the check alone would take long."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         note = json.loads(_record_path().read_text())
         return {path: [(begin, end) for begin, end in spans] for path, (_, spans) in note.items()}
@@ -68,12 +67,12 @@ def read_record() -> dict[str, list[FileRange]]:
 
 
 def recorded_ranges() -> list[tuple[str, int, int]]:
-    """Return the record as (file, begin, end) for a reader; (0, 0) means only open the file."""
+    """Return the record as (file, begin, end) for a reader. (0, 0) means that the file is only opened."""
     return [(path, begin, end) for path, spans in read_record().items() for begin, end in (spans or [(0, 0)])]
 
 
 def write_record() -> None:
-    """Record the files that this process used, for the next start, unless the record is current.
+    """Record the files that this process used, for the next start, unless the record is up to date.
 
     Call this after everything that a start loads is loaded."""
     with contextlib.suppress(OSError):
@@ -90,7 +89,7 @@ def write_record() -> None:
 
 
 def files_in_use() -> dict[str, list[FileRange]]:
-    """Return the ranges by file that this process has used."""
+    """Return the parts of each file that this process has used."""
     return _package_files() | _module_files() | _mapped_pages()
 
 
@@ -109,7 +108,8 @@ def _record_path() -> Path:
 def _module_files() -> dict[str, list[FileRange]]:
     """Return Python's files in the order of import, and the directories that were searched.
 
-    Compiled files are read as a whole. Their sources are only opened, unless a traceback needed the text."""
+    Compiled files are listed as a whole. Their sources are listed as only opened, unless a traceback needed their
+    text."""
     files: dict[str, list[FileRange]] = {path: [] for path in list(sys.path_importer_cache) if Path(path).is_dir()}
     for name, module in list(sys.modules.items()):
         source = getattr(getattr(module, "__spec__", None), "origin", None) or _find_source(name)
@@ -125,7 +125,7 @@ def _module_files() -> dict[str, list[FileRange]]:
 
 
 def _package_files() -> dict[str, list[FileRange]]:
-    """Return the entry point files of all installed packages: triton searches them for its backends."""
+    """Return the entry point files of all installed packages. triton searches them for its backends."""
     files: dict[str, list[FileRange]] = {}
     for directory in [Path(path) for path in sys.path] if "importlib.metadata" in sys.modules else []:
         for package in directory.glob("*.dist-info"):
@@ -136,7 +136,7 @@ def _package_files() -> dict[str, list[FileRange]]:
 
 
 def _find_source(name: str) -> str | None:
-    """Return the probable source file of a module that was replaced in sys.modules, or None."""
+    """Return the likely source file of a module that was replaced in sys.modules; None if there is none."""
     parent, _, last = name.rpartition(".")
     for directory in getattr(sys.modules.get(parent), "__path__", ()):
         for file in (Path(directory) / f"{last}.py", Path(directory) / last / "__init__.py"):

@@ -1,9 +1,8 @@
 """The engine process: receives messages on a socket, steps the engines and sends their outputs.
 
-It ends when its client closes the socket.
+The process ends when the server process closes the socket.
 
-python -m emberline.engine.process FD
-"""
+    python -m emberline.engine.process FD"""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def main() -> int:
 
 
 class ClientSocket(socket.socket):
-    """The socket to the client. Several threads may send: each message is sent as a whole."""
+    """The socket to the server process. Several threads may send: each message is sent in one piece."""
 
     def __init__(self, fileno: int) -> None:
         super().__init__(fileno=fileno)
@@ -110,9 +109,9 @@ class ClientSocket(socket.socket):
 def report_progress(
     client: socket.socket, progress: Callable[[], int], interval: float = PROGRESS_REPORT_INTERVAL_S
 ) -> None:
-    """Report to the client while kernels make progress, so that a long step is not taken for a hang.
+    """Send progress reports while kernels compute, so that a long step is not mistaken for a hang.
 
-    Returns when the client has disconnected."""
+    Returns when the server process has disconnected."""
     last = progress()
     with contextlib.suppress(OSError):
         while True:
@@ -145,7 +144,7 @@ def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> Loade
 
 
 def _start_preload(config: EngineConfig) -> FileReader | None:
-    """Start reading files before torch is imported, if a GPU is used, since the disk takes longest."""
+    """If a GPU is used, start reading files before torch is imported, since reading takes longest."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia").exists():
         return None
     return preload.start_preload(Path(config.model))
@@ -191,7 +190,9 @@ def serve_client(group: EngineGroup, client: socket.socket, inbox: queue.SimpleQ
                     for engine in group.engines.values():
                         engine.kv.track_prefix_changes()
                 case _:
-                    raise AssertionError(f"unexpected message to the engine: {type(message).__name__}")
+                    raise AssertionError(
+                        f"the engine process received a message that only it sends: {type(message).__name__}"
+                    )
         client.sendall(b"".join(map(encode_message, _step_messages(group))))
 
 

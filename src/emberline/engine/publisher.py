@@ -1,6 +1,7 @@
-"""BlockPublisher: lets other engines copy blocks of prompts as they are computed, under leases.
+"""BlockPublisher: lets other engines copy the KV blocks of prompts while the prompts are computed.
 
-A published block is neither moved nor changed until its lease ends, even if the request that computed it has ended."""
+A published block has a lease, a time limit that readers renew. Until the lease ends, the block is neither moved nor
+changed, even if the request that computed it has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OLDEST_LEASE_BUCKET = "60-"
 
 class BlockPublisher:
     def __init__(self, sender: Sender, kv: KVManager, lease_seconds: float) -> None:
-        """`lease_seconds`: seconds that blocks stay published without a renewal from a reader."""
+        """`lease_seconds`: how long KV blocks stay published if no reader renews the lease."""
         self._sender = sender
         self._kv = kv
         self._lease_seconds = lease_seconds
@@ -35,7 +36,9 @@ class BlockPublisher:
         self._blocks = 0
 
     def publish_computed(self, request: Request) -> dict[str, Any] | None:
-        """Publish the blocks computed since the last call; return the ticket if it is new."""
+        """Publish the KV blocks that were computed since the last call.
+
+        Return the ticket, which other engines need to copy the blocks, if it is new; else None."""
         full = min(request.num_computed, request.submitted_len) // self._kv.block_size
         ticket = self._tickets.get(request.id)
         first = request.id not in self._tickets
@@ -50,14 +53,16 @@ class BlockPublisher:
         return None
 
     def publish_and_announce(self, request: Request, outputs: list[Output]) -> bool:
-        """Publish computed blocks; if that created the ticket, append it to `outputs` and return True."""
+        """Publish computed KV blocks. If that created the readers' ticket, append it to `outputs` and return True."""
         if (ticket := self.publish_computed(request)) is None:
             return False
         outputs.append(Output(request.submission_id, request.index, ticket=ticket))
         return True
 
     def complete_ticket(self, request: Request, sampled: SampledToken) -> dict[str, Any] | None:
-        """Add the first sampled token to the ticket and return its final form; None if the lease has ended."""
+        """Add the first sampled token to the request's ticket, and return the final ticket.
+
+        Return None if the lease has already ended."""
         ticket = self._tickets.pop(request.id, None)
         if ticket is None:
             return None
@@ -70,13 +75,13 @@ class BlockPublisher:
             return None
 
     def end_request(self, request: Request) -> None:
-        """End the lease of a request that ended before its ticket was complete."""
+        """End the lease of a request that ended before its ticket (the description for readers) was complete."""
         if (ticket := self._tickets.pop(request.id, None)) is not None:
             with suppress(TicketEnded):
                 self._sender.close_ticket(ticket)
 
     def reclaim_expired(self) -> None:
-        """Unpin blocks whose lease has ended. Call this often while any block is published."""
+        """Free KV blocks whose lease has ended. Call this often while blocks are published."""
         for ended in self._sender.collect_ended_leases():
             self._kv.unpin(ended.blocks)
 

@@ -59,7 +59,7 @@ class TorchRunner:
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor
     ) -> tuple[dict[str, list[TokenLogprob]], torch.Tensor]:
-        """Return the prompts' log-probabilities, and the logits with only the rows that are sampled from."""
+        """Return the log-probabilities of each prompt by request id, and the rows of the logits to sample from."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
         scored, sampled = split_logit_rows(work)
@@ -70,15 +70,17 @@ class TorchRunner:
 def allocate_cache(
     model: DecoderModel, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
 ) -> KVCache:
-    """Allocate a KV cache with as many blocks as fit into `memory` bytes and `max_tokens` can use.
+    """Allocate a KV cache with as many blocks as fit into `memory` bytes, but not more than `max_tokens` need.
 
-    `shared`: in shared memory, where other processes can read the blocks. Raises ModelError if memory is too small."""
+    `shared`: allocate it in shared memory, where other processes can read the blocks. Raises ModelError if memory is
+    too small."""
     config = model.config
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
     blocks = min(memory // shape.block_bytes, -(-max_tokens // block_size))
     if blocks < 2:
         raise ModelError(
-            f"the KV cache has {memory} bytes, which hold {blocks} blocks of {shape.block_bytes} bytes; 2 are needed",
+            f"the KV cache has {memory} bytes, enough for {blocks} blocks of {shape.block_bytes} bytes; "
+            "at least 2 blocks are needed",
             hint="raise --kv-memory",
         )
     return KVCache(shape, blocks, segment=SharedSegment(shape.layout(model.fingerprint), blocks) if shared else None)

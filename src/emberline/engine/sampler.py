@@ -31,9 +31,9 @@ GRAMMAR_TIMEOUT_S = 10.0  # for compiling a grammar that was not prepared
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes to a few logits.
+    """Changes to a few logits, for example for logit_bias.
 
-    Positive logits are divided and others multiplied by `divide`; then `add` is added."""
+    A positive logit is divided by `divide`, any other logit is multiplied by it. Then `add` is added."""
 
     ids: np.ndarray  # int64, each once
     divide: np.ndarray  # float32
@@ -45,7 +45,7 @@ class LogitEdits:
 
 
 class SamplingState:
-    """One request's sampling state; it follows from the Admission and the tokens sampled since."""
+    """The sampling state of one request. It follows from the Admission and from the tokens sampled since then."""
 
     def __init__(self, admission: Admission, eos: frozenset[int], matcher: TokenMasker | None) -> None:
         self.params = admission.params
@@ -63,7 +63,7 @@ class SamplingState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens depend on the logits alone and no log-probabilities are requested."""
+        """Whether the request has no penalties, biases, masks or log-probabilities."""
         p = self.params
         is_special = (
             p.has_penalties or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
@@ -71,9 +71,9 @@ class SamplingState:
         return not is_special
 
     def logit_edits(self, num_known: int) -> LogitEdits | None:
-        """Return the edits for logit_bias and min_tokens when the token after `num_known` ones is chosen.
+        """Return the changes for logit_bias and min_tokens when the token after the first `num_known` is chosen.
 
-        Penalties are not included: they are applied before."""
+        Penalties are not included, because they are applied earlier."""
         is_short = num_known - self.prompt_len < self.params.min_tokens
         if not (is_short or len(self._bias_ids)):
             return None
@@ -95,7 +95,7 @@ class SamplingState:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed further (one of its limits was reached); else None."""
+        """Why the grammar cannot be followed any further, such as a limit that was reached; None if it can."""
         return self.matcher.error if self.matcher is not None else None
 
     def _accept(self, token: int) -> None:
@@ -104,9 +104,9 @@ class SamplingState:
 
 
 class SamplingStateFactory:
-    """Makes a request's SamplingState, or raises InvalidRequest.
+    """Builds the SamplingState of a request. Raises InvalidRequest if the request cannot be sampled.
 
-    Call `prepare` first to avoid waiting for a grammar."""
+    Call `prepare` before, to avoid waiting for a grammar to be compiled."""
 
     def __init__(self, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
         self._eos = eos
@@ -117,7 +117,7 @@ class SamplingStateFactory:
         return SamplingState(admission, self._eos, make_masker(params, self._matcher(params.grammar)))
 
     def prepare(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
-        """Compile a grammar in another thread. The result is kept as long as the returned future is."""
+        """Compile a grammar in a second thread. The result stays cached as long as the returned future exists."""
         if self._grammars is None:
             raise InvalidRequest(
                 "grammars are not supported: the engine has no tokenizer",
@@ -133,7 +133,7 @@ class SamplingStateFactory:
             return self.prepare(grammar).result(GRAMMAR_TIMEOUT_S).fork()
         except TimeoutError:
             raise InvalidRequest(
-                f"compiling the {grammar.kind} takes more than {GRAMMAR_TIMEOUT_S:g} s", hint="simplify it"
+                f"compiling the {grammar.kind} takes more than {GRAMMAR_TIMEOUT_S:g} s", hint="simplify the grammar"
             ) from None
 
 
@@ -145,7 +145,7 @@ class Sampler:
         self._penalties: dict[str, PenaltyCounts] = {}  # of the rows that have some
 
     def admit(self, admission: Admission) -> str | None:
-        """Add a request; return None, or the reason why it cannot be sampled."""
+        """Add a request; return None, or the reason why no tokens can be sampled for it."""
         try:
             row = self._states[admission.id] = self._make_state(admission)
         except InvalidRequest as e:
@@ -159,9 +159,9 @@ class Sampler:
         self._penalties.pop(request_id, None)
 
     def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Sample a token for each request from its row of the logits, which are overwritten.
+        """Sample a token for each request from its row of the logits. The logits are overwritten.
 
-        Return the tokens, and the reason for each request that cannot continue."""
+        Return the tokens, and the reasons why requests cannot continue, both by request id."""
         rows = [self._states[i] for i in ids]
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[scored] if scored else logits[:0]
@@ -221,9 +221,9 @@ class Sampler:
 
 
 def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, slice]], list[int]]:
-    """Return the rows of a step's logits that score each prompt, and the rows that are sampled from.
+    """Return which rows of a step's logits score each prompt, and which rows are sampled from.
 
-    The logits are in the order of the step's work."""
+    The rows of the logits are in the order of the step's work items."""
     scored: list[tuple[WorkItem, slice]] = []
     sampled: list[int] = []
     end = 0

@@ -3,9 +3,8 @@
 There are no phases: every running request has one or more tokens that are known but not computed, and a step
 computes as many of each as the budget allows. A request whose tokens are all computed samples its next token in this
 step, so a step usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs:
-plans are executed in order, so an earlier plan never uses a block that a later plan has freed. No torch, no wall
-clock, no I/O.
-"""
+plans are executed in order, so an earlier plan never uses a block that a later plan has freed. This module needs no
+torch, no wall clock and no I/O."""
 
 from __future__ import annotations
 
@@ -67,11 +66,11 @@ class Scheduler:
             self._end(request, finish)  # its output was already complete when it moved here
 
     def abort(self, request_id: str, error: str | None = None) -> None:
-        """End a request and free its blocks at once; unknown ids are ignored, since they have ended."""
+        """End a request as aborted and free its KV blocks at once. The id of an ended request is ignored."""
         self.end(request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
 
     def end(self, request_id: str, finish: FinishReason, error: str | None = None) -> None:
-        """End a request with this finish reason and free its blocks at once; unknown ids are ignored."""
+        """End a request with this finish reason and free its KV blocks at once. An unknown id is ignored."""
         if request := self.requests.get(request_id):
             self._end(request, finish, error)
 
@@ -200,7 +199,7 @@ class Scheduler:
         return request
 
     def _continue_loading(self, request: Request) -> None:
-        """Take the blocks that have arrived for a request, and let it run when all have, or after a timeout.
+        """Take over KV blocks that have arrived for a request; let it run once all have, or after a timeout.
 
         If the engine that computed the prompt also sampled the first token, that token is used."""
         self.kv.update_loaded_prefix(request)
@@ -222,7 +221,7 @@ class Scheduler:
         return [self._make_admission(request) for request in new]
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
-        """Return how many tokens of the budget a request can use; tokens to score have their own budget."""
+        """Return how many tokens of the budget a request can use. Tokens to score also have a budget of their own."""
         count = min(request.remaining, budget)
         if request.needs_prompt_logprobs:
             count = min(count, self._scored_budget)
@@ -259,10 +258,11 @@ class Scheduler:
         return True
 
     def _choose_victim(self, request: Request) -> Request:
-        """Return the request to preempt, so that `request` gets more blocks.
+        """Return the request to preempt, so that `request` gets more KV blocks.
 
-        It is one that is ranked lower: batch requests first, then the one that loses the fewest computed blocks. If
-        there is none, it is `request` itself, so the request ranked first always makes progress."""
+        It is a request that comes later in the queue's order: batch requests first, then the one that loses the
+        fewest computed blocks. If there is none, it is `request` itself, so the first request in the order always
+        makes progress."""
         rank = self.waiting.rank
         candidates = [
             (-r.priority, blocks, -rank(r)[0], i, r)
@@ -346,7 +346,7 @@ class Scheduler:
     def _finish_reason(self, request: Request, stop: bool = False) -> FinishReason | None:
         """Return why the request ends with its newest token; None if it continues.
 
-        `stop`: whether its grammar is complete."""
+        `stop`: whether the request's grammar is complete."""
         token, params = request.tokens[-1], request.params
         if stop or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return FinishReason.STOP
@@ -367,7 +367,7 @@ class Scheduler:
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Free the blocks of a request and delete all its state. Every request ends here."""
+        """Free the KV blocks of a request and delete all its state. Every request ends here."""
         if request.status in (RequestStatus.RUNNING, RequestStatus.LOADING):
             self.kv.free_request(request)
             self.running.remove(request)

@@ -1,4 +1,4 @@
-"""TokenRules: applies allowed_token_ids and bad_words as a mask, alone or with a grammar."""
+"""TokenRules: a mask for allowed_token_ids and bad_words, alone or together with a grammar's mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mask = np.ndarray  # int32: one bit for each id of the vocabulary
 
 
 class TokenMasker(Protocol):
-    """Computes which tokens may be sampled next: `engine.grammar.GrammarMatcher` and TokenRules."""
+    """Computes which tokens may be sampled next. GrammarMatcher and TokenRules implement this protocol."""
 
     def fill_mask(self, mask: Mask) -> None: ...
 
@@ -76,13 +76,13 @@ class TokenRules:
 
 
 def make_masker(params: SamplingParams, grammar: TokenMasker | None) -> TokenMasker | None:
-    """Return what masks the tokens of a request; None if all are allowed."""
+    """Return the object that masks the tokens of a request; None if all tokens are allowed."""
     has_rules = params.bad_words or params.allowed_token_ids
     return TokenRules(params, grammar) if has_rules else grammar
 
 
 def fill_masks(maskers: Sequence[TokenMasker], masks: Mask) -> None:
-    """Write each masker's mask to its row of `masks`, in parallel if all are grammars."""
+    """Write each masker's mask to its row of `masks`. Masks of grammars alone are computed in parallel."""
     if any(isinstance(masker, TokenRules) for masker in maskers):
         for masker, mask in zip(maskers, masks, strict=True):
             masker.fill_mask(mask)

@@ -1,8 +1,7 @@
 """DeviceBatch: the work of a plan as numpy arrays, in the order in which the device processes it.
 
 rows of the step    [0, singles) have one token each     [singles, ...) are prompt chunks
-tokens of the step  one for each single row              then those of the chunks, one chunk after the other
-"""
+tokens of the step  one for each single row              then those of the chunks, one chunk after the other"""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class DeviceBatch:
 
     @staticmethod
     def split(work: Sequence[WorkItem]) -> tuple[list[WorkItem], list[WorkItem]]:
-        """Return the work items with one token that sample, and all others: the chunks."""
+        """Split a step's work into singles (one token, then the next is sampled) and chunks (all others)."""
         chunks = [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
         if not chunks:
             return list(work), []
@@ -68,9 +67,9 @@ class DeviceBatch:
     def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
         """Return the batch padded to the shape of a captured step.
 
-        Padding rows follow the singles and the chunks, padding tokens follow all others. They belong to
-        `padding_row` and write nothing to the cache. In a step without chunks, each padding row has one token and
-        attends to one key."""
+        Padding rows are added after the singles and after the chunks, padding tokens after all other tokens. All of
+        them belong to the row `padding_row` and write nothing to the KV cache. In a step without chunks, each
+        padding row has one token and attends to one key."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
         scored = self.logit_rows[s:]
         has_no_chunks = shape.chunks == 0
@@ -113,7 +112,8 @@ class DeviceBatch:
 
 
 def _token_array(tokens: Sequence[int]) -> np.ndarray:
-    """Return the tokens as int64.
+    """Return the tokens as an int64 array.
 
-    An array of C's unsigned numbers takes half the time, but excludes PENDING_TOKEN."""
+    Building it from an unsigned C array takes half the time, but such an array cannot hold PENDING_TOKEN, which is
+    negative."""
     return np.array(tokens, np.int64) if tokens[-1] == PENDING_TOKEN else np.frombuffer(array("Q", tokens), np.int64)

@@ -69,7 +69,7 @@ class BootedGPUEngine:
 
 
 class SyncRunner:
-    """Runs a GPURunner one plan at a time, without pipelining, for comparison."""
+    """Runs each plan of a GPURunner to its end before the next one starts, to compare with pipelined steps."""
 
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
@@ -94,8 +94,8 @@ def boot_gpu(
 ) -> BootedGPUEngine:
     """Build the engine while the weights are being loaded.
 
-    `weights`: the source of the tensors; this function finishes it. `identity`: returns the checkpoint's fingerprint,
-    and is called after the weights are loaded. `tiers`, `endpoint`: make what the settings of the same name require."""
+    `weights`: the source of the tensors, whose loading is completed here. `identity`: returns the checkpoint's
+    fingerprint. `tiers`, `endpoint`: build the KV tiers and the transfer endpoint, if the settings have them."""
     assert (tiers is not None, endpoint is not None) == (settings.tiers.has_tiers, settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice()
@@ -143,7 +143,7 @@ def boot_gpu(
 
 
 def _check_packed_size(loaded_bytes: int, plan: memory.MemoryPlan) -> None:
-    """Raise ModelError if packed weights take clearly more than was planned for them."""
+    """Raise ModelError if packed weights take clearly more memory than was planned for them."""
     if loaded_bytes > plan.weights + plan.spare_bytes // 2:
         message = f"packed weights take {loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
         raise ModelError(message, hint="use --weights plain")
@@ -161,7 +161,7 @@ def boot_from_checkpoint(
 ) -> BootedGPUEngine:
     """Build the engine of a checkpoint.
 
-    `reader`: a reader of its files, started before torch was imported."""
+    `reader`: a reader of the checkpoint's files that was started before torch was imported."""
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
@@ -195,7 +195,9 @@ def boot_from_checkpoint(
 
 
 def make_tiers(runner: GPURunner, make: MakeTiers) -> TierStack:
-    """Make the tiers below the runner's cache; the first one's memory is pinned until it closes."""
+    """Build the KV tiers below the runner's cache.
+
+    The memory of the first tier, which is main memory, stays pinned until the tier is closed."""
     assert runner.copier is not None
     tiers = make(runner.layout, runner.cache.shape)
     runner.copier.attach_area(tiers.host.memory)
@@ -204,15 +206,15 @@ def make_tiers(runner: GPURunner, make: MakeTiers) -> TierStack:
 
 
 def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
-    """Return the runner's cache as a region for KV transfers."""
+    """Return the runner's KV cache as a memory region for KV transfers."""
     layout = runner.cache.shape.layout(runner.model.fingerprint, transposed_keys=False)
     return DeviceRegion(layout, runner.cache, device)
 
 
 def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
-    """Find the fastest matrix product kernels for all sizes of steps; return the seconds.
+    """Find the fastest matrix product kernel for each size of step; return the seconds that took.
 
-    The measurements of an earlier start are reused."""
+    Measurements of an earlier start are reused."""
     from emberline.kernels import tuning
 
     weights = set(iter_instances(ops.PackedWeight, model.layers))
@@ -224,7 +226,7 @@ def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
 
 
 def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
-    """Capture the steps that requests need first, and rehearse one; return the seconds."""
+    """Capture the steps that the first requests need as CUDA graphs, and run one test request; return the seconds."""
     began = time.perf_counter()
     if runner.graphs and runner.cache.keys.is_cuda:
         runner.run_uncaptured_once()
@@ -237,9 +239,10 @@ def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
 
 
 def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
-    """Serve one request with a temporary engine, whose counters and cache are dropped.
+    """Serve one test request with a temporary engine, whose counters and cache are then discarded.
 
-    The first run of each part takes up to 2 ms more, which would delay the first request. The cache must be empty."""
+    The first run of each part takes up to 2 ms longer, which would delay the first real request. The KV cache must
+    be empty."""
     engine = Engine(config, runner)
     length = min(WARM_UP_TOKENS, engine.max_context - 2)
     if length > 0:
@@ -251,7 +254,9 @@ def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
 
 
 def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
-    """Wait for the weights, and meanwhile load what a first request needs; return seconds by part."""
+    """Wait until the weights are loaded, and meanwhile load what the first request needs.
+
+    Return the seconds of each part, by name."""
     model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
 
     def warm() -> float:
@@ -284,7 +289,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
 
 def _keep_packed(weights: Weights, runner: GPURunner) -> float:
-    """Add a packed copy of all plain weights and load its kernels; return the seconds."""
+    """Add a packed (12-bit) copy of all plain weights and load the kernels for it; return the seconds that took."""
     began = time.perf_counter()
     weights.loaded_bytes += sum(
         ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, runner.model)
@@ -310,7 +315,8 @@ def _zero_weight_model(model: DecoderModel) -> DecoderModel:
 def _with_zero_weights(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
-    Not a closure: a recursive one would keep the zeros alive until garbage collection, which does not run here."""
+    This is no nested function, because a recursive one would keep the zeros alive until garbage collection, which
+    does not run at this time."""
     if isinstance(part, ops.PackedWeight):
         return zeros(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
     if isinstance(part, tuple):
@@ -321,7 +327,7 @@ def _with_zero_weights(part: Any, zeros: Callable[[int, int, bool], ops.PackedWe
 
 
 def _start_codec(checkpoint: Checkpoint) -> None:
-    """Load the codec that packed files need; it may have to be compiled."""
+    """Load the codec that packed files need. It may have to be compiled first."""
     if any(tensor.packing is not None for tensor in checkpoint.tensors.values()):
         backend = ops.start_backend(threads=1)
         if backend.library is None:
@@ -331,9 +337,9 @@ def _start_codec(checkpoint: Checkpoint) -> None:
 
 
 def compile_kernels(runner: GPURunner) -> float:
-    """Compile all kernels that steps need in parallel, unless an earlier start did; return the seconds.
+    """Compile all kernels that steps need, in parallel, unless an earlier start did; return the seconds.
 
-    Compiled one by one at their first use, each would delay a request by a second."""
+    A kernel that is compiled at its first use would delay a request by a second."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0
@@ -351,9 +357,9 @@ def compile_kernels(runner: GPURunner) -> float:
 
 
 def warm_up(runner: GPURunner) -> float:
-    """Run a first request with the weights as they are; return the seconds.
+    """Run a test request with the current weights; return the seconds that took.
 
-    Its steps are not captured: during a capture no other thread may use the device."""
+    Its steps are not captured as graphs, since no other thread may use the device during a capture."""
     began = time.perf_counter()
     graphs, runner.graphs = runner.graphs, False
     keys, size = runner.cache.keys, runner.cache.shape.block_size

@@ -1,15 +1,14 @@
-"""DeviceCopier: copies blocks between the cache on a device and buffers in main memory.
+"""DeviceCopier: copies KV blocks between the cache on a device and buffers in main memory.
 
-A buffer has the format of kv/tiers/copier.py. On the device a block has separate parts for the keys and the values of
-each layer. Kernels gather several blocks into scratch memory, or scatter them from it, on the stream of the steps.
-Between scratch and main memory they are copied on another stream, while the model runs:
+A buffer has the format of kv/tiers/copier.py. On the device, a block has separate parts for the keys and the values
+of each layer. Kernels gather several blocks into scratch memory, or scatter them from it, on the stream of the
+steps. Between scratch and main memory the blocks are copied on a second stream, while the model runs:
 
     save    step stream: gather |--> out stream: scratch to buffers     event: piece and buffers are free again
     load    in stream: buffers to scratch |--> step stream: scatter     event: the same
 
-A piece of scratch is reused after its last copy; the device waits for that, not the host. If the driver cannot pin the
-buffers, blocks also pass through another pinned buffer, and the host waits and copies.
-"""
+A piece of scratch memory is reused after its last copy; the device waits for that, not the host. If the driver
+cannot pin the buffers, blocks also pass through an extra pinned buffer, and the host waits and copies."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ WORD_DTYPE = torch.int64  # unit in which kernels copy, independent of the cache
 
 @dataclass(slots=True)
 class PendingCopy:
-    """A launched copy of a few blocks."""
+    """A copy of a few KV blocks that was launched and may still be running."""
 
     event: DeviceEvent  # passed when the device is done
     host_copies: list[tuple[Tensor, Tensor]]  # copies for the host after that: target, source
@@ -46,7 +45,7 @@ class PendingCopy:
 
 
 class ScratchPiece:
-    """Scratch memory for a few blocks, in the format of the buffers: keys of all layers, then values."""
+    """Scratch memory for a few KV blocks, in the format of the buffers: keys of all layers, then values."""
 
     def __init__(self, blocks: int, layers: int, words: int, device: torch.device) -> None:
         self.memory = torch.zeros(blocks, 2, layers, words, dtype=WORD_DTYPE, device=device)
@@ -74,7 +73,7 @@ class DeviceCopier:
         self._area: Tensor | None = None
 
     def attach_area(self, area: memoryview) -> None:
-        """Set the memory area of all buffers, and pin it until `detach_area` if the driver can."""
+        """Set the area of main memory that holds all buffers, and pin it until `detach_area` if the driver can."""
         assert self._area is None
         self._area = torch.frombuffer(area, dtype=torch.uint8)
         if not self._device.pin(self._area):
@@ -82,7 +81,7 @@ class DeviceCopier:
                 piece.pinned = self._device.allocate_pinned(piece.rows.numel()).view_as(piece.rows)
 
     def detach_area(self) -> None:
-        """Wait for all copies and unpin the area, so that it can be freed."""
+        """Wait for all copies and unpin the area of main memory, so that it can be freed."""
         assert self._area is not None
         for piece in self._pieces:
             if piece.last_copy is not None:
@@ -92,9 +91,9 @@ class DeviceCopier:
         self._area = None
 
     def launch(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
-        """Launch the saves, then the loads, at this point of the step stream.
+        """Queue the saves, then the loads, on the stream of the steps.
 
-        Return a function that waits until all buffers are free."""
+        Return a function that waits until the buffers may be used again."""
         assert self._area is not None
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
@@ -154,7 +153,7 @@ class DeviceCopier:
 
     @staticmethod
     def _wait_until_free(piece: ScratchPiece, stream: DeviceStream) -> ScratchPiece:
-        """Make the stream wait for the piece's last copy, so that its next operation may overwrite the piece."""
+        """Make the stream wait for the last copy of a piece, so that the stream's next operation may overwrite it."""
         if piece.last_copy is not None:
             if piece.pinned is not None:
                 piece.last_copy.finish()

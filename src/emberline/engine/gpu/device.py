@@ -1,6 +1,6 @@
-"""Device: what the runner needs of CUDA: streams, events, captured graphs and pinned memory.
+"""Device: the CUDA functions that the runner uses: streams, events, captured graphs and pinned memory.
 
-`HostDevice` implements it without a GPU by doing everything at once and in order, for tests."""
+`HostDevice` implements them without a GPU, for tests: it does everything at once and in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("emberline.engine")
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream. It has passed when all earlier work is done."""
 
     def wait(self) -> None: ...
     def seconds_since(self, earlier: DeviceEvent) -> float:
@@ -45,11 +45,10 @@ class DeviceStream(Protocol):
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Record the work as a graph without executing it, and return a function that executes it.
+        """Record the work as a graph without executing it; return a function that executes the graph.
 
-        The graph reads and writes the same addresses each time.
-
-        The work must have been executed once before, so that nothing is compiled during the capture."""
+        The graph reads and writes the same addresses each time. The work must have been executed once before, so
+        that nothing is compiled during the capture."""
         ...
 
     def release_captures(self) -> None:
@@ -68,7 +67,7 @@ class Device(Protocol):
 
     def unpin(self, memory: Tensor) -> None: ...
     def new_stream(self) -> DeviceStream:
-        """Return another stream."""
+        """Return a new stream, which runs in parallel to the others."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""StepGraphs: a device stream with the staged inputs of its steps and their captured graphs."""
+"""StepGraphs: the stream that steps run on, their staged inputs and their captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The model's inputs of a step, on the device."""
+    """The inputs of the model for one step, on the device."""
 
     tokens: Tensor
     token_rows: Tensor
@@ -32,7 +32,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured step of one shape: it reads inputs at fixed addresses and writes logits."""
+    """A step of one shape, captured as a CUDA graph. It reads inputs at fixed addresses and writes logits."""
 
     logits: Tensor
     replay: Callable[[], None]
@@ -42,7 +42,7 @@ class StepGraphs:
     def __init__(
         self, stream: DeviceStream, inputs: InputStaging, weight_unpacker: ops.WeightUnpacker, max_rows: int
     ) -> None:
-        """`max_rows`: of a captured step, including padding."""
+        """`max_rows`: the rows of the largest captured step, including padding."""
         self.stream = stream
         self.max_rows = max_rows
         self.inputs = inputs
@@ -52,7 +52,7 @@ class StepGraphs:
         self._logits: Tensor | None = None
 
     def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
-        """Return the tensor that all captured steps write logits to; it is read before the next step."""
+        """Return the tensor that all captured steps write their logits to. Read it before the next step runs."""
         if self._logits is None:
             self._logits = torch.empty(self.max_rows, vocab, device=device)
         assert rows <= self.max_rows
@@ -68,7 +68,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """The model's part of a step."""
+    """The model's part of a step, without sampling."""
 
     inputs: StepInputs
     logits: Tensor | None  # where to write the logits; None: to a new tensor

@@ -1,11 +1,10 @@
 """KV transfers between GPUs of one host by CUDA IPC.
 
-The receiver maps the sender's cache into its own address space and copies blocks from it.
+The receiver maps the sender's KV cache into its own address space and copies blocks from it.
 
-Leases and control messages use a Unix socket. After a copy the sender confirms that the lease is still valid and
-that no block was reused. Mapped memory stays allocated after its process ends, so a thread waits until the sender
-disconnects and then unmaps it.
-"""
+Control messages and leases (the time for which the sender keeps blocks unchanged) use a Unix socket. After a copy,
+the sender confirms that the lease is still valid and that no block was reused. Mapped memory stays allocated after
+the sender's process has ended, so a thread waits until the sender disconnects and then unmaps the memory."""
 
 from __future__ import annotations
 
@@ -77,9 +76,10 @@ class IpcServer(TransferServer):
 
 
 class PeerMemory:
-    """A sender's cache, mapped until its last user has called `release`; the creator is the first user.
+    """A sender's KV cache, mapped into this process until the last user has called `release`.
 
-    Users are counted instead of relying on garbage collection, since exceptions keep references to local variables."""
+    The creator is the first user. Users are counted, because garbage collection would come too late: exceptions keep
+    references to local variables."""
 
     def __init__(self, blocks: int, parts: Sequence[ExportedMemory], device: torch.device) -> None:
         self.blocks = blocks
@@ -133,11 +133,11 @@ class IpcLink(StreamLink):
     def _open(self, reply: dict[str, Any]) -> PeerMemory:
         parts = [ExportedMemory(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
         if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE_BYTES for handle, _ in parts):
-            raise ValueError(f"expected {len(self._region.parts)} valid handles, got {len(parts)} parts")
+            raise ValueError(f"{len(self._region.parts)} valid memory handles are needed, and {len(parts)} were sent")
         return PeerMemory(int(reply["blocks"]), parts, self._region.device)
 
     def _watch(self) -> None:
-        """Wait until the sender disconnects or this link is closed; then release its memory."""
+        """Wait until the sender disconnects or this link is closed, then release the sender's memory."""
         while not self._closed:
             try:
                 channel = self._open_channel(time.monotonic() + IO_TIMEOUT_S)
@@ -150,10 +150,10 @@ class IpcLink(StreamLink):
         self._memory.release()
 
     def fetch(self, fetch: PieceFetch) -> None:
-        """Copy all blocks at once. That takes so little time that it need not be cancelled in between."""
+        """Copy all KV blocks in one go. The copy is so short that it need not be cancelled in between."""
         fetch.progress.raise_if_cancelled()
         if time.monotonic() >= fetch.deadline:
-            raise TransferTimeout("the deadline passed before the copy was started")
+            raise TransferTimeout("the deadline of the KV transfer passed before the copy was started")
         if not fetch.pieces:
             return
         try:
@@ -170,7 +170,7 @@ class IpcLink(StreamLink):
     def _copy(self, piece: TransferPiece, blocks: BlockIds, into: BlockIds) -> None:
         memory = self._memory
         if blocks.min() < 0 or blocks.max() >= memory.blocks:
-            raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the sender's cache")
+            raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the range of the sender's cache")
         size, height = self._layout.plane_bytes, piece.end_layer - piece.first_layer
         sender_layer_bytes, layer_bytes = memory.blocks * size, self._region.blocks * size  # bytes of a layer
         for base, part in zip(memory.bases, self._region.parts, strict=True):
@@ -184,14 +184,14 @@ class IpcLink(StreamLink):
                 )
 
     def _verify_unchanged(self, fetch: PieceFetch) -> None:
-        """Let the sender confirm that no block was reused before the copy ended. Raises Corrupted otherwise."""
+        """Ask the sender whether a block was reused before the copy ended. Raises Corrupted if so."""
         first, last = min(piece.first_block for piece in fetch.pieces), max(piece.end_block for piece in fetch.pieces)
         whole = TransferPiece(0, self._layout.layers, first, last)
         query = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}
         if self._call(MessageKind.CONFIRM_READ, query, fetch.deadline).get("mark") != generations_crc(
             fetch.generations[first:last]
         ):
-            raise TransferCorrupted("the sender reused blocks while they were copied")
+            raise TransferCorrupted("the sender reused KV blocks while they were being copied")
 
 
 class IpcTransport:
@@ -210,7 +210,7 @@ class IpcTransport:
 
 
 def merge_layers(pieces: Iterable[TransferPiece]) -> list[TransferPiece]:
-    """Merge pieces of the same blocks in adjacent layers."""
+    """Merge transfer pieces that contain the same KV blocks in adjacent layers."""
     merged: list[TransferPiece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.first_block, piece.end_block, piece.first_layer)):
         last = merged[-1] if merged else None
@@ -226,7 +226,7 @@ def merge_layers(pieces: Iterable[TransferPiece]) -> list[TransferPiece]:
 
 
 def _contiguous_runs(blocks: BlockIds, into: BlockIds) -> list[tuple[int, int, int]]:
-    """Return runs of blocks that are adjacent in both lists: (source, target, count)."""
+    """Return runs of KV blocks that are adjacent in both lists, each as (first source, first target, count)."""
     steps = (np.diff(blocks) != 1) | (np.diff(into) != 1)
     starts = [0, *(np.flatnonzero(steps) + 1).tolist()]
     ends = [*starts[1:], len(blocks)]

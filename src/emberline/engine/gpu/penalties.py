@@ -1,9 +1,8 @@
-"""DevicePenalties: token counts of each row's request on the device, 16 bits per token.
+"""DevicePenalties: counts of the tokens of each request, on the device, 16 bits per token id.
 
-The device counts the tokens it samples, so a step can be launched before the host knows the tokens of the previous one.
-Counts are rebuilt from the request's tokens when it gets a row: at its start, and after a preemption if another request
-has taken its row.
-"""
+The device counts the tokens it samples, so a step can be launched before the host knows the tokens of the previous
+step. The counts are rebuilt from the request's tokens whenever the request gets a row: at its start, and after a
+preemption if its row was given to a different request."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ COUNTS_PER_LOAD = 8  # the table's width is a multiple of this, since a kernel r
 
 @dataclass(frozen=True, slots=True)
 class PenalisedRows:
-    """The requests of one step that have penalties."""
+    """The rows of one step whose requests have penalties."""
 
     rows: Tensor  # [P] int32: rows of the logits
     slots: Tensor  # [P] int32: rows of the counts
@@ -36,7 +35,7 @@ class PenalisedRows:
 class CountReset:
     """New token counts of requests that get a row in this step.
 
-    `prompt` and `output` are indexes into the flat table of counts."""
+    `prompt` and `output` are the token ids to count, as indexes into the flat table of counts."""
 
     slots: Tensor  # int64: rows of the counts
     prompt: Tensor  # int64
@@ -51,7 +50,7 @@ class DevicePenalties:
         )
 
     def prepare_reset(self, rows: Sequence[RequestRow], inputs: StagedInputs) -> CountReset | None:
-        """Stage the new counts of requests that have got a row; None if there are none with penalties."""
+        """Stage the counts of requests that just got a row; return None if none of these requests has penalties."""
         new = [p for p in rows if not p.is_plain and not p.has_counts and p.sampling.params.has_penalties]
         if not new:
             return None
@@ -80,16 +79,16 @@ class DevicePenalties:
         ops.apply_penalties(logits, penalised.rows, penalised.slots, penalised.get_settings, self.counts)
 
     def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
-        """Count the sampled tokens; `tokens` has one for each row of the step's logits."""
+        """Count the sampled tokens. `tokens` has one token for each row of the step's logits."""
         ops.count_tokens(self.counts, penalised.slots, penalised.rows, tokens)
 
 
 def prepare_penalised_rows(
     rows: Sequence[RequestRow], special: Sequence[int], inputs: StagedInputs
 ) -> PenalisedRows | None:
-    """Stage the penalties of one step; None if there are none.
+    """Stage the penalties of one step; return None if no request of the step has penalties.
 
-    `special`: indexes of rows that may have penalties."""
+    `special`: indexes of the rows that may have penalties."""
     indexes = [i for i in special if rows[i].sampling.params.has_penalties]
     if not indexes:
         return None

@@ -1,15 +1,14 @@
 """DeviceRegion: a KV cache on a GPU as source and target of transfers.
 
-Blocks are copied from and to the cache that the steps use, through pinned main memory, one piece at a time:
+KV blocks are copied from and to the cache that the steps use, through pinned main memory, one piece at a time:
 
     gather    kernels to scratch, one copy to main memory     reads published blocks, which no step writes to
     scatter   one copy to scratch, kernels to the blocks      waits for the steps that used the blocks before
 
-Each piece uses a StagingSlot: scratch, pinned memory and a stream of its own. The caller is a thread of a transport and
-waits until its piece is copied, so blocks are copied only on demand, and received blocks are visible to every step that
-is launched afterwards. There are few slots: a caller that gets none within SLOT_TIMEOUT_S fails, and the blocks are
-recomputed.
-"""
+Each piece uses a StagingSlot, which has its own scratch memory, pinned memory and stream. The caller is a thread of
+a transport and waits until its piece is copied. So blocks are copied only on demand, and every step that is launched
+afterwards sees the received blocks. There are few slots: a caller that gets none within SLOT_TIMEOUT_S fails, and
+the blocks are recomputed."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class StagingSlot:
         self._bytes = self.pinned.view(torch.uint8).numpy()
 
     def read(self, out: memoryview) -> None:
-        """Copy to `out` with numpy: torch would start more threads for each of ours."""
+        """Copy the pinned memory to `out`. This uses numpy, since torch would start extra threads in each caller."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[: len(out)])
 
     def write(self, data: memoryview) -> None:
@@ -66,7 +65,9 @@ class DeviceRegion(Region):
         self._fence_event = self._step_stream.record_event()
 
     def wait_for_started_work(self) -> None:
-        """Let later writes wait for all steps launched so far. Waiting for more than needed does no harm."""
+        """Make later writes to KV blocks wait for all steps that were launched before this call.
+
+        Some of these steps may not use the blocks; waiting for them does no harm."""
         self._fence_event = self._step_stream.record_event()
 
     @torch.inference_mode()
@@ -94,7 +95,7 @@ class DeviceRegion(Region):
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Return a context in which work writes to blocks directly, after the steps that used them before."""
+        """Return a context for writing to KV blocks directly, which waits for the steps that used the blocks before."""
         with self._take_slot(self._in_slots) as slot, self._on_stream(slot):
             slot.stream.wait_event(self._fence_event)
             yield
@@ -102,11 +103,13 @@ class DeviceRegion(Region):
     def _split_by_slot(
         self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
     ) -> Iterator[tuple[range, int, BlockIds, memoryview]]:
-        """Yield parts of a piece that fit into a slot: layers, words per element, element indexes, data."""
+        """Yield the parts of a piece that each fit into one staging slot.
+
+        A part consists of its layers, words per element, element indexes and data."""
         size, index = self.element_indices(piece, blocks, wire, 0)  # the same for values, since keys are not turned
         each = len(self.parts) * size * len(index)
         if each > self.slot_bytes:
-            raise BadTransfer(f"one layer of {piece} has {each} bytes; the limit is {self.slot_bytes}")
+            raise BadTransfer(f"one layer of the transfer {piece} has {each} bytes; the limit is {self.slot_bytes}")
         for top in range(piece.first_layer, piece.end_layer, self.slot_bytes // each):
             bottom = min(top + self.slot_bytes // each, piece.end_layer)
             part = data[(top - piece.first_layer) * each : (bottom - piece.first_layer) * each]
@@ -126,7 +129,7 @@ class DeviceRegion(Region):
         try:
             slot = slots.get(timeout=SLOT_TIMEOUT_S)
         except Empty:
-            raise TransferTimeout(f"no transfer buffer of the GPU was free within {SLOT_TIMEOUT_S:g} s") from None
+            raise TransferTimeout(f"no GPU buffer for KV transfers became free within {SLOT_TIMEOUT_S:g} s") from None
         try:
             yield slot
         finally:
@@ -135,9 +138,9 @@ class DeviceRegion(Region):
     @staticmethod
     @contextmanager
     def _on_stream(slot: StagingSlot) -> Iterator[None]:
-        """Return a context that queues work on the slot's stream and waits for it at the end.
+        """Return a context that queues work on the slot's stream, and waits for the work at the end.
 
-        It also waits after an error, since the memory is reused then."""
+        The context also waits after an error, because the slot's memory is reused then."""
         try:
             with slot.stream.activate():
                 yield
@@ -146,5 +149,5 @@ class DeviceRegion(Region):
 
 
 def _layer_rows(words: Tensor, layers: range, width: int) -> Tensor:
-    """Return some layers of a part as elements of `width` words."""
+    """Return some layers of the keys or values as elements of `width` words."""
     return words[layers.start : layers.stop].view(len(layers), -1, width)

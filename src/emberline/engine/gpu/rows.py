@@ -1,8 +1,8 @@
 """DeviceRows: the block table and the newest token of each request, kept on the device.
 
-There are as many rows as requests can run at once. A preempted request keeps its row until a request in a step needs
-it: by then the host has all of its tokens. The last row is for padding of captured steps.
-"""
+There are as many rows as requests can run at the same time. A preempted request keeps its row until a different
+request needs the row for a step. By then the host has read all tokens of the preempted request. The last row is for
+padding of captured steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DeviceRows:
         return [rows[w.id] for w in work]
 
     def admitted_work(self, work: Sequence[WorkItem]) -> list[WorkItem]:
-        """Return the work items of requests that were added and not removed."""
+        """Return the work items of requests that were added and have not been removed."""
         rows = self.by_request
         return [w for w in work if w.id in rows]
 
@@ -68,7 +68,7 @@ class DeviceRows:
             self._free.append(row.index)
 
     def assign_rows(self, work: Sequence[WorkItem]) -> None:
-        """Give each request in a step a row, if necessary that of a request that is not in it."""
+        """Give each request of a step a row; if no row is free, take the row of a request outside the step."""
         missing = [row for row in self.rows_of(work) if row.index < 0]
         if len(missing) > len(self._free):
             in_step = {w.id for w in work}
@@ -87,7 +87,7 @@ class DeviceRows:
         self.seed[index] = np.uint64(row.sampling.seed % (1 << 64)).astype(np.int64)
 
     def table_updates(self, work: Sequence[WorkItem]) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the device's tables lack for this work: indexes into the flat tables, and block ids."""
+        """Return the block table entries that the device lacks: their indexes in the flat tables, and block ids."""
         width = self.host_tables.shape[1]
         indexes: list[np.ndarray] = []
         blocks: list[int] = []

@@ -111,7 +111,7 @@ class GPURunner:
         return finish
 
     def forget_addresses(self) -> None:
-        """Drop everything that refers to device addresses, before memory moves; it is made again on demand."""
+        """Drop everything that contains device addresses, before memory moves. It is rebuilt when needed."""
         self._graphs.forget_addresses()
         self._next_shape = 0
         self._extra_inputs.forget_views()
@@ -120,10 +120,10 @@ class GPURunner:
             self.copier.forget_addresses()
 
     def device_buffers(self) -> list[Tensor]:
-        """Return all tensors kept on the device between steps, except weights.
+        """Return all tensors that stay on the device between steps, except weights.
 
-        The content of an idle runner's buffers is not needed: counters are zero again, and a row's table, newest token
-        and counts are written before they are read."""
+        While the runner is idle their content is not needed: counters are zero, and the block table, newest token
+        and counts of a row are written before they are read."""
         state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._extra_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
@@ -170,7 +170,7 @@ class GPURunner:
         return finish
 
     def _sample_waiting_step(self) -> None:
-        """Sample the step that waits for the tokens that were just read, if there is one."""
+        """Sample the step that waited for the tokens that were just read, if such a step exists."""
         step, self._unsampled = self._unsampled, None
         if step is not None:
             with torch.inference_mode(), self._graphs.stream.activate():
@@ -180,7 +180,7 @@ class GPURunner:
                 step.launch(self._graphs.stream)
 
     def _captured_shape(self, singles: list[WorkItem], chunks: list[WorkItem]) -> StepShape | None:
-        """Return the shape of a captured step for this work; None if it must run uncaptured."""
+        """Return the shape of the captured step to use for this work; None if the work must run uncaptured."""
         ends = (w.start + len(w.tokens) for w in chunks)
         can_capture = self.graphs and (
             not chunks or (self._attention_planner.has_static_shapes and self._attention_planner.can_widen(ends))
@@ -188,7 +188,7 @@ class GPURunner:
         return StepShape.of(singles, chunks, self._grid) if can_capture else None
 
     def _prepare_model_step(self, singles: list[WorkItem], chunks: list[WorkItem]) -> ModelStep:
-        """Return the model's part of a step; the copy of its inputs to the device is queued."""
+        """Queue the copy of a step's inputs to the device, and return the model's part of the step."""
         graphs = self._graphs
         shape = self._captured_shape(singles, chunks)
         batch = DeviceBatch.of(singles, chunks, self._rows, self._block_size)
@@ -203,7 +203,7 @@ class GPURunner:
         return ModelStep(inputs, logits, replay, len(batch.used_logit_rows), wanted)
 
     def _run_model_step(self, step: ModelStep) -> Tensor:
-        """Queue the model's part of a step and return the logits that are used."""
+        """Queue the model's part of a step, and return the logits of the rows that are not padding."""
         logits = step.logits
         if step.replay is not None and logits is not None:
             step.replay()
@@ -213,11 +213,11 @@ class GPURunner:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether shapes remain to be captured in idle time."""
+        """Whether there are shapes of steps left to capture in idle time."""
         return self.graphs and self._next_shape < len(self.shapes)
 
     def prepare_next(self) -> bool:
-        """Capture a step of the next shape, with only padding as its work; return False if all are captured."""
+        """Capture a step of the next shape, filled with padding only; return False if all shapes are captured."""
         if not self.is_preparing:
             return False
         shape = self.shapes[self._next_shape]
@@ -230,7 +230,7 @@ class GPURunner:
         return True
 
     def run_uncaptured_once(self) -> None:
-        """Run a step of each kind once, uncaptured, in the thread that will capture.
+        """Run a step of each kind once, uncaptured, in the thread that will capture steps.
 
         A thread's first use of a library or stream initializes it, which is not allowed during a capture."""
         without_chunks = [shape for shape in self.shapes if not shape.chunks]
@@ -241,7 +241,7 @@ class GPURunner:
                 self._forward(self._padding_inputs(shape), logits)
 
     def launch_all_kernels(self) -> None:
-        """Launch every kernel that steps need, with only padding as work, to have them compiled together."""
+        """Launch every kernel that steps need, on padding only, so that the kernels are compiled together."""
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in filter(self._can_be_captured, self.shapes):
                 logits = self._graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
@@ -251,7 +251,7 @@ class GPURunner:
         return not shape.chunks or self._attention_planner.has_static_shapes
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
-        """Return the inputs of a step with only padding: it writes nothing but logits that are not used."""
+        """Return inputs that consist of padding only. Such a step writes nothing but logits that are not used."""
         batch = DeviceBatch.of([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._put_inputs(batch, shape, staged, self._graphs.weight_unpacker)
@@ -259,9 +259,10 @@ class GPURunner:
         return inputs
 
     def _find_or_capture(self, shape: StepShape, inputs: StepInputs) -> tuple[Tensor, Callable[[], None] | None]:
-        """Return a shape's logits, and a function that replays its step, or None if capturing failed.
+        """Return the logits of a shape's captured step, and a function that replays the step.
 
-        It is captured at its first use, which takes the host as long as launching the step once."""
+        The step is captured at its first use, which takes the host as long as launching it once. If capturing
+        failed, the function is None."""
         graphs = self._graphs
         if shape in graphs.captured:
             captured = graphs.captured[shape]
@@ -272,7 +273,11 @@ class GPURunner:
         try:
             replay = graphs.stream.capture(lambda: self._forward(inputs, logits))
         except Exception as error:  # of the driver, of torch, or an assertion: torch cannot capture again after it
-            log.exception("Step not captured, further shapes run uncaptured: shape=%s reason=%s", shape, error)
+            log.exception(
+                "Capturing a step as a CUDA graph failed, steps of new shapes run without graphs: shape=%s reason=%s",
+                shape,
+                error,
+            )
             graphs.capture_failed = True
             return logits, None
         graphs.captured[shape] = CapturedStep(logits, replay)
@@ -281,7 +286,7 @@ class GPURunner:
     def _put_inputs(
         self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, weight_unpacker: ops.WeightUnpacker
     ) -> StepInputs:
-        """Stage the model's inputs; those of one shape always get the addresses that they had at its capture."""
+        """Stage the model's inputs. The inputs of one shape always get the same addresses as when it was captured."""
         min_tiles, logit_tokens = (
             (0, batch.logit_rows) if shape is None else (ops.max_prefill_tiles(shape.tokens, shape.chunks), None)
         )
@@ -322,7 +327,9 @@ class GPURunner:
         )
 
     def _score_prompts(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[Scores, Tensor]:
-        """Return functions for the prompts' log-probabilities, and the logits that are sampled from."""
+        """Return what computes the log-probabilities of each prompt, and the logits to sample from.
+
+        The former is a function for each request id, which is called when the step's result is read."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
         scored, sampled = split_logit_rows(work)

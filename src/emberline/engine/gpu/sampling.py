@@ -22,7 +22,7 @@ from emberline.kernels import ops
 
 
 class StepSampling:
-    """The sampling of one step: prepared by the host, launched after the model, its results read later."""
+    """The sampling of one step: prepared by the host, launched after the model, with results that are read later."""
 
     def __init__(self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties) -> None:
         self.logits: Tensor | None = None  # one row for each work item, after the model is launched
@@ -34,7 +34,7 @@ class StepSampling:
         self._end_event: DeviceEvent | None = None
 
     def waits_for_tokens(self) -> bool:
-        """Return whether a grammar's mask can only be computed after the previous step's tokens are read."""
+        """Return whether a grammar's mask can be computed only after the previous step's tokens were read."""
         return any(
             not row.is_plain and row.sampling.matcher is not None and w.tokens[-1] == PENDING_TOKEN
             for w, row in zip(self._work, self._rows.rows_of(self._work), strict=True)
@@ -56,7 +56,7 @@ class StepSampling:
         return self._end_event
 
     def results(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Wait for the device; return the sampled tokens, and why other requests cannot continue."""
+        """Wait for the device; return the sampled tokens, and the reasons why other requests cannot continue."""
         self.end_event.wait()
         if self._inputs is None or self._outputs is None:
             return {}, {}
@@ -65,7 +65,7 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the device needs to sample the step's tokens, one for each work item."""
+    """What the device needs to sample the tokens of a step, one for each work item."""
 
     work: Sequence[WorkItem]
     request_rows: Sequence[RequestRow]
@@ -112,9 +112,9 @@ def prepare_sampling(work: Sequence[WorkItem], rows: DeviceRows, vocab: int, sta
 def launch_sampling(
     inputs: SamplingInputs, logits: Tensor, newest: Tensor, penalties: DevicePenalties
 ) -> SamplingOutputs:
-    """Queue the sampling of a step; overwrites the logits and stores the tokens on the device.
+    """Queue the sampling of a step. This overwrites the logits and stores the tokens on the device.
 
-    The returned tensors are being copied to the host: they are valid after an event recorded later has passed."""
+    The returned tensors are still being copied to the host: wait for an event recorded after this call."""
     raw = logits.index_select(0, inputs.scored[1]) if inputs.scored else None
     if inputs.penalised is not None:
         penalties.apply(logits, inputs.penalised)
@@ -142,7 +142,7 @@ class SamplingOutputs:
     rank: Tensor | None = None
 
     def results(self, inputs: SamplingInputs, rows: DeviceRows) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Return the sampled tokens of requests that are still open, and why others cannot continue."""
+        """Return the sampled tokens of open requests, and the reasons why other requests cannot continue."""
         scores = self._scores(inputs)
         sampled, failed = {}, {}
         current = rows.by_request

@@ -1,6 +1,6 @@
 """StepShape: the size of a captured step.
 
-There are few shapes, to limit captures, but enough to limit padding."""
+There are few shapes, because each one must be captured, but enough of them that little padding is needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCH_FLOP = 7e12  # operations that the device does while the host launches an
 
 @dataclass(frozen=True, slots=True)
 class ShapeGrid:
-    """The sizes of captured steps with chunks. Other sizes are rounded up to one of them."""
+    """The sizes of captured steps with prompt chunks. Other sizes are rounded up to one of these."""
 
     max_tokens: int = MAX_CHUNK_TOKENS  # tokens of chunks; steps with more are not captured
     chunks: tuple[int, ...] = CHUNK_ROW_COUNTS
@@ -32,10 +32,10 @@ class ShapeGrid:
 
     @staticmethod
     def of(parameters: int, max_batch_tokens: int) -> ShapeGrid:
-        """Return the grid for a model with `parameters` weights in its layers.
+        """Return the sizes for a model with `parameters` weights in its layers.
 
-        A step is captured if launching it takes longer than computing it. Padding costs a small model little, so a
-        small model gets few shapes."""
+        A step is worth capturing if launching it takes longer than computing it. Padding costs a small model little,
+        so a small model gets few sizes."""
         worth = min(int(LAUNCH_FLOP / (2 * parameters)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
         if min(worth, max_batch_tokens) <= MAX_CHUNK_TOKENS:
             return ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
@@ -49,9 +49,10 @@ class ShapeGrid:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Rows [0, singles) have one token each, or none if there are chunks too; the other rows are chunks.
+    """Rows [0, singles) have one token each; the other rows are prompt chunks.
 
-    Tokens of chunks directly follow those of singles, so that all padding is at the end."""
+    In a step with chunks, padding rows among the singles have no token. Tokens of chunks directly follow those of
+    singles, so that all padding tokens are at the end."""
 
     singles: int
     chunks: int
@@ -59,9 +60,9 @@ class StepShape:
 
     @staticmethod
     def of(singles: Sequence[WorkItem], chunks: Sequence[WorkItem], grid: ShapeGrid | None = None) -> StepShape | None:
-        """Return the shape of a step with this work; None if it cannot be captured.
+        """Return the shape of a step with this work; None if the step cannot be captured.
 
-        That is so for too many chunks or tokens, and for prompts with log-probabilities."""
+        A step with too many chunks or tokens, or with prompts whose log-probabilities were requested, cannot."""
         if not chunks:
             return StepShape(pad_rows(len(singles)), 0, 0)
         tokens = sum(len(w.tokens) for w in chunks)
@@ -78,9 +79,9 @@ class StepShape:
 
 
 def pad_rows(rows: int) -> int:
-    """Return the padded number of rows: 1 2 4 8 16 24 ... with growing steps.
+    """Return the padded number of rows: 1 2 4 8 16 24 ..., with growing differences.
 
-    Above 384 rows, cuBLAS is up to a third slower if they are not a multiple of 128."""
+    Above 384 rows, cuBLAS is up to a third slower if the number is not a multiple of 128."""
     for limit, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
         if rows <= limit:
             return -(-rows // step) * step
@@ -88,7 +89,7 @@ def pad_rows(rows: int) -> int:
 
 
 def pad_single_rows(singles: int) -> int:
-    """Return the padded number of rows for single tokens in a step that also has chunks."""
+    """Return the padded number of rows with one token, for a step that also has prompt chunks."""
     return -(-singles // SINGLE_ROW_GRAIN) * SINGLE_ROW_GRAIN
 
 
@@ -126,5 +127,5 @@ def captured_token_counts(max_running: int, max_batch_tokens: int) -> set[int]:
 
 
 def max_step_rows(rows: int) -> int:
-    """Return the largest number of rows of a step with `rows` requests, including padding."""
+    """Return the largest number of rows, including padding, of a step with `rows` requests."""
     return max(pad_rows(rows), pad_single_rows(rows)) + MAX_CHUNKS

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class StagedInputs:
-    """One step's inputs. Arrays of equal shapes, put in the same order, get the same device addresses."""
+    """The inputs of one step. Arrays of equal shapes that are put in the same order get the same device addresses."""
 
     def __init__(self, staging: InputStaging, index: int) -> None:
         self._staging, self._index = staging, index
@@ -35,7 +35,7 @@ class StagedInputs:
         self._end = 0
 
     def put(self, values: np.ndarray) -> Tensor:
-        """Write the values and return the device tensor that has them after `send`."""
+        """Write the values to the staging buffer; return the device tensor that contains them after `send`."""
         begin, end = self._end, self._end + values.nbytes
         if end > len(self._bytes):  # only with penalties over very long texts, so an extra copy is acceptable
             return torch.from_numpy(values).to(self._staging.device.device)
@@ -69,9 +69,9 @@ class InputStaging:
         self._sent_events[index] = self._stream.record_event()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-        """Return a part of the device's buffer.
+        """Return a part of the device's buffer as a tensor.
 
-        Views are cached, since steps use the same ones again and again."""
+        The tensors are cached, since most steps use the same ones."""
         key = begin, dtype, shape
         view = self._views.get(key)
         if view is None:

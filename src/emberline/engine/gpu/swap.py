@@ -1,12 +1,9 @@
-"""SleepManager: lets several models share one GPU; the least recently used ones sleep.
+"""SleepManager: lets several models share one GPU. The least recently used models sleep.
 
-The policy needs no torch.
-
-The weights of a sleeping model are in pinned host memory. They never change, so they are copied there once, and
-sleeping again only frees device memory. The KV cache and its prefixes are lost, except for blocks in lower tiers.
-All other buffers of the runner are zero after waking, as they were at first. Memory is then at other addresses, so
-captured steps are dropped, and captured again at their next use.
-"""
+The weights of a sleeping model are in pinned host memory. Weights never change, so they are copied there once, and
+later sleeps only free device memory. The KV cache and its prefixes are lost, except for blocks in lower tiers. After
+waking, all other buffers of the runner are zero, as they were at first. Device memory is then at different
+addresses, so captured steps are dropped and captured again at their next use. The policy needs no torch."""
 
 from __future__ import annotations
 
@@ -30,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class SwappableModel(Protocol):
-    """A model that can free its device memory. Before it is first woken it counts as asleep."""
+    """A model that can free its device memory. Before its first `wake`, a model counts as asleep."""
 
     nbytes: int  # device memory while it is awake; 0 while it sleeps
 
     @property
     def idle(self) -> bool:
-        """Whether it has no open requests."""
+        """Whether the model has no open requests."""
         ...
 
     def wake(self) -> int:
@@ -71,7 +68,7 @@ class SleepManager:
         return sum(self._models[name].nbytes for name in self._awake_since)
 
     def add(self, name: str, resident: SwappableModel) -> None:
-        """Add a model, which sleeps at first. Raises ModelError if it needs more than all of the memory."""
+        """Add a model, which is asleep at first. Raises ModelError if it needs more than all of the memory."""
         assert name not in self._models
         if resident.nbytes > self.memory:
             raise ModelError(
@@ -83,9 +80,10 @@ class SleepManager:
         self.stats[name] = SleepStats()
 
     def ensure_awake(self, name: str) -> None:
-        """Wake a model if it sleeps, putting idle ones to sleep, and make it the most recently used one.
+        """Wake a model if it sleeps, and make it the most recently used one.
 
-        Raises Overloaded, before anything is changed, if models with open requests would have to sleep."""
+        Idle models are put to sleep if their memory is needed. Raises Overloaded, before anything is changed, if a
+        model with open requests would have to sleep."""
         if name not in self._models:
             raise ModelNotFound(f"there is no model {name!r}", hint=f"available models: {' '.join(self._models)}")
         if name not in self._awake_since:
@@ -95,7 +93,7 @@ class SleepManager:
         self._awake_since.move_to_end(name)
 
     def busy_models_to_sleep(self, name: str) -> list[str]:
-        """Return the busy models that must sleep before this one can wake, least recently used first."""
+        """Return the busy models that must sleep before this model can wake, least recently used first."""
         missing, busy = self._missing_bytes(name), []
         for other in sorted(self._awake_since, key=lambda other: not self._models[other].idle):
             if missing <= 0:
@@ -120,7 +118,7 @@ class SleepManager:
         if missing > 0:
             busy = " ".join(other for other in self._awake_since if other not in to_sleep)
             raise Overloaded(
-                f"the model {name!r} needs {format_gib(missing)} GiB more GPU memory; busy models use it: {busy}",
+                f"the model {name!r} needs {format_gib(missing)} GiB more GPU memory, which busy models use: {busy}",
                 hint="retry when their requests have ended",
             )
         return to_sleep
@@ -143,7 +141,7 @@ class SleepManager:
 
 
 class SwappedEngine:
-    """A model whose engine is loaded when it first wakes, and has no device memory while it sleeps."""
+    """A model whose engine is loaded at its first `wake`, and which has no device memory while it sleeps."""
 
     def __init__(self, plan: MemoryPlan, boot: Callable[[], BootedGPUEngine]) -> None:
         """`plan`: the memory plan that `boot` will use."""
@@ -190,32 +188,33 @@ class SwappedEngine:
         return self._sleep.copied_bytes if first else 0
 
     def close(self) -> None:
-        """Free its weights on the host. It cannot be used again."""
+        """Free the model's weights in host memory. The model cannot be used again."""
         if self._sleep is not None:
             self._sleep.close()
         self._gpu_engine, self._sleep, self._is_awake = None, None, False
 
 
 def model_memory(total: int) -> int:
-    """Return the bytes of a device for models.
+    """Return how many bytes of a device with `total` bytes models may use.
 
-    All models share one reserve, also for what remains of sleeping ones (compiled kernels, workspaces of libraries)."""
+    The rest is one reserve for all models. It also holds what sleeping models leave on the device: compiled kernels
+    and workspaces of libraries."""
     return int(total * USABLE_FRACTION) - RESERVE_BYTES
 
 
 def equal_kv_share(plans: Collection[MemoryPlan], memory: int) -> int | None:
-    """Return the KV cache bytes of each model if all are awake together: equal shares of the free memory.
+    """Return the size of each model's KV cache in bytes if all models are awake: equal shares of the free memory.
 
-    Return None if a share could not hold a full context of some model: then it is better that some models sleep."""
+    Return None if a share could not hold a full context of each model. It is then better that some models sleep."""
     part = (memory - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
     fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
     return part if fits else None
 
 
 def sleep_runner(runner: GPURunner, previous: SleepingMemory | None = None) -> SleepingMemory:
-    """Free the device memory of a runner whose results were all read.
+    """Free the device memory of a runner, after all its results were read.
 
-    `previous`: what its last sleep returned."""
+    `previous`: the return value of the runner's last sleep; None at its first."""
     from torch import Tensor
 
     from emberline.models.sleep import iter_instances, sleep
@@ -228,9 +227,9 @@ def sleep_runner(runner: GPURunner, previous: SleepingMemory | None = None) -> S
 
 
 def wake_runner(slept: SleepingMemory) -> None:
-    """Restore a runner's device memory, without captured steps and cached blocks.
+    """Restore a runner's device memory, with an empty KV cache and without captured steps.
 
-    Frees all if memory runs out."""
+    If memory runs out, everything that was allocated is freed again."""
     try:
         slept.wake(keep=True)
     except BaseException:
@@ -267,7 +266,7 @@ def _boot_or_clean_up(boot: Callable[[], BootedGPUEngine]) -> BootedGPUEngine:
 
 
 def check_device() -> None:
-    """Raise if the device no longer works: then only a new process helps."""
+    """Raise an error if the device no longer works. In that case only a new process helps."""
     import torch
 
     if torch.cuda.is_initialized():
