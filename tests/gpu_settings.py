@@ -9,4 +9,4 @@ from emberline.core.engine_config import EngineConfig
 
 def gpu_config(**settings: Any) -> EngineConfig:
     """Return the settings with a GPU's defaults, by the names of EngineConfig.build."""
-    return EngineConfig.build("", **settings).for_gpu()
+    return EngineConfig.build("", **settings).with_gpu_defaults()

@@ -27,7 +27,7 @@ def engine() -> int:
 
         def load(name: str) -> BootedGPUEngine:
             booted = on_host.booted(Path(configs[name].model))
-            loaded[name] = boot.loaded_from_gpu(booted)
+            loaded[name] = boot.to_loaded_engine(booted)
             return booted
 
         members = {

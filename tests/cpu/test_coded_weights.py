@@ -451,7 +451,9 @@ def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:
         assert (found.dtype, found.is_packed, found.weight_bytes) == (dtype, ours, size)
     configs = {name: EngineConfig.build(str(tmp_path / name), device="cuda") for name in ("plain", "packed")}
     members, _ = plan_time_sharing(configs, 40 << 30, 0, lambda name, settings: pytest.fail("nothing is loaded yet"))
-    plans = [memory.plan_for(shape, gpu_config(), 40 << 30, "bfloat16", packed=ours) for ours in (False, True)]
+    plans = [
+        memory.plan_engine_memory(shape, gpu_config(), 40 << 30, "bfloat16", packed=ours) for ours in (False, True)
+    ]
     saved = plans[0].fixed_bytes - plans[1].fixed_bytes
     assert members["plain"].nbytes - members["packed"].nbytes == pytest.approx(saved, abs=1 << 20)
 

@@ -22,7 +22,7 @@ from emberline.engine.engine_group_boot import WeightEstimate, boot_engine_group
 from emberline.engine.gpu.boot import BootedGPUEngine
 from emberline.engine.gpu.device import has_hopper
 from emberline.engine.gpu.swap import SwappedEngine, model_memory
-from emberline.engine.memory import plan_for
+from emberline.engine.memory import plan_engine_memory
 from emberline.kernels import backend, reference
 
 GIB = 1 << 30
@@ -150,7 +150,7 @@ def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None
     sizes = [member.nbytes for member in members.values()]
     assert space == model_memory(total) and 0 <= space - sum(sizes) < space / 1000
     kv = [
-        plan_for(WeightEstimate.of(c).config, gpu_config(max_running=8), total, "float32").kv_bytes
+        plan_engine_memory(WeightEstimate.of(c).config, gpu_config(max_running=8), total, "float32").kv_bytes
         for c in configs.values()
     ]
     assert max(sizes) < max(kv) / 2

@@ -11,7 +11,7 @@ from on_host import booted, plain_arithmetic
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.boot import BootedGPUEngine, rehearse
+from emberline.engine.gpu.boot import BootedGPUEngine, run_test_request
 from emberline.engine.gpu.runner import GPURunner
 from emberline.kernels import backend
 
@@ -72,7 +72,7 @@ def test_failed_capture_leaves_steps_uncaptured(gpu_engine: BootedGPUEngine, mon
 
 def test_rehearsal_leaves_no_state(gpu_engine: BootedGPUEngine, tmp_path: Path) -> None:
     whole = generate(booted(tmp_path).engine, "whole")
-    rehearse(gpu_engine.runner, gpu_engine.engine.config)
+    run_test_request(gpu_engine.runner, gpu_engine.engine.config)
     assert not gpu_engine.runner._rows.by_request
     stats = gpu_engine.engine.stats()
     assert (stats.step, stats.prompt_tokens, stats.blocks_cached) == (0, 0, 0)

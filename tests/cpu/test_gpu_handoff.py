@@ -221,13 +221,13 @@ def racing(
         for i, slot in enumerate(slots):
             (gpu_engine.region._out_slots if i < memory.TRANSFER_SLOTS else gpu_engine.region._in_slots).put(slot)
         device.watch(kept=gpu_engine.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
-        forward = gpu_engine.runner._forward
+        forward = gpu_engine.runner._run_model
 
         def record_and_call(*inputs: Any) -> Tensor:
             device.note("the model", gpu_engine.cache.keys, gpu_engine.cache.values, writes=True)
             return forward(*inputs)
 
-        gpu_engine.runner._forward = record_and_call  # type: ignore[method-assign]
+        gpu_engine.runner._run_model = record_and_call  # type: ignore[method-assign]
         pulls = gpu_engine.engine.kv.pulls
         assert pulls is not None
         pulls._start_thread = lambda work: (
@@ -325,7 +325,7 @@ def test_cpu_and_gpu_caches_are_incompatible() -> None:
 def test_memory_plan_includes_staging(model: DecoderModel) -> None:
     def scratch(**settings: object) -> int:
         chosen = gpu_config(max_running=4, max_batch_tokens=64, block_size=16, **settings)
-        return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
+        return memory.plan_engine_memory(model.config, chosen, 8 << 30, "bfloat16").scratch
 
     c = model.config
     shape = KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.bfloat16)

@@ -83,14 +83,14 @@ class TieredEngine:
             model, cache, frozenset(), SamplingStateFactory(frozenset(), None), chosen, self.device, 64
         )
         self.device.watch(kept=self.runner.device_buffers())
-        forward = self.runner._forward
+        forward = self.runner._run_model
 
         def record_forward(inputs: StepInputs, out: Tensor | None) -> Tensor:
             alone = self.device.at_work == "steps"  # parts that run in parallel write to different blocks
             self.device.note("the model", cache.keys, cache.values, writes=alone)
             return forward(inputs, out)
 
-        self.runner._forward = record_forward  # type: ignore[method-assign]
+        self.runner._run_model = record_forward  # type: ignore[method-assign]
         self.tiers: TierStack | None = None
         if tiers:
             self.tiers = make_tiers(self.runner, partial(self.make_tiers, disk))
@@ -318,7 +318,7 @@ def test_host_tier_is_pinned_until_closed(model: DecoderModel, pins: bool) -> No
 def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def scratch(**settings: object) -> int:
         chosen = gpu_config(max_running=4, max_batch_tokens=64, block_size=16, **settings)
-        return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
+        return memory.plan_engine_memory(model.config, chosen, 8 << 30, "bfloat16").scratch
 
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, 16, torch.bfloat16)
     for size in (0, 1 << 20):

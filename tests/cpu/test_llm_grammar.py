@@ -58,13 +58,13 @@ def test_dangerous_grammar_is_rejected_before_the_engine(llm: LLM, kind: str, te
 
 
 def test_other_requests_run_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    may, build = threading.Event(), GrammarCompiler._build
+    may, build = threading.Event(), GrammarCompiler._compile_uncached
 
     def slow(self: GrammarCompiler, grammar: GrammarSpec, param: str) -> Any:
         assert may.wait(TIMEOUT_S)
         return build(self, grammar, param)
 
-    monkeypatch.setattr(GrammarCompiler, "_build", slow)
+    monkeypatch.setattr(GrammarCompiler, "_compile_uncached", slow)
     engine, ended = llm.engine, []
     engine.add(Submission("slow", [1, 2, 3], params("choice", '["no", "never"]'), timeout=TIMEOUT_S))
     engine.add(Submission("plain", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), timeout=TIMEOUT_S))

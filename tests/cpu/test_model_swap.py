@@ -281,8 +281,8 @@ def test_sleeping_engine_has_no_memory_and_cannot_run(tmp_path: Path) -> None:
 
 
 def fail_during_wake(model: SwappedEngine) -> None:
-    assert model._sleep is not None
-    one = model._sleep._slept[3]
+    assert model._sleeping_memory is not None
+    one = model._sleeping_memory._slept[3]
     storage = one.storage
 
     class Full:

@@ -289,8 +289,8 @@ def test_settings_configure_tiers(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_gpu_memory_plan_includes_tiers() -> None:
-    assert EngineConfig.build("", kv_host_memory=1 << 20).for_gpu().tiers.has_tiers
-    assert not EngineConfig.build("").for_gpu().tiers.has_tiers
+    assert EngineConfig.build("", kv_host_memory=1 << 20).with_gpu_defaults().tiers.has_tiers
+    assert not EngineConfig.build("").with_gpu_defaults().tiers.has_tiers
 
 
 def test_invalid_tier_settings_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ class ReasoningRunner(FakeRunner):
         super().__init__(vocab_size=tokenizer.vocab_size, eos=frozenset({EOS}))
         self._tokenizer, self._lead, self._reasoning_chars = tokenizer, lead, reasoning_chars
 
-    def _sample(self, work: WorkItem) -> int:
+    def _sample_token(self, work: WorkItem) -> int:
         length = work.start + len(work.tokens)
-        flat = [t for block in work.blocks for t in self._memory[self._slots(block)]][:length]
+        flat = [t for block in work.blocks for t in self._memory[self._slots_of_block(block)]][:length]
         reply = self._tokenizer.decode(flat, skip_special=False).partition("|")[2]
         reasoning_text, closed, answer = reply.partition("</think>")
         reasoning_text = reasoning_text.removeprefix("<think>") if reply.startswith("<think>") else reasoning_text

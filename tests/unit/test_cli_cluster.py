@@ -84,7 +84,7 @@ def test_mooncake_enables_checksums_by_default() -> None:
 
     def sealed(*options: str) -> bool:
         given = given_options(parser.parse_args(["m", *options]), EngineConfig)
-        return EngineConfig.build("", **given).network.checksums_blocks
+        return EngineConfig.build("", **given).network.uses_checksums
 
     assert not sealed() and sealed("--kv-checksums") and sealed("--kv-mooncake")
     assert not sealed("--kv-mooncake", "--no-kv-checksums")

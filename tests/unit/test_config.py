@@ -94,21 +94,21 @@ def test_defaults_depend_on_the_device() -> None:
     config = EngineConfig.build("m", block_size=32)
     assert config.unset == DEPENDENT_SETTINGS - {"block_size"}
     assert config.scheduler == SchedulerConfig(block_size=32)
-    gpu = config.for_gpu()
+    gpu = config.with_gpu_defaults()
     assert gpu.scheduler.block_size == 32
     assert gpu.scheduler.max_running == GPU_SCHEDULER_DEFAULTS["max_running"]
     assert gpu.scheduler.max_batch_tokens == GPU_SCHEDULER_DEFAULTS["max_batch_tokens"]
-    assert gpu.for_gpu() == gpu
+    assert gpu.with_gpu_defaults() == gpu
 
 
 def test_explicit_cpu_default_is_kept_on_a_gpu() -> None:
     cpu_default = SchedulerConfig().max_running
-    assert EngineConfig.build("m", max_running=cpu_default).for_gpu().scheduler.max_running == cpu_default
+    assert EngineConfig.build("m", max_running=cpu_default).with_gpu_defaults().scheduler.max_running == cpu_default
 
 
 def test_context_is_the_models_unless_it_is_set() -> None:
-    assert EngineConfig.build("m").for_gpu().requested_context is None
-    assert EngineConfig.build("m", max_context=77).for_gpu().requested_context == 77
+    assert EngineConfig.build("m").with_gpu_defaults().requested_context is None
+    assert EngineConfig.build("m", max_context=77).with_gpu_defaults().requested_context == 77
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_context_is_the_models_unless_it_is_set() -> None:
 )
 def test_invalid_gpu_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        EngineConfig.build("m", **settings).for_gpu()
+        EngineConfig.build("m", **settings).with_gpu_defaults()
 
 
 def test_config_survives_the_way_to_the_engine_process() -> None:

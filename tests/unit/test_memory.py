@@ -132,7 +132,7 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
     cost = TokenCost.from_config(config)
     assert cost.layers + 2 * cost.head == pytest.approx(of_a_token, rel=2e-2)
     with pytest.raises(UnsupportedModel, match="only supported on the CPU"):
-        memory.plan_for(config, gpu_config(), H200, "bfloat16")
+        memory.plan_engine_memory(config, gpu_config(), H200, "bfloat16")
 
 
 def test_configured_kv_tokens_are_used() -> None:

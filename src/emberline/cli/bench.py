@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
 from emberline.cli import bench_churn, bench_crash, bench_drain, bench_gateway
-from emberline.cli.bench_options import add_logs, add_model_argument, add_peers_dir, add_rounds, log_dir
+from emberline.cli.bench_options import (
+    add_logs_option,
+    add_model_argument,
+    add_peers_dir_option,
+    add_rounds_option,
+    log_dir,
+)
 from emberline.cli.interrupt import interrupt_on_termination
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.jsonfile import read_object
@@ -22,30 +28,38 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _add_cpu(kinds.add_parser("cpu", help="Compare the engine with its peers on the CPU, in alternating rounds."))
-    _add_serve(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
-    _add_soak(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
-    _add_overhead(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
-    _add_start(kinds.add_parser("start", help="Measure the time from start to ready."))
-    _add_unweight(kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec."))
-    _add_transfer(kinds.add_parser("transfer", help="Move KV blocks between two caches over each transport."))
-    _add_tiers(kinds.add_parser("tiers", help="Load KV blocks back from main memory, a disk and a store."))
-    _add_kv_codec(kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk."))
-    _add_router(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
-    _add_routing(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
+    _add_cpu_arguments(
+        kinds.add_parser("cpu", help="Compare the engine with its peers on the CPU, in alternating rounds.")
+    )
+    _add_serve_arguments(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
+    _add_soak_arguments(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
+    _add_overhead_arguments(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
+    _add_start_arguments(kinds.add_parser("start", help="Measure the time from start to ready."))
+    _add_unweight_arguments(
+        kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec.")
+    )
+    _add_transfer_arguments(kinds.add_parser("transfer", help="Move KV blocks between two caches over each transport."))
+    _add_tiers_arguments(kinds.add_parser("tiers", help="Load KV blocks back from main memory, a disk and a store."))
+    _add_kv_codec_arguments(
+        kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk.")
+    )
+    _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
+    _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
     bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
-    _add_split(kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both."))
+    _add_split_arguments(
+        kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both.")
+    )
     bench_drain.add_arguments(kinds.add_parser("drain", help="Measure how long a drain pauses a worker's streams."))
     bench_gateway.add_gateway_arguments(
         kinds.add_parser("gateway", help="Measure the time that the gateway adds, with a fake provider.")
     )
-    bench_gateway.add_logs_arguments(
+    bench_gateway.add_gateway_logs_arguments(
         kinds.add_parser("gateway-logs", help="Measure a request log of many rows: reading it, deleting a day.")
     )
     bench_crash.add_arguments(
         kinds.add_parser("gateway-crash", help="Count the log rows that kill -9 of a gateway loses.")
     )
-    _add_event_loop(
+    _add_event_loop_arguments(
         kinds.add_parser("event-loop", help="Measure how long one heavy request delays /health on each server.")
     )
     plot = kinds.add_parser("plot", help="Draw result files as an SVG.")
@@ -73,29 +87,29 @@ def run(args: argparse.Namespace) -> int:
         "tiers": _run_tiers,
         "kv-codec": _run_kv_codec,
         "gateway": bench_gateway.run_gateway,
-        "gateway-logs": bench_gateway.run_logs,
+        "gateway-logs": bench_gateway.run_gateway_logs,
         "gateway-crash": bench_crash.run,
         "event-loop": _run_event_loop,
     }[args.what](args)
 
 
-def _add_cpu(p: argparse.ArgumentParser) -> None:
-    _add_local(p)
-    p.add_argument(
+def _add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_local_engine_arguments(parser)
+    parser.add_argument(
         "--peers",
-        type=_comma_list,
+        type=_split_at_commas,
         default=[],
         help="Peers to compare with, comma-separated; scripts/bench-peers installs them. (default: none)",
     )
-    p.add_argument(
+    parser.add_argument(
         "--tasks",
-        type=_comma_list,
+        type=_split_at_commas,
         default=[],
         help="Tasks to measure, comma-separated, such as prefill_512,decode_8,mix_64. (default: all)",
     )
-    _add_threads(p)
-    p.add_argument("--deadline", type=float, default=600.0, help="Seconds that one task may take.")
-    p.add_argument(
+    _add_threads_option(parser)
+    parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that one task may take.")
+    parser.add_argument(
         "--patience", type=float, default=0.0, help="Seconds to wait for an idle machine before each measurement."
     )
 
@@ -110,13 +124,15 @@ def _run_cpu(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_serve(p: argparse.ArgumentParser) -> None:
-    _add_remote(p)
-    p.add_argument("--requests", type=int, default=100, help="Number of requests.")
-    p.add_argument("--concurrency", type=int, help="Requests open at the same time.")
-    p.add_argument("--rate", type=float, help="Requests per second with Poisson arrivals, instead of --concurrency.")
-    p.add_argument("--input-len", type=int, default=128, help="Prompt tokens of each request.")
-    p.add_argument("--output-len", type=int, default=64, help="Generated tokens of each request.")
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_server_arguments(parser)
+    parser.add_argument("--requests", type=int, default=100, help="Number of requests.")
+    parser.add_argument("--concurrency", type=int, help="Requests open at the same time.")
+    parser.add_argument(
+        "--rate", type=float, help="Requests per second with Poisson arrivals, instead of --concurrency."
+    )
+    parser.add_argument("--input-len", type=int, default=128, help="Prompt tokens of each request.")
+    parser.add_argument("--output-len", type=int, default=64, help="Generated tokens of each request.")
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -124,24 +140,24 @@ def _run_serve(args: argparse.Namespace) -> int:
 
     requests = serve.make_uniform_job(args.requests, args.input_len, args.output_len, args.vocab)
     names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
-    client, config = _client(args), {name: getattr(args, name) for name in names}
+    client, config = _make_client(args), {name: getattr(args, name) for name in names}
     asyncio.run(client.check_model_is_served())
     report = serve.bench(client, args.url, requests, args.concurrency, args.rate, config)
     report.print_and_save(args.json, args.commit)
     return 1 if report.results["errors"].value else 0
 
 
-def _add_soak(p: argparse.ArgumentParser) -> None:
-    _add_remote(p)
-    p.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
-    p.add_argument("--seconds", type=float, default=300.0, help="Duration in seconds.")
-    p.add_argument("--abandon", type=float, default=0.05, help="Share of streams, 0 to 1, that the client aborts.")
+def _add_soak_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_server_arguments(parser)
+    parser.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
+    parser.add_argument("--seconds", type=float, default=300.0, help="Duration in seconds.")
+    parser.add_argument("--abandon", type=float, default=0.05, help="Share of streams, 0 to 1, that the client aborts.")
 
 
 def _run_soak(args: argparse.Namespace) -> int:
     from emberline.bench.soak import run_soak
 
-    client = _client(args)
+    client = _make_client(args)
     asyncio.run(client.check_model_is_served())
     report = asyncio.run(run_soak(client, args.url, args.streams, args.seconds, args.abandon, args.vocab))
     report.print_and_save(args.json, args.commit)
@@ -149,10 +165,12 @@ def _run_soak(args: argparse.Namespace) -> int:
     return 1 if any(report.results[name].value for name in failure_counts if name in report.results) else 0
 
 
-def _add_overhead(p: argparse.ArgumentParser) -> None:
-    _add_local(p)
-    p.add_argument("--batches", type=_comma_list, default=["1", "16"], help="Batch sizes in requests, comma-separated.")
-    _add_threads(p)
+def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_local_engine_arguments(parser)
+    parser.add_argument(
+        "--batches", type=_split_at_commas, default=["1", "16"], help="Batch sizes in requests, comma-separated."
+    )
+    _add_threads_option(parser)
 
 
 def _run_overhead(args: argparse.Namespace) -> int:
@@ -165,8 +183,8 @@ def _run_overhead(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_start(p: argparse.ArgumentParser) -> None:
-    _add_local(p)
+def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_local_engine_arguments(parser)
 
 
 def _run_start(args: argparse.Namespace) -> int:
@@ -176,10 +194,10 @@ def _run_start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_unweight(p: argparse.ArgumentParser) -> None:
-    add_rounds(p, 5)
-    add_peers_dir(p)
-    reports.add_report_arguments(p)
+def _add_unweight_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds_option(parser, 5)
+    add_peers_dir_option(parser)
+    reports.add_report_arguments(parser)
 
 
 def _run_unweight(args: argparse.Namespace) -> int:
@@ -189,14 +207,17 @@ def _run_unweight(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_transfer(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--blocks", type=_comma_list, default=["64", "256", "1024", "2048"], help="Block sizes in KiB, comma-separated."
+def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blocks",
+        type=_split_at_commas,
+        default=["64", "256", "1024", "2048"],
+        help="Block sizes in KiB, comma-separated.",
     )
-    p.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
-    p.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
-    add_rounds(p, 5)
-    reports.add_report_arguments(p)
+    parser.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
+    parser.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
+    add_rounds_option(parser, 5)
+    reports.add_report_arguments(parser)
 
 
 def _run_transfer(args: argparse.Namespace) -> int:
@@ -207,13 +228,13 @@ def _run_transfer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_routing(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--sessions", type=int, default=160, help="Number of conversations, of 10 to 20 requests each.")
-    p.add_argument("--workers", type=int, default=4, help="Number of simulated workers.")
-    p.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
-    p.add_argument("--store-blocks", type=int, default=1 << 20, help="Capacity of the shared store in blocks.")
-    p.add_argument("--seeds", type=int, default=3, help="Number of simulations, each with its own random seed.")
-    reports.add_report_arguments(p)
+def _add_routing_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sessions", type=int, default=160, help="Number of conversations, of 10 to 20 requests each.")
+    parser.add_argument("--workers", type=int, default=4, help="Number of simulated workers.")
+    parser.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
+    parser.add_argument("--store-blocks", type=int, default=1 << 20, help="Capacity of the shared store in blocks.")
+    parser.add_argument("--seeds", type=int, default=3, help="Number of simulations, each with its own random seed.")
+    reports.add_report_arguments(parser)
 
 
 def _run_routing(args: argparse.Namespace) -> int:
@@ -227,24 +248,24 @@ def _run_routing(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_split(p: argparse.ArgumentParser) -> None:
-    add_model_argument(p)
-    p.add_argument(
-        "--chunks", type=_comma_list, default=["512", "64"], help="Token budgets of a step, comma-separated."
+def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument(
+        "--chunks", type=_split_at_commas, default=["512", "64"], help="Token budgets of a step, comma-separated."
     )
-    add_rounds(p, 2)
-    p.add_argument("--seconds", type=float, default=120.0, help="Seconds of arrivals in each round.")
-    p.add_argument("--long", type=int, default=512, help="Tokens of a long prompt.")
-    p.add_argument("--long-rate", type=float, default=0.12, help="Long prompts per second.")
-    p.add_argument(
+    add_rounds_option(parser, 2)
+    parser.add_argument("--seconds", type=float, default=120.0, help="Seconds of arrivals in each round.")
+    parser.add_argument("--long", type=int, default=512, help="Tokens of a long prompt.")
+    parser.add_argument("--long-rate", type=float, default=0.12, help="Long prompts per second.")
+    parser.add_argument(
         "--chat",
-        type=_comma_list,
+        type=_split_at_commas,
         default=["48", "64"],
         help="Prompt and output tokens of a short request, comma-separated.",
     )
-    p.add_argument("--chat-rate", type=float, default=0.4, help="Short requests per second.")
-    p.add_argument("--alone", type=int, default=4, help="Long prompts sent one at a time before the arrivals.")
-    add_logs(p)
+    parser.add_argument("--chat-rate", type=float, default=0.4, help="Short requests per second.")
+    parser.add_argument("--alone", type=int, default=4, help="Long prompts sent one at a time before the arrivals.")
+    add_logs_option(parser)
 
 
 def _run_split(args: argparse.Namespace) -> int:
@@ -262,16 +283,16 @@ def _run_split(args: argparse.Namespace) -> int:
     return 1 if any(report.results[f"errors_{chunk}"].value for chunk in plan.chunks) else 0
 
 
-def _add_tiers(p: argparse.ArgumentParser) -> None:
-    _add_model_option(p)
-    p.add_argument(
+def _add_tiers_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model_option(parser)
+    parser.add_argument(
         "--directory", type=Path, help="Directory on the disk to measure. (default: the directory of temporary files)"
     )
-    p.add_argument(
-        "--tokens", type=_comma_list, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated."
+    parser.add_argument(
+        "--tokens", type=_split_at_commas, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated."
     )
-    add_rounds(p, 3)
-    reports.add_report_arguments(p)
+    add_rounds_option(parser, 3)
+    reports.add_report_arguments(parser)
 
 
 def _run_tiers(args: argparse.Namespace) -> int:
@@ -282,17 +303,17 @@ def _run_tiers(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_kv_codec(p: argparse.ArgumentParser) -> None:
-    _add_model_option(p)
-    p.add_argument("--tokens", type=int, default=2048, help="Prompt length in tokens.")
-    p.add_argument(
+def _add_kv_codec_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model_option(parser)
+    parser.add_argument("--tokens", type=int, default=2048, help="Prompt length in tokens.")
+    parser.add_argument(
         "--links",
-        type=_comma_list,
+        type=_split_at_commas,
         default=["1", "2.5", "10", "25"],
         help="Network speeds in Gbit/s besides loopback, comma-separated.",
     )
-    add_rounds(p, 5)
-    reports.add_report_arguments(p)
+    add_rounds_option(parser, 5)
+    reports.add_report_arguments(parser)
 
 
 def _run_kv_codec(args: argparse.Namespace) -> int:
@@ -303,11 +324,11 @@ def _run_kv_codec(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_event_loop(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", help="Model of an engine server to measure too. (default: gateway and router only)")
-    p.add_argument("--bytes", type=int, default=30 << 20, help="Size of the heavy requests in bytes.")
-    add_rounds(p, 1)
-    reports.add_report_arguments(p)
+def _add_event_loop_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="Model of an engine server to measure too. (default: gateway and router only)")
+    parser.add_argument("--bytes", type=int, default=30 << 20, help="Size of the heavy requests in bytes.")
+    add_rounds_option(parser, 1)
+    reports.add_report_arguments(parser)
 
 
 def _run_event_loop(args: argparse.Namespace) -> int:
@@ -317,15 +338,15 @@ def _run_event_loop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_router(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--workers", type=int, default=2, help="Number of fake workers.")
-    p.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
-    p.add_argument("--requests", type=int, default=1000, help="Number of requests.")
-    p.add_argument("--events", type=int, default=64, help="Events of each reply.")
-    p.add_argument("--pace", type=float, default=0.0, help="Seconds between two events of a reply.")
-    p.add_argument("--prompt", type=int, default=4096, help="Prompt length in bytes.")
-    add_rounds(p, 3)
-    reports.add_report_arguments(p)
+def _add_router_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=2, help="Number of fake workers.")
+    parser.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
+    parser.add_argument("--requests", type=int, default=1000, help="Number of requests.")
+    parser.add_argument("--events", type=int, default=64, help="Events of each reply.")
+    parser.add_argument("--pace", type=float, default=0.0, help="Seconds between two events of a reply.")
+    parser.add_argument("--prompt", type=int, default=4096, help="Prompt length in bytes.")
+    add_rounds_option(parser, 3)
+    reports.add_report_arguments(parser)
 
 
 def _run_router(args: argparse.Namespace) -> int:
@@ -336,40 +357,42 @@ def _run_router(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_local(p: argparse.ArgumentParser) -> None:
-    _add_model_option(p)
-    add_rounds(p, 3)
-    add_peers_dir(p)
-    reports.add_report_arguments(p)
+def _add_local_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model_option(parser)
+    add_rounds_option(parser, 3)
+    add_peers_dir_option(parser)
+    reports.add_report_arguments(parser)
 
 
-def _add_remote(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--url", default="http://127.0.0.1:8000/v1", help="Base URL of the server's OpenAI API.")
-    _add_model_option(p)
-    p.add_argument("--api-key", help="API key of the server.")
-    p.add_argument("--chat", action="store_true", help="Use chat completions instead of completions.")
-    p.add_argument(
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="Base URL of the server's OpenAI API.")
+    _add_model_option(parser)
+    parser.add_argument("--api-key", help="API key of the server.")
+    parser.add_argument("--chat", action="store_true", help="Use chat completions instead of completions.")
+    parser.add_argument(
         "--plain",
         action="store_true",
         help="Use only standard fields: text prompts instead of token ids, no ignore_eos.",
     )
-    p.add_argument("--vocab", type=int, default=32000, help="Vocabulary size: prompts are random token ids below it.")
-    reports.add_report_arguments(p)
+    parser.add_argument(
+        "--vocab", type=int, default=32000, help="Vocabulary size: prompts are random token ids below it."
+    )
+    reports.add_report_arguments(parser)
 
 
-def _client(args: argparse.Namespace) -> CompletionClient:
+def _make_client(args: argparse.Namespace) -> CompletionClient:
     from emberline.bench.client import CompletionClient
 
     return CompletionClient(args.url, args.model, chat=args.chat, only_standard_fields=args.plain, api_key=args.api_key)
 
 
-def _add_model_option(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure.")
+def _add_model_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure.")
 
 
-def _add_threads(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core.")
+def _add_threads_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core.")
 
 
-def _comma_list(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     return [name for name in text.split(",") if name]

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 
 from emberline.bench import report as reports
-from emberline.cli.bench_options import add_peers_dir, add_rounds
+from emberline.cli.bench_options import add_peers_dir_option, add_rounds_option
 
 
-def add_gateway_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--requests", type=int, default=2000, help="Number of requests without a stream.")
-    p.add_argument("--clients", type=int, default=32, help="Connections that each have one request open.")
-    p.add_argument("--prompt", type=int, default=1024, help="Prompt length in bytes.")
-    p.add_argument("--streams", type=int, default=32, help="Streams open at the same time.")
-    p.add_argument("--events", type=int, default=200, help="Events of each stream.")
-    p.add_argument("--pace", type=float, default=0.01, help="Seconds between two events of a stream.")
-    p.add_argument("--soak", type=int, default=100_000, help="Number of events during which memory is measured.")
-    add_rounds(p, 3)
-    p.add_argument(
+def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=2000, help="Number of requests without a stream.")
+    parser.add_argument("--clients", type=int, default=32, help="Connections that each have one request open.")
+    parser.add_argument("--prompt", type=int, default=1024, help="Prompt length in bytes.")
+    parser.add_argument("--streams", type=int, default=32, help="Streams open at the same time.")
+    parser.add_argument("--events", type=int, default=200, help="Events of each stream.")
+    parser.add_argument("--pace", type=float, default=0.01, help="Seconds between two events of a stream.")
+    parser.add_argument("--soak", type=int, default=100_000, help="Number of events during which memory is measured.")
+    add_rounds_option(parser, 3)
+    parser.add_argument(
         "--litellm", action="store_true", help="Measure LiteLLM too; scripts/bench-peers litellm installs it."
     )
-    add_peers_dir(p)
-    reports.add_report_arguments(p)
+    add_peers_dir_option(parser)
+    reports.add_report_arguments(parser)
 
 
 def run_gateway(args: argparse.Namespace) -> int:
@@ -33,16 +33,16 @@ def run_gateway(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_logs_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--rows", type=int, default=1_000_000, help="Number of log rows.")
-    p.add_argument("--days", type=int, default=7, help="Days over which the rows are spread.")
-    p.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
-    add_rounds(p, 5)
-    p.add_argument("--store", metavar="URL", help="An empty database. (default: SQLite in a temporary directory)")
-    reports.add_report_arguments(p)
+def add_gateway_logs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=1_000_000, help="Number of log rows.")
+    parser.add_argument("--days", type=int, default=7, help="Days over which the rows are spread.")
+    parser.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
+    add_rounds_option(parser, 5)
+    parser.add_argument("--store", metavar="URL", help="An empty database. (default: SQLite in a temporary directory)")
+    reports.add_report_arguments(parser)
 
 
-def run_logs(args: argparse.Namespace) -> int:
+def run_gateway_logs(args: argparse.Namespace) -> int:
     from emberline.bench import gateway_logs
 
     plan = gateway_logs.LogBenchPlan(args.rows, args.days, args.payload_every, args.rounds)

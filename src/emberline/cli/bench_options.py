@@ -10,23 +10,23 @@ from emberline.bench import report as reports
 from emberline.core.config import DEFAULT_MODEL
 
 
-def add_rounds(p: argparse.ArgumentParser, default: int) -> None:
-    p.add_argument("--rounds", type=int, default=default, help="Number of repetitions.")
+def add_rounds_option(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument("--rounds", type=int, default=default, help="Number of repetitions.")
 
 
-def add_peers_dir(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
+def add_peers_dir_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--peers-dir", type=Path, default=Path("build/peers"), help="Directory of the peers' environments and logs."
     )
 
 
-def add_model_argument(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
 
 
-def add_logs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
-    reports.add_report_arguments(p)
+def add_logs_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
+    reports.add_report_arguments(parser)
 
 
 def log_dir(args: argparse.Namespace) -> Path:

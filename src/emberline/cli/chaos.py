@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
         task = asyncio.current_task()
         assert task is not None
 
-        def stop(number: int) -> None:
+        def stop(signal_number: int) -> None:
             nonlocal stop_signal
-            stop_signal = number
+            stop_signal = signal_number
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):  # all processes are stopped, and the results so far printed

@@ -136,11 +136,11 @@ class ChatServer:
                 hint = "start one with `emberline serve`, or choose another with --url"
                 raise EngineUnavailable(f"no server answers at {self.url}: {error}", hint=hint) from error
             if response.status != 200:
-                raise _error_from(response)
+                raise _error_from_response(response)
             yield response
 
 
-def _error_from(response: http.client.HTTPResponse) -> EmberlineError:
+def _error_from_response(response: http.client.HTTPResponse) -> EmberlineError:
     try:
         message = str(json.load(response)["error"]["message"])
     except (ValueError, KeyError, TypeError):

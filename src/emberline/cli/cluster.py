@@ -96,7 +96,7 @@ def _worker_counts(args: argparse.Namespace) -> dict[Role, int]:
     return counts
 
 
-async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs: Path) -> None:
+async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int], log_dir: Path) -> None:
     import secrets
 
     from emberline.cluster.supervisor import Supervisor, build_processes
@@ -109,23 +109,23 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
     listener = bind_listener(config.host, port)
     keys = [word for key in config.api_keys for word in ("--api-key", key)]
     trace_options = _trace_options(args)
-    router = ["--host", config.host, "--port", str(port), *keys, *_exposure_options(config), *trace_options]
+    router = ["--host", config.host, "--port", str(port), *keys, *_listener_options(config), *trace_options]
     router += ["--kv-events"] if config.kv_events else []
     key = cluster_key_from_environment() or secrets.token_hex(16)
-    key_file = _write_key(logs / "cluster.key", key)
+    key_file = _write_key_file(log_dir / "cluster.key", key)
     store_options = [
         "--response-store",
-        str(logs / "responses.sqlite"),
+        str(log_dir / "responses.sqlite"),
     ]  # shared, so that every worker finds a response
     gpus = usable_gpus() if _may_use_gpus(args) else []
-    options = _worker_options(args, sum(workers.values()), [*keys, *trace_options, *store_options], gpus)
+    options = _worker_options(args, sum(worker_counts.values()), [*keys, *trace_options, *store_options], gpus)
     processes = build_processes(
         router,
-        workers,
+        worker_counts,
         options,
         router_url=url,
         cluster_key=key,
-        log_dir=logs,
+        log_dir=log_dir,
         kv_port=args.kv_port or 0,
         listen_fd=listener.fileno(),
         gpus=[gpu.name for gpu in gpus],
@@ -134,7 +134,7 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     supervisor = Supervisor(_print_event)
-    watcher = asyncio.create_task(_print_changes(url, key))
+    watcher = asyncio.create_task(_print_health_changes(url, key))
     try:
         for child in processes:
             await supervisor.start(child)
@@ -147,7 +147,7 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
         await supervisor.stop()
 
 
-def _write_key(file: Path, key: str) -> Path:
+def _write_key_file(file: Path, key: str) -> Path:
     """Write the cluster key to a file that only the user can read, and return the file."""
     file.unlink(missing_ok=True)
     file.touch(mode=0o600, exist_ok=False)
@@ -155,7 +155,7 @@ def _write_key(file: Path, key: str) -> Path:
     return file
 
 
-def _exposure_options(config: RouterConfig) -> list[str]:
+def _listener_options(config: RouterConfig) -> list[str]:
     """Return the router's options --open, --cors-origins and --allowed-hosts as command line arguments."""
     lists = {"--cors-origins": config.cors_origins, "--allowed-hosts": config.allowed_hosts}
     return [
@@ -179,7 +179,7 @@ def _may_use_gpus(args: argparse.Namespace) -> bool:
 
 
 def _worker_options(
-    args: argparse.Namespace, workers: int, cluster_options: list[str], gpus: Sequence[Gpu] = ()
+    args: argparse.Namespace, worker_count: int, cluster_options: list[str], gpus: Sequence[Gpu] = ()
 ) -> list[str]:
     """Return the command line arguments of every worker.
 
@@ -193,25 +193,25 @@ def _worker_options(
             )
     share = []
     if gpus:
-        share = _gpu_memory_options(options, workers, gpus)
+        share = _gpu_memory_options(options, worker_count, gpus)
     elif not any(word.startswith(("--threads", "--device")) for word in options):
-        share = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
+        share = ["--threads", str(max(1, core_count() // worker_count)), "--device", "cpu"]
     return [args.model, *cluster_options, *share, *options]
 
 
-def _gpu_memory_options(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[str]:
+def _gpu_memory_options(worker_options: list[str], worker_count: int, gpus: Sequence[Gpu]) -> list[str]:
     """Return the --kv-memory option of workers that share a GPU; [] if it is not needed.
 
     A worker with its own GPU plans its memory itself. Workers that share a GPU start at the same time and do not see
     each other's memory use. Each of them gets an equal share of the GPU: one half of it for the KV cache, the other
     half for weights."""
-    workers_per_gpu = -(-workers // len(gpus))
-    if workers_per_gpu == 1 or any(word.split("=")[0] == "--kv-memory" for word in options):
+    workers_per_gpu = -(-worker_count // len(gpus))
+    if workers_per_gpu == 1 or any(word.split("=")[0] == "--kv-memory" for word in worker_options):
         return []
     return ["--kv-memory", str(min(gpu.free_bytes for gpu in gpus) // workers_per_gpu // 2)]
 
 
-async def _print_changes(url: str, key: str) -> None:
+async def _print_health_changes(url: str, key: str) -> None:
     """Poll the router, and print a worker's health whenever it changes."""
     printed: dict[str, tuple[str, str]] = {}  # by worker: incarnation and line printed last
     while True:

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
     )
-    add_options(parser, EngineConfig.build("").for_gpu(), PLAN_SETTINGS, parse_int=positive_int)
+    add_options(parser, EngineConfig.build("").with_gpu_defaults(), PLAN_SETTINGS, parse_int=positive_int)
     parser.add_argument(
         "--tiers", action="store_true", help="Plan GPU buffers for KV blocks that move to main memory or disk."
     )
@@ -145,10 +145,10 @@ def _check_software() -> Iterator[DoctorFinding]:
         yield _check_package(name, is_required, use)
 
 
-def _check_package(name: str, is_required: bool, use: str) -> DoctorFinding:
+def _check_package(name: str, is_required: bool, purpose: str) -> DoctorFinding:
     if importlib.util.find_spec(name) is None:
-        return DoctorFinding(name, f"missing ({use})", False if is_required else None, f"pip install {name}")
-    return DoctorFinding(name, f"{importlib.metadata.version(name)} ({use})")
+        return DoctorFinding(name, f"missing ({purpose})", False if is_required else None, f"pip install {name}")
+    return DoctorFinding(name, f"{importlib.metadata.version(name)} ({purpose})")
 
 
 def _detect_gpu() -> DetectedGPU | None:
@@ -264,12 +264,12 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
     )
     try:
-        yield from _check_memory(args, checkpoint, config, total)
+        yield from _check_gpu_memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
-def _check_memory(
+def _check_gpu_memory(
     args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
 ) -> Iterator[DoctorFinding]:
     """Show how a GPU's memory would be used. The engine's own functions compute the plan."""
@@ -281,7 +281,7 @@ def _check_memory(
         **given,
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
-    ).for_gpu()
+    ).with_gpu_defaults()
     dtype = memory.weight_dtype(checkpoint, settings.dtype)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.served_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
@@ -291,7 +291,7 @@ def _check_memory(
         memory.reject_packed_weights(settings.gpu.weights)
         return
     packed = memory.uses_packed_weights(checkpoint, settings, dtype)
-    plan = memory.plan_for(config, settings, gpu_bytes, dtype, packed=packed)
+    plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
     weights = f"{dtype} {form}"
     batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"

@@ -73,15 +73,15 @@ class RemainingWork(NamedTuple):
     report_age_s: float  # age of that heartbeat
 
 
-def _worker_row(status: Any, name: str) -> dict[str, Any]:
-    return next((row for row in status["workers"] if row["name"] == name), {})
+def _worker_row(status: Any, worker_name: str) -> dict[str, Any]:
+    return next((row for row in status["workers"] if row["name"] == worker_name), {})
 
 
-def _remaining_work(status: Any, name: str, incarnation: str | None) -> RemainingWork:
+def _remaining_work(status: Any, worker_name: str, incarnation: str | None) -> RemainingWork:
     """Return the open requests of a worker, and the prompts whose KV blocks it keeps for other workers.
 
     A worker that is gone or was restarted has neither. A lost worker, whose heartbeats stopped, keeps no KV blocks."""
-    row = _worker_row(status, name)
+    row = _worker_row(status, worker_name)
     if row.get("incarnation") != incarnation or not row:
         return RemainingWork(0, 0, -1.0)
     if row["health"] == "lost":

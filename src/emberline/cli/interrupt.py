@@ -11,7 +11,7 @@ def interrupt_on_termination() -> None:
             signal.signal(number, _interrupt)
 
 
-def _interrupt(number: int, _: object) -> None:
+def _interrupt(signal_number: int, _: object) -> None:
     """Raise KeyboardInterrupt at the first signal only: a second signal must not interrupt the cleanup."""
-    signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal_number, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -39,7 +39,7 @@ def add_options(
             text = (help_texts or {}).get(each.name, info.help)
             default = getattr(config, each.name)
             help_ = f"{text} (default: {_default_text(info, default)})"
-            parsing = _parsing(info, default, hints[each.name])
+            parsing = _parsing_arguments(info, default, hints[each.name])
             if parsing.get("type") is int:
                 parsing["type"] = parse_int
             parser.add_argument(option_flag(each), dest=each.name, help=help_, **parsing)
@@ -64,9 +64,9 @@ def given_options(args: argparse.Namespace, config_class: type[DataclassInstance
     return given
 
 
-def _parsing(info: OptionInfo, default: Any, hint: Any) -> dict[str, Any]:
+def _parsing_arguments(info: OptionInfo, default: Any, type_hint: Any) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` that define how the option's value is parsed."""
-    kind, is_optional = _without_none(hint)
+    kind, is_optional = _split_optional_hint(type_hint)
     if kind is bool:
         if is_optional:
             return {"action": argparse.BooleanOptionalAction, "default": None}
@@ -79,11 +79,11 @@ def _parsing(info: OptionInfo, default: Any, hint: Any) -> dict[str, Any]:
     return shown | {"type": str if get_origin(kind) is Literal else kind}
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
+def _split_optional_hint(type_hint: Any) -> tuple[Any, bool]:
     """Return a type hint without `| None`, and whether the hint allowed None."""
-    if get_origin(hint) not in (Union, UnionType):
-        return hint, False
-    (kind,) = (each for each in get_args(hint) if each is not NoneType)
+    if get_origin(type_hint) not in (Union, UnionType):
+        return type_hint, False
+    (kind,) = (each for each in get_args(type_hint) if each is not NoneType)
     return kind, True
 
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
         target = _packed_directory(args.name, directory)
         if not target.is_dir():
-            print(pack(directory, target, progress=not args.quiet), file=sys.stderr)
+            print(pack(directory, target, shows_progress=not args.quiet), file=sys.stderr)
         directory = target
     print(directory)
     return 0

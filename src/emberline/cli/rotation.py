@@ -17,18 +17,18 @@ from emberline.gateway.keys.provider_key_vault import remove_old_master_keys, re
 from emberline.gateway.store.factory import open_store
 
 
-def rotate_keys(config: GatewayConfig, forget: bool) -> int:
-    print(asyncio.run(_rotate(config, forget)))
+def rotate_keys(config: GatewayConfig, forget_old: bool) -> int:
+    print(asyncio.run(_rotate_stored_keys(config, forget_old)))
     return 0
 
 
-async def _rotate(config: GatewayConfig, forget: bool) -> str:
+async def _rotate_stored_keys(config: GatewayConfig, forget_old: bool) -> str:
     masters = open_master_keys(config.master_file, read_secret(MASTER_KEY_VARIABLE))
     store = await open_store(config.store_url)
     try:
         now = round(time.time() * 1e3)
         if isinstance(masters, EnvironmentMasterKeys):
-            if forget:
+            if forget_old:
                 raise InvalidRequest(
                     f"--forget-old cannot delete master keys from the environment variable {MASTER_KEY_VARIABLE}",
                     hint=f"remove the old keys from {MASTER_KEY_VARIABLE}",
@@ -36,7 +36,7 @@ async def _rotate(config: GatewayConfig, forget: bool) -> str:
             count = await rewrap_all_data_keys(store, masters.read(), now)
             current_id = masters.read().current_key.id
             return f"{count} keys are now encrypted with {current_id}, the first in {MASTER_KEY_VARIABLE}"
-        if forget:
+        if forget_old:
             return f"{await remove_old_master_keys(store, masters)} old master keys were deleted"
         count = await rotate_master_key(store, masters, now)
         return f"{count} keys are now encrypted with {masters.read().current_key.id}; gateways need no restart"

@@ -71,20 +71,20 @@ def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
     return None
 
 
-def _parse_models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:
+def _parse_models(model: str | None, models_option: str | None, served_name: str | None) -> dict[str, str]:
     """Return the models to serve: source by name in the API."""
-    if several is None:
+    if models_option is None:
         model = model or DEFAULT_MODEL
         return {served_name or model: model}
     if model is not None or served_name is not None:
         other = f"MODEL {model!r}" if model is not None else f"--served-name {served_name!r}"
         raise InvalidRequest(
-            f"--models {several[:200]!r} cannot be combined with {other}",
+            f"--models {models_option[:200]!r} cannot be combined with {other}",
             param="models",
             hint="use only --models NAME=MODEL,...",
         )
     models: dict[str, str] = {}
-    for item in several.split(","):
+    for item in models_option.split(","):
         name, equals, source = item.partition("=")
         if not equals or "/" in name:  # a path may contain "="
             name = source = item

@@ -43,22 +43,22 @@ def wait_until_ready(url: str, is_needed: Callable[[], bool]) -> bool:
     return False
 
 
-def build_summary(engine: str, gateway: str | None = None) -> str:
-    model, key = _first_chat_model(engine)
+def build_summary(engine_url: str, gateway_url: str | None = None) -> str:
+    model, key = _first_chat_model(engine_url)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
-    lines = ["", f"  Playground   {engine}/"]
-    if gateway is not None:
-        lines.append(f"  Dashboard    {gateway}/   (admin key: {GatewayConfig().admin_file})")
+    lines = ["", f"  Playground   {engine_url}/"]
+    if gateway_url is not None:
+        lines.append(f"  Dashboard    {gateway_url}/   (admin key: {GatewayConfig().admin_file})")
     header = f" -H '{key}'" if key else ""
-    lines.append(f"  Try          curl {engine}/v1/chat/completions -H 'Content-Type: application/json'{header} \\")
+    lines.append(f"  Try          curl {engine_url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\")
     lines.append(f"                 -d '{body}'")
     return "\n".join([*lines, "  Stop         Ctrl-C", ""])
 
 
-def _first_chat_model(engine: str) -> tuple[str, str | None]:
+def _first_chat_model(engine_url: str) -> tuple[str, str | None]:
     """Return the first chat model's name, and the HTTP header to send if the server requires an API key."""
     try:
-        with urllib.request.urlopen(f"{engine}/v1/models", timeout=REQUEST_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(f"{engine_url}/v1/models", timeout=REQUEST_TIMEOUT_S) as reply:
             rows: list[dict[str, Any]] = json.load(reply)["data"]
             return next(str(row["id"]) for row in rows if row.get("kind", "chat") == "chat"), None
     except urllib.error.HTTPError:

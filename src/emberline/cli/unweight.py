@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         packed = "Directory of a packed model."
         sub.add_argument("source", metavar="SRC", help=f"Model: {source}." if name == "pack" else packed)
         sub.add_argument("target", metavar="DST", type=Path, help="Directory to create.")
-        _add_quiet(sub)
+        _add_quiet_option(sub)
     verify = kinds.add_parser("verify", help="Check a packed model against its hashes, and optionally the original.")
     verify.add_argument("packed", metavar="DST", help="Directory of a packed model.")
     verify.add_argument("source", metavar="SRC", nargs="?", help=f"Original to compare bit by bit: {source}.")
-    _add_quiet(verify)
+    _add_quiet_option(verify)
     info = kinds.add_parser("info", help="Show what packing saved for each tensor, compared with the entropy bound.")
     info.add_argument("packed", metavar="DST", help="Directory of a packed model.")
     info.add_argument("--svg", type=Path, metavar="FILE", help="Write the plot to this SVG file.")
@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     interrupt_on_termination()
-    return {"pack": _pack, "unpack": _unpack, "verify": _verify, "info": _info}[args.what](args)
+    return {"pack": _run_pack, "unpack": _run_unpack, "verify": _run_verify, "info": _run_info}[args.what](args)
 
 
-def pack(source: Path, target: Path, progress: bool) -> str:
+def pack(source: Path, target: Path, shows_progress: bool) -> str:
     """Pack a model and return a summary for the user."""
     from emberline.unweight import model
 
-    with _show_progress(f"pack {target.name}", source, progress) as (advance, codec):
+    with _show_progress(f"pack {target.name}", source, shows_progress) as (advance, codec):
         started_at = time.perf_counter()
         left_out = model.pack(source, target, codec, advance)
         seconds = time.perf_counter() - started_at
@@ -60,12 +60,12 @@ def pack(source: Path, target: Path, progress: bool) -> str:
     return f"{_format_size(before)} -> {_format_size(after)} ({1 - after / before:.1%} smaller), {seconds:.1f} s"
 
 
-def _pack(args: argparse.Namespace) -> int:
+def _run_pack(args: argparse.Namespace) -> int:
     print(pack(resolve_model(args.source, progress=not args.quiet), args.target, not args.quiet))
     return 0
 
 
-def _unpack(args: argparse.Namespace) -> int:
+def _run_unpack(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
     source, started_at = resolve_model(args.source), time.perf_counter()
@@ -76,7 +76,7 @@ def _unpack(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _run_verify(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
     packed, started_at = resolve_model(args.packed), time.perf_counter()
@@ -90,7 +90,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _info(args: argparse.Namespace) -> int:
+def _run_info(args: argparse.Namespace) -> int:
     from emberline.unweight import model, savings
 
     packed = resolve_model(args.packed)
@@ -134,9 +134,9 @@ def _show_progress(label: str, directory: Path, is_shown: bool) -> Iterator[tupl
         shown.close()
 
 
-def _add_quiet(parser: argparse.ArgumentParser) -> None:
+def _add_quiet_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="Show no progress on stderr.")
 
 
-def _format_size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def _format_size(byte_count: int) -> str:
+    return f"{byte_count / 1e9:.2f} GB" if byte_count >= 1e9 else f"{byte_count / 1e6:.1f} MB"

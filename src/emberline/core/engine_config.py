@@ -170,7 +170,7 @@ class KVNetworkConfig:
         _check_choice(self, "kv_codec", KV_CODECS)
 
     @property
-    def checksums_blocks(self) -> bool:
+    def uses_checksums(self) -> bool:
         """Return whether KV blocks carry a checksum when other engines copy them.
 
         By default they do only with Mooncake, because other processes can then overwrite the blocks."""
@@ -238,7 +238,7 @@ class EngineConfig:
         given = {name: value for name, value in settings.items() if value is not None}
         return replace(update_config(self, given), unset=self.unset.difference(given))
 
-    def for_gpu(self) -> EngineConfig:
+    def with_gpu_defaults(self) -> EngineConfig:
         """Return these settings with the GPU's default for each scheduler setting that the user left out.
 
         Raises InvalidRequest for settings that a GPU does not support."""
@@ -284,10 +284,10 @@ class TimeSharingConfig:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
 
 
-def _check_at_least(config: Any, least: int, *names: str) -> None:
+def _check_at_least(config: Any, minimum: int, *names: str) -> None:
     for name in names:
-        if (value := getattr(config, name)) is not None and value < least:
-            raise InvalidRequest(f"{name} is {value}; it must be at least {least}", param=name)
+        if (value := getattr(config, name)) is not None and value < minimum:
+            raise InvalidRequest(f"{name} is {value}; it must be at least {minimum}", param=name)
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:

@@ -135,9 +135,9 @@ class TransferStats:
     quarantined_blocks: int = 0  # blocks that an abandoned pull may still write to, and that are not reused until then
 
     @staticmethod
-    def total(all_: Iterable[TransferStats]) -> TransferStats | None:
+    def total(stats_per_engine: Iterable[TransferStats]) -> TransferStats | None:
         """Return the sum of the statistics of several engines; None if there are none."""
-        every = list(all_)
+        every = list(stats_per_engine)
         if not every:
             return None
         counters = ("pull_failures", "reached", "passed_over", "ended", "pinned_by_age")
@@ -181,11 +181,11 @@ class Stats:
     transfer: TransferStats | None = None  # None: the engine exchanges no blocks
 
     @staticmethod
-    def total(all_: Iterable[Stats]) -> Stats:
+    def total(stats_per_engine: Iterable[Stats]) -> Stats:
         """Return the sum of the statistics of all engines of one process, without `residency` and `tiers`.
 
         `step_tokens` and `step_seconds` are summed over the latest step of each engine."""
-        every = list(all_)
+        every = list(stats_per_engine)
         not_summed = ("residency", "tiers", "transfer")
         sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in not_summed}
         sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # all report the same process

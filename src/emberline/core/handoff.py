@@ -33,10 +33,10 @@ class TokenGroup:
     tokens: tuple[int, ...]
     finish: str = ""  # value of the FinishReason if the choice has ended
 
-    def to_comment(self, size: int) -> bytes:
-        """Return the comment that precedes the group's events, which have `size` bytes."""
+    def to_comment(self, event_bytes: int) -> bytes:
+        """Return the comment that precedes the group's events, which have `event_bytes` bytes."""
         tokens = ",".join(map(str, self.tokens)) or "-"
-        return f": said {self.index} {tokens} {size}{self.finish and ' '}{self.finish}\n\n".encode()
+        return f": said {self.index} {tokens} {event_bytes}{self.finish and ' '}{self.finish}\n\n".encode()
 
     @staticmethod
     def from_comment(line: bytes) -> TokenGroup:
@@ -83,7 +83,7 @@ class Handoff:
             started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")
             if type(started) is not bool or not (source is None or isinstance(source, dict)):
                 raise ValueError("started must be true or false, and source must be an object or null")
-            return Handoff(groups, started, None if cached is None else _parse_natural(cached), source)
+            return Handoff(groups, started, None if cached is None else _parse_non_negative_int(cached), source)
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the handoff (state of a stream to continue) cannot be parsed: {error}", param="handoff"
@@ -107,8 +107,10 @@ class PrefillResult:
         """Parse the JSON of `__str__`; return None if it is invalid."""
         try:
             data = json.loads(text)
-            tokens = tuple(map(_parse_natural, data["tokens"]))
-            return PrefillResult(tokens, bool(data["stop"]), _parse_natural(data["cached"]), float(data["seconds"]))
+            tokens = tuple(map(_parse_non_negative_int, data["tokens"]))
+            return PrefillResult(
+                tokens, bool(data["stop"]), _parse_non_negative_int(data["cached"]), float(data["seconds"])
+            )
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -126,7 +128,7 @@ class BlockPull:
     prefill: float | None = None  # seconds that the other engine reports for the prompt; None: it reported nothing
 
 
-def _parse_natural(value: Any) -> int:
+def _parse_non_negative_int(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} must be an integer of at least 0")
     return value
@@ -135,4 +137,4 @@ def _parse_natural(value: Any) -> int:
 def _parse_group(index: Any, tokens: Any, finish: Any = "") -> TokenGroup:
     if finish not in ("", "stop", "length", "abort"):
         raise ValueError(f"finish is {finish!r}; it must be stop, length, abort or empty")
-    return TokenGroup(_parse_natural(index), tuple(map(_parse_natural, tokens)), finish)
+    return TokenGroup(_parse_non_negative_int(index), tuple(map(_parse_non_negative_int, tokens)), finish)

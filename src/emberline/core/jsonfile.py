@@ -11,10 +11,10 @@ from emberline.core.errors import ModelFileError
 MAX_FILE_BYTES = 64 << 20
 
 
-def parse_object(data: bytes | str, what: str) -> dict[str, Any]:
-    value = _parse_json(data, what)
+def parse_object(data: bytes | str, description: str) -> dict[str, Any]:
+    value = _parse_json(data, description)
     if not isinstance(value, dict):
-        raise ModelFileError(f"{what} must contain a JSON object, but contains a {type(value).__name__}")
+        raise ModelFileError(f"{description} must contain a JSON object, but contains a {type(value).__name__}")
     return value
 
 
@@ -22,7 +22,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_object(_read_content(path), str(path))
 
 
-def read_optional(path: Path) -> dict[str, Any]:
+def read_object_if_exists(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
@@ -34,12 +34,12 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
     return value
 
 
-def _parse_json(data: bytes | str, what: str) -> Any:
+def _parse_json(data: bytes | str, description: str) -> Any:
     try:
         text = data.decode() if isinstance(data, bytes) else data
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as e:  # includes invalid UTF-8, duplicate keys and integers that are too long
-        raise ModelFileError(f"{what} is not valid JSON: {e}") from e
+        raise ModelFileError(f"{description} is not valid JSON: {e}") from e
 
 
 def _read_content(path: Path) -> bytes:
@@ -51,8 +51,8 @@ def _read_content(path: Path) -> bytes:
         raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
+def _reject_duplicate_keys(keys_and_values: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(keys_and_values)
+    if len(out) != len(keys_and_values):
         raise ValueError("a JSON object contains the same key twice")
     return out

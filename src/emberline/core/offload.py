@@ -68,9 +68,9 @@ class OffloadProcess:
         call = pickle.dumps(
             (self._cpu_seconds, function, arguments, kwargs), pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append
         )
-        reply = self._exchange([call, *(each.raw() for each in buffers)])
+        reply = self._send_and_receive([call, *(each.raw() for each in buffers)])
         if reply is None:
-            status = self._reap()
+            status = self._wait_for_exit()
             if status == -signal.SIGPROF:
                 raise WorkTooLarge(
                     f"parsing the request took more than the limit of {self._cpu_seconds:g} s of CPU time",
@@ -84,7 +84,7 @@ class OffloadProcess:
             raise value
         return value
 
-    def _exchange(self, message: list[bytes | memoryview]) -> bytes | None:
+    def _send_and_receive(self, message: list[bytes | memoryview]) -> bytes | None:
         """Send a message to the child process, starting it if needed; return its pickled reply, or None if it died."""
         process = self._process
         if process is None or process.poll() is not None:
@@ -103,7 +103,7 @@ class OffloadProcess:
         finally:
             timer.cancel()
 
-    def _reap(self) -> int:
+    def _wait_for_exit(self) -> int:
         process, self._process = self._process, None
         assert process is not None and process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it died before it had read the message
@@ -118,7 +118,7 @@ class OffloadProcess:
         self._thread.shutdown()
         if self._process is not None:
             self._process.kill()
-            self._reap()
+            self._wait_for_exit()
 
 
 class Offload:
@@ -178,10 +178,10 @@ def _lower_priority() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _run_call(call: bytes | None, *out_of_band: bytes | None) -> bytes:
+def _run_call(pickled_call: bytes | None, *buffers: bytes | None) -> bytes:
     try:
-        assert call is not None
-        cpu_seconds, function, args, kwargs = pickle.loads(call, buffers=out_of_band)
+        assert pickled_call is not None
+        cpu_seconds, function, args, kwargs = pickle.loads(pickled_call, buffers=buffers)
         # Unhandled, so that the signal ends the process even inside a library.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         return pickle.dumps((True, function(*args, **kwargs)), pickle.HIGHEST_PROTOCOL)

@@ -53,9 +53,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("top_p", self.top_p, 0.0, 1.0, excludes_low=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, excludes_low=True)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("top_k", self.top_k, 0, (1 << 31) - 1)
@@ -98,8 +98,8 @@ class SamplingParams:
         return self.prompt_logprobs is not None
 
 
-def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    too_low = value <= low if low_open else value < low
+def _check_range(name: str, value: float, low: float, high: float, *, excludes_low: bool = False) -> None:
+    too_low = value <= low if excludes_low else value < low
     if too_low or value > high or not math.isfinite(value):
-        bracket = "(" if low_open else "["
+        bracket = "(" if excludes_low else "["
         raise InvalidRequest(f"{name} is {value}; it must be in {bracket}{low:g}, {high:g}]", param=name.split("[")[0])

@@ -14,11 +14,11 @@ CONTAINER_COST = 4  # cost of a list, dict or object, in numbers or strings
 MAX_PICKLE_COST = 1_000_000  # unpickled in about 50 ms
 
 
-def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, what: str = "the request") -> None:
+def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, description: str = "the request") -> None:
     """Raise WorkTooLarge if the value's cost is above `max_cost`."""
     if estimate_pickle_cost(value, max_cost) > max_cost:
         raise WorkTooLarge(
-            f"{what} contains more than {max_cost} values, which is the limit", hint="send a smaller request"
+            f"{description} contains more than {max_cost} values, which is the limit", hint="send a smaller request"
         )
 
 
@@ -27,7 +27,7 @@ def estimate_pickle_cost(value: Any, max_cost: int) -> int:
     cost, left = 0, [value]
     while left and cost <= max_cost:
         each = left.pop()
-        if (parts := _parts(each)) is None:
+        if (parts := _contained_values(each)) is None:
             cost += 1
         else:
             cost += CONTAINER_COST
@@ -35,7 +35,7 @@ def estimate_pickle_cost(value: Any, max_cost: int) -> int:
     return cost + len(left)
 
 
-def _parts(value: Any) -> list[Any] | None:
+def _contained_values(value: Any) -> list[Any] | None:
     """Return the values inside a container or object; None for a plain value."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)

@@ -104,14 +104,14 @@ class AsyncEngine:
         return self._clock.now()
 
     @property
-    def silent_seconds(self) -> float:
+    def seconds_without_message(self) -> float:
         return self._clock.now() - self.last_message_at
 
     async def start(self) -> None:
         """Start the process and wait until it is ready. Raises EmberlineError if it could not start."""
         assert self._supervisor is None
         self._started = asyncio.get_running_loop().create_future()
-        self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor = asyncio.create_task(self._keep_process_running())
         await self._started
 
     async def stop(self) -> None:
@@ -177,7 +177,7 @@ class AsyncEngine:
 
     # -- the process -----------------------------------------------------------------------------------------------
 
-    async def _supervise(self) -> None:
+    async def _keep_process_running(self) -> None:
         pause = 0.5
         while True:
             began = self._clock.now()
@@ -211,7 +211,7 @@ class AsyncEngine:
 
     async def _run_process(self) -> EmberlineError:
         """Start a process, handle its messages until it ends, and return why it ended."""
-        self._process, ours = self._spawn()
+        self._process, ours = self._spawn_process()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
         self.last_message_at = self._clock.now()
         self._writer.write(encode_message(StartEngine(self.models, self._time_sharing)))
@@ -222,17 +222,17 @@ class AsyncEngine:
             while data := await reader.read(READ_BYTES):
                 self.last_message_at = self._clock.now()
                 for message in decoder.feed(data):
-                    error = self._receive(message) or error
+                    error = self._handle_message(message) or error
         except ConnectionError:
             pass
         finally:
             watcher.cancel()
             self._writer.close()
-            await self._reap(self._process)
+            await self._wait_for_exit(self._process)
         status = self._process.returncode
         return error or EngineFailed("killed, but still running" if status is None else f"exit status {status}")
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _spawn_process(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start an engine process; return the process and this side's end of the socket to it."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -243,7 +243,7 @@ class AsyncEngine:
                 ours.close()
                 raise
 
-    def _receive(self, message: EngineMessage) -> EmberlineError | None:
+    def _handle_message(self, message: EngineMessage) -> EmberlineError | None:
         """Handle a message; return an error if the process reports that it could not start."""
         match message:
             case EngineUpdate(model, outputs, stats):
@@ -296,14 +296,14 @@ class AsyncEngine:
             if silent > timeout:
                 log.error(
                     "Engine process hangs and is killed: seconds_without_message=%.0f timeout_s=%.0f",
-                    self.silent_seconds,
+                    self.seconds_without_message,
                     timeout,
                 )
                 process.kill()
                 writer.transport.abort()  # a process that does not end keeps its end of the socket open
                 return
 
-    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
+    async def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until the process ends; kill it after a while.
 
         A process that hangs in a driver may survive the kill. This method then returns anyway."""

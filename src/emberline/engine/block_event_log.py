@@ -31,7 +31,7 @@ class BlockEventLog:
         self._blocks_by_model: dict[str, dict[bytes, bytes]] = {}  # by model: block hash, hash of the block before it
         self._batches: deque[BlockBatch] = deque()
         self._num_logged = 0  # changes in these batches
-        self._notify()
+        self._wake_subscribers()
 
     @property
     def is_complete(self) -> bool:
@@ -45,7 +45,7 @@ class BlockEventLog:
     def close(self) -> None:
         """Mark the log as closed, so that subscribers disconnect."""
         self._is_closed = True
-        self._notify()
+        self._wake_subscribers()
 
     def record(
         self, model: str, is_snapshot: bool, stored: Sequence[tuple[bytes, bytes]], removed: Sequence[bytes]
@@ -67,8 +67,8 @@ class BlockEventLog:
             blocks.pop(digest, None)
         if counts and (new or deleted):
             self.seq += 1
-            self._append(BlockBatch(self.incarnation, self.seq, new, deleted))
-        self._notify()
+            self._append_batch(BlockBatch(self.incarnation, self.seq, new, deleted))
+        self._wake_subscribers()
 
     def batches_after(self, incarnation: str, seq: int) -> list[BlockBatch]:
         """Return the batches after number `seq` of this incarnation (run of the engine process).
@@ -78,7 +78,7 @@ class BlockEventLog:
             return []
         if incarnation == self.incarnation and self._batches and self._batches[0].seq <= seq + 1 <= self.seq:
             return [self._batches[at] for at in range(seq + 1 - self._batches[0].seq, len(self._batches))]
-        return self._snapshot()
+        return self._snapshot_batches()
 
     def heartbeat(self) -> BlockBatch:
         """Return a batch without changes. It shows subscribers that the log is alive and which number is the latest."""
@@ -89,18 +89,18 @@ class BlockEventLog:
             async with asyncio.timeout(timeout):
                 await self._changed.wait()
 
-    def _notify(self) -> None:
+    def _wake_subscribers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _append(self, batch: BlockBatch) -> None:
+    def _append_batch(self, batch: BlockBatch) -> None:
         self._batches.append(batch)
         self._num_logged += len(batch.stored) + len(batch.removed)
         while self._num_logged > MAX_LOGGED_CHANGES:
             old = self._batches.popleft()
             self._num_logged -= len(old.stored) + len(old.removed)
 
-    def _snapshot(self) -> list[BlockBatch]:
+    def _snapshot_batches(self) -> list[BlockBatch]:
         pairs = list(dict(chain.from_iterable(blocks.items() for blocks in self._blocks_by_model.values())).items())
         parts = max(1, -(-len(pairs) // SNAPSHOT_PART_BLOCKS))
         return [

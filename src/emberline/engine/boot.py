@@ -78,7 +78,7 @@ def boot(
     `reader`: only for a GPU, a reader of the checkpoint's files that was started before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
-        return loaded_from_gpu(boot_on_gpu(config.for_gpu(), reader))
+        return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
     if reader is not None:
         reader.close()
     return _boot_on_cpu(config, default_kv_bytes)
@@ -95,15 +95,15 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
 
     _check_host_memory(config)
 
-    def library() -> ctypes.CDLL | None:
+    def load_library() -> ctypes.CDLL | None:
         return ops.start_backend(threads=1).library
 
     def make_tiers(layout: str, shape: KVShape) -> TierStack:
-        return _make_tiers(config, layout, shape, library())
+        return _make_tiers(config, layout, shape, load_library())
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
-        return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), library())
+        return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
 
     return boot_from_checkpoint(
         Path(config.model),
@@ -116,7 +116,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     )
 
 
-def loaded_from_gpu(booted: BootedGPUEngine) -> LoadedEngine:
+def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
     return LoadedEngine(
         engine=booted.engine,
         max_context=booted.engine.max_context,
@@ -235,7 +235,7 @@ def _open_transfer_endpoint(
     mooncake = (
         resolve_ipv4_address(network.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if network.kv_mooncake else None
     )
-    options = TransferOptions(select_crc(library), codec, network.kv_codec == "uw", mooncake, network.checksums_blocks)
+    options = TransferOptions(select_crc(library), codec, network.kv_codec == "uw", mooncake, network.uses_checksums)
     try:
         return TransferEndpoint.open(transfer, region, same_host, options)
     except OSError as error:

@@ -172,9 +172,9 @@ class Engine:
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
-        self._release_compiled()
+        self._release_compiled_grammars()
         if self._publisher is not None:
-            self._publisher.reclaim_expired()
+            self._publisher.reclaim_expired_leases()
         steps = self._steps
         outputs = self._step_sync() if self._pipelined_runner is None else self._step_pipelined(self._pipelined_runner)
         if steps == self._steps and not outputs and not self._in_flight and not self.idle:
@@ -315,7 +315,7 @@ class Engine:
             self._grammars[submission.id] = self.runner.prepare(grammar)
             self.scheduler.waiting.blocked_ids.add(submission.id)
 
-    def _release_compiled(self) -> None:
+    def _release_compiled_grammars(self) -> None:
         """Unblock requests whose grammar is compiled. Requests whose grammar is invalid or already complete end."""
         blocked = self.scheduler.waiting.blocked_ids
         for name in [name for name in blocked if self._grammars[name].done()]:

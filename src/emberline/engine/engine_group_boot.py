@@ -15,7 +15,7 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.freememory import free_memory
 from emberline.engine import memory
-from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, loaded_from_gpu, runs_on_gpu
+from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, model_memory
@@ -100,7 +100,7 @@ def boot_engine_group(
 
     def load_on_gpu(name: str, settings: EngineConfig) -> BootedGPUEngine:
         booted = boot_on_gpu(settings, readers.get(name))
-        loaded[name] = loaded_from_gpu(booted)
+        loaded[name] = to_loaded_engine(booted)
         return booted
 
     members, space = plan_time_sharing(configs, device_memory(CudaDevice().torch_device), free_memory(), load_on_gpu)
@@ -108,14 +108,14 @@ def boot_engine_group(
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
 
 
-def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free: int) -> int:
+def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> int:
     """Return the bytes of each model's KV cache on a CPU. Raises ModelError if the models do not fit."""
     weights = {name: WeightEstimate.of(config).weight_bytes for name, config in configs.items()}
     configured = sum((config.kv_cache.kv_memory or 0) + config.tiers.kv_host_memory for config in configs.values())
-    left = free - sum(weights.values()) - configured
+    left = free_bytes - sum(weights.values()) - configured
     if left < 0:
-        raise _memory_error(
-            weights, f" and {memory.format_gib(configured)} GiB of KV blocks" if configured else "", free
+        raise _out_of_memory_error(
+            weights, f" and {memory.format_gib(configured)} GiB of KV blocks" if configured else "", free_bytes
         )
     return int(left * KV_MEMORY_FRACTION) // len(configs)
 
@@ -131,11 +131,11 @@ def plan_time_sharing(
     Return the models, which are not loaded yet, and the bytes for all models that are awake at the same time. Raises
     ModelError if the models do not fit. `load`: loads the model with this name and these settings."""
     weighed = {name: WeightEstimate.of(config) for name, config in configs.items()}
-    settings = {name: config.for_gpu() for name, config in configs.items()}
+    settings = {name: config.with_gpu_defaults() for name, config in configs.items()}
 
     def plans() -> dict[str, memory.MemoryPlan]:
         return {
-            name: memory.plan_for(w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed)
+            name: memory.plan_engine_memory(w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed)
             for name, w in weighed.items()
         }
 
@@ -154,7 +154,7 @@ def plan_time_sharing(
     if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
         besides = f" and {memory.format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
         reason = ", which main memory must hold while they sleep" if sleeps else ""
-        raise _memory_error(weights, reason + besides, free_host_bytes)
+        raise _out_of_memory_error(weights, reason + besides, free_host_bytes)
     return members, space
 
 
@@ -169,10 +169,11 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
     return replace(config, transfer=None)
 
 
-def _memory_error(weights: Mapping[str, int], besides: str, free: int) -> ModelError:
-    parts = ", ".join(f"{name} {memory.format_gib(size)}" for name, size in weights.items())
+def _out_of_memory_error(weight_bytes_by_model: Mapping[str, int], other_needs: str, free_bytes: int) -> ModelError:
+    parts = ", ".join(f"{name} {memory.format_gib(size)}" for name, size in weight_bytes_by_model.items())
+    total = sum(weight_bytes_by_model.values())
     return ModelError(
-        f"the models do not fit into main memory: they have {memory.format_gib(sum(weights.values()))} GiB of weights "
-        f"({parts}){besides}; {memory.format_gib(free)} GiB are free",
+        f"the models do not fit into main memory: they have {memory.format_gib(total)} GiB of weights "
+        f"({parts}){other_needs}; {memory.format_gib(free_bytes)} GiB are free",
         hint="serve fewer or smaller models",
     )

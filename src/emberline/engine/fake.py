@@ -32,9 +32,9 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self.steps += 1
         for save in plan.saves:
-            save.buffer[: self.block_bytes] = self._memory[self._slots(save.block)].tobytes()
+            save.buffer[: self.block_bytes] = self._memory[self._slots_of_block(save.block)].tobytes()
         for load in plan.loads:
-            self._memory[self._slots(load.block)] = array("q", load.buffer[: self.block_bytes].tobytes())
+            self._memory[self._slots_of_block(load.block)] = array("q", load.buffer[: self.block_bytes].tobytes())
         for admission in plan.admitted:
             assert admission.id not in self._admissions
             self._admissions[admission.id] = admission
@@ -43,7 +43,7 @@ class FakeRunner:
                 block, slot = divmod(work.start + offset, self._block_size)
                 at = work.blocks[block] * self._block_size + slot
                 self._memory[at] = self._newest_tokens[work.id] if token == PENDING_TOKEN else token
-        sampled = {work.id: SampledToken(self._sample(work)) for work in plan.work if work.samples}
+        sampled = {work.id: SampledToken(self._sample_token(work)) for work in plan.work if work.samples}
         self._newest_tokens.update((name, one.token) for name, one in sampled.items())
         logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
         for ended in plan.ended_ids:
@@ -56,12 +56,12 @@ class FakeRunner:
         layout = KVLayout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
         return HostRegion(layout, [memoryview(self._memory)])
 
-    def _slots(self, block: int) -> slice:
-        return slice(block * self._block_size, (block + 1) * self._block_size)
+    def _slots_of_block(self, block_id: int) -> slice:
+        return slice(block_id * self._block_size, (block_id + 1) * self._block_size)
 
-    def _sample(self, work: WorkItem) -> int:
+    def _sample_token(self, work: WorkItem) -> int:
         length = work.start + len(work.tokens)
-        flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[self._slots(b)]]
+        flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[self._slots_of_block(b)]]
         admission = self._admissions[work.id]
         seed = 0 if admission.params.greedy else admission.seed
         digest = blake2b(f"{seed}:{flat[:length]}".encode(), digest_size=8).digest()

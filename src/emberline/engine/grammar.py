@@ -114,7 +114,7 @@ class GrammarCompiler:
     def compile(self, grammar: GrammarSpec, param: str = "response_format") -> GrammarMatcher:
         if (cached := self.find_compiled(grammar)) is not None:
             return cached
-        matcher = self._build(grammar, param)
+        matcher = self._compile_uncached(grammar, param)
         with self._lock:
             self._compiled[grammar] = matcher
             if len(self._compiled) > MAX_CACHED_GRAMMARS:
@@ -129,7 +129,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar].fork()
 
-    def _build(self, grammar: GrammarSpec, param: str) -> GrammarMatcher:
+    def _compile_uncached(self, grammar: GrammarSpec, param: str) -> GrammarMatcher:
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise _grammar_error(
                 grammar.kind, f"it has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}", param
@@ -211,14 +211,14 @@ def _parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _grammar_error(kind: GrammarKind, why: str, param: str) -> InvalidRequest:
+def _grammar_error(kind: GrammarKind, reason: str, param: str) -> InvalidRequest:
     hint = None
-    if "Unimplemented keys" in why:
-        why = "these keywords cannot be enforced: " + why.partition("Unimplemented keys:")[2].strip()
+    if "Unimplemented keys" in reason:
+        reason = "these keywords cannot be enforced: " + reason.partition("Unimplemented keys:")[2].strip()
         hint = "remove them, or check them in the reply"
-    elif "oneOf" in why:
-        why, hint = "oneOf has members that may overlap, which cannot be enforced", "use anyOf"
-    return InvalidRequest(f"the {kind} cannot be used: {_shorten_message(why)}", param=param, hint=hint)
+    elif "oneOf" in reason:
+        reason, hint = "oneOf has members that may overlap, which cannot be enforced", "use anyOf"
+    return InvalidRequest(f"the {kind} cannot be used: {_shorten_message(reason)}", param=param, hint=hint)
 
 
 def _shorten_message(message: str) -> str:

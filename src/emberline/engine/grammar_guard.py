@@ -69,16 +69,18 @@ class GrammarGuard:
         with self._lock:
             if self._child is not None:
                 self._child.kill()
-                self._reap()
+                self._wait_for_exit()
 
     def _ensure_running(self) -> subprocess.Popen[str]:
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            if not self._exchange(self._child, ""):
-                raise EngineUnavailable(f"the grammar checker process did not start: exit status {self._reap()}")
+            if not self._send_and_receive(self._child, ""):
+                raise EngineUnavailable(
+                    f"the grammar checker process did not start: exit status {self._wait_for_exit()}"
+                )
         return self._child
 
-    def _exchange(self, child: subprocess.Popen[str], line: str) -> str:
+    def _send_and_receive(self, child: subprocess.Popen[str], line: str) -> str:
         """Send a line to the child process and return its reply; "" if the process died."""
         assert child.stdin is not None and child.stdout is not None
         timer = threading.Timer(REPLY_TIMEOUT_S, child.kill)
@@ -92,21 +94,21 @@ class GrammarGuard:
             timer.cancel()
 
     def _run_trial(self, grammar: GrammarSpec, line: str) -> InvalidRequest | None:
-        reply = self._exchange(self._ensure_running(), line)
+        reply = self._send_and_receive(self._ensure_running(), line)
         if not reply:
-            return self._verdict_of_dead_child(grammar)
+            return self._error_of_dead_child(grammar)
         verdict = json.loads(reply)
         return InvalidRequest(verdict["message"], hint=verdict["hint"]) if verdict else None
 
-    def _verdict_of_dead_child(self, grammar: GrammarSpec) -> InvalidRequest:
-        status = self._reap()
+    def _error_of_dead_child(self, grammar: GrammarSpec) -> InvalidRequest:
+        status = self._wait_for_exit()
         if status in KILL_STATUSES:  # not the grammar's fault
             raise EngineUnavailable("the grammar checker process was killed", hint="send the request again")
         timed_out = status == -signal.SIGPROF
         why = f"compiling it takes more than {MAX_CPU_S:g} s" if timed_out else "it is nested too deeply or too large"
         return InvalidRequest(f"the {grammar.kind} cannot be used: {why}", hint="simplify it")
 
-    def _reap(self) -> int:
+    def _wait_for_exit(self) -> int:
         child, self._child = self._child, None
         assert child is not None and child.stdin is not None and child.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it died before it had read the line

@@ -40,11 +40,11 @@ class GrammarThread:
             return future
         self._queue.put((grammar, ref(future)))
         if self._thread is None:  # a daemon, so that a compilation that hangs does not keep the process alive
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread = threading.Thread(target=self._compile_queued, name="grammars", daemon=True)
             self._thread.start()
         return future
 
-    def _run(self) -> None:
+    def _compile_queued(self) -> None:
         while True:
             self._compile_one(*self._queue.get())
 

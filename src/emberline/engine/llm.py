@@ -98,7 +98,7 @@ class LLM:
             for i, prompt in enumerate(many):
                 self._submit(i, prompt, params, jobs, bar)
             while not self.engine.idle:
-                self._step(jobs, bar)
+                self._run_step(jobs, bar)
             bar.close()
         except BaseException:  # an invalid prompt or Ctrl-C: the other prompts are no longer needed
             for name, _ in jobs:
@@ -116,22 +116,22 @@ class LLM:
 
     def _submit(
         self,
-        i: int,
+        prompt_index: int,
         prompt: str | list[int],
         params: SamplingParams,
         open_completions: OpenCompletions,
-        bar: _ProgressBar,
+        progress_bar: _ProgressBar,
     ) -> None:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._count += 1
         name = f"llm-{self._count}"
         submission = Submission(name, ids, params, timeout=float("inf"))
         while not self._try_add(submission):
-            self._step(open_completions, bar)
+            self._run_step(open_completions, progress_bar)
         shown = params.skip_special_tokens, params.stop, params.include_stop
         for n in range(params.n):
             text = Detokenizer(self.tokenizer, *shown, continues_prompt=True, min_tokens=params.min_tokens)
-            open_completions[name, n] = Completion(i, n), text
+            open_completions[name, n] = Completion(prompt_index, n), text
 
     def _try_add(self, submission: Submission) -> bool:
         """Add the submission to the engine; return False if the engine is full, so that it can be added later."""
@@ -143,13 +143,13 @@ class LLM:
             return False
         return True
 
-    def _step(self, open_completions: OpenCompletions, bar: _ProgressBar) -> None:
+    def _run_step(self, open_completions: OpenCompletions, progress_bar: _ProgressBar) -> None:
         for output in self.engine.step():
             if (
                 job := open_completions.get((output.id, output.index))
             ) is not None:  # else it belongs to an earlier call that failed
                 self._apply_output(output, *job)
-                bar.advance(len(output.tokens), output.finish is not None)
+                progress_bar.advance(len(output.tokens), output.finish is not None)
 
     def _apply_output(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
         if completion.finish_reason:
@@ -184,9 +184,9 @@ class _ProgressBar:
         self._done = self._tokens = 0
         self._began = self._drawn = time.monotonic()
 
-    def advance(self, tokens: int, ended: bool) -> None:
+    def advance(self, tokens: int, has_ended: bool) -> None:
         self._tokens += tokens
-        self._done += ended
+        self._done += has_ended
         now = time.monotonic()
         if self._enabled and (now - self._drawn > 0.1 or self._done == self._total):
             self._drawn = now

@@ -79,7 +79,7 @@ class MemoryPlan:
         return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
 
 
-def plan_for(
+def plan_engine_memory(
     config: ModelConfig, settings: EngineConfig, total_bytes: int, dtype: str, *, packed: bool = False
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype.
@@ -186,7 +186,7 @@ def plan_memory(
 
     `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other
     tiers or engines. Graphs of all step shapes are counted. Raises ModelError if the model does not fit."""
-    grid = grid_of(config, max_batch_tokens)
+    grid = shape_grid_for(config, max_batch_tokens)
     graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     scratch = _scratch_bytes(config, block_size, max_running, max_context) + packed * _unpacked_bytes(config)
@@ -230,23 +230,23 @@ def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int)
     return -(-max(max_context, MIN_WIDENED_TOKENS) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
-def usable_bytes(total: int, free: int, allocated: int) -> int:
+def usable_bytes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
     """Return a device's memory in bytes, without the memory that other processes use.
 
-    `allocated`: bytes that this process has allocated. The CUDA context of this process looks like memory of other
-    processes, but it is smaller than RESERVE_BYTES, which includes it."""
-    others = total - free - allocated
-    return total if others <= RESERVE_BYTES else total - others
+    `allocated_bytes`: bytes that this process has allocated. The CUDA context of this process looks like memory of
+    other processes, but it is smaller than RESERVE_BYTES, which includes it."""
+    others = total_bytes - free_bytes - allocated_bytes
+    return total_bytes if others <= RESERVE_BYTES else total_bytes - others
 
 
-def grid_of(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
+def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.of(sum(n * k for n, k in _layer_matrices(config)), max_batch_tokens)
+    return ShapeGrid.of(sum(n * k for n, k in _layer_matrix_shapes(config)), max_batch_tokens)
 
 
-def _layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
+def _layer_matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    ffn = [matrix for layer in range(config.layers) for matrix in _ffn_matrices(config, layer)]
+    ffn = [matrix for layer in range(config.layers) for matrix in _ffn_matrix_shapes(config, layer)]
     return config.layers * [(q + 2 * kv, hidden), (hidden, q)] + ffn
 
 
@@ -257,7 +257,7 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     stored as both. Norms and biases are stored in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = config.vocab, hidden
-    matrices = [*_layer_matrices(config), head]
+    matrices = [*_layer_matrix_shapes(config), head]
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
@@ -267,7 +267,7 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     return size + F32_BYTES * (config.layers * vectors + hidden)
 
 
-def _ffn_matrices(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
+def _ffn_matrix_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
     """Return the shapes of the matrices of a layer's feed-forward network."""
     hidden, experts = config.hidden, config.experts
     if experts is None or not experts.layers[layer]:
@@ -275,16 +275,16 @@ def _ffn_matrices(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
     return [(experts.count, hidden), *experts.count * [(2 * experts.ffn, hidden), (hidden, experts.ffn)]]
 
 
-def packed_bytes(n: int, k: int) -> int:
+def packed_bytes(rows: int, columns: int) -> int:
     """Return an upper bound in bytes for a packed matrix of trained weights. kernels/cuda/uw12.py packs matrices."""
-    if not _is_packable(n, k):
-        return DTYPE_BYTES["bfloat16"] * n * k
-    header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
-    return int(n * k * MAX_PACKED_BITS / 8) + n // PACKED_BLOCK_ROWS * header
+    if not _is_packable(rows, columns):
+        return DTYPE_BYTES["bfloat16"] * rows * columns
+    header = 64 + 2 * (columns // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
+    return int(rows * columns * MAX_PACKED_BITS / 8) + rows // PACKED_BLOCK_ROWS * header
 
 
-def _is_packable(n: int, k: int) -> bool:
-    return n % PACKED_GRAIN == k % PACKED_GRAIN == 0
+def _is_packable(rows: int, columns: int) -> bool:
+    return rows % PACKED_GRAIN == columns % PACKED_GRAIN == 0
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
@@ -331,24 +331,24 @@ def _unpacked_bytes(config: ModelConfig) -> int:
     return DTYPE_BYTES["bfloat16"] * (2 * widest + min(MAX_UNPACKED_WEIGHTS, config.vocab * config.hidden))
 
 
-def _does_not_fit_error(fixed: dict[str, int], total: int, needed: int) -> ModelError:
-    usable = int(total * USABLE_FRACTION)
-    left = usable - sum(fixed.values())
-    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed.items())
+def _does_not_fit_error(fixed_bytes: dict[str, int], total_bytes: int, needed_kv_bytes: int) -> ModelError:
+    usable = int(total_bytes * USABLE_FRACTION)
+    left = usable - sum(fixed_bytes.values())
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed_bytes.items())
     remainder = (
         f"leaves {format_gib(left)} GiB" if left >= 0 else f"is {format_gib(-left)} GiB too little without a KV cache"
     )
-    if fixed["weights"] + RESERVE_BYTES >= usable:
+    if fixed_bytes["weights"] + RESERVE_BYTES >= usable:
         hint = "use a smaller model or a device with more memory"
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total)} GiB are usable, "
+        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total_bytes)} GiB are usable, "
         f"which {remainder}; "
-        f"the KV cache needs {format_gib(needed)} GiB (other parts in GiB: {parts})",
+        f"the KV cache needs {format_gib(needed_kv_bytes)} GiB (other parts in GiB: {parts})",
         hint=hint,
     )
 
 
-def format_gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
+def format_gib(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.2f}"

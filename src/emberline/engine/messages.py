@@ -151,13 +151,13 @@ EngineMessage = (
 )
 
 
-def _with_subclasses(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:
+def _error_classes(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:
     yield kind
     for child in kind.__subclasses__():
-        yield from _with_subclasses(child)
+        yield from _error_classes(child)
 
 
-_ERROR_BY_CODE = {kind.code: kind for kind in _with_subclasses(EmberlineError)}
+_ERROR_BY_CODE = {kind.code: kind for kind in _error_classes(EmberlineError)}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EngineMessage)
 

@@ -30,15 +30,15 @@ class PromptPacer:
             0,
         )
 
-    def prompt_token_budget(self, streams: int, waited: float = 0.0) -> int | None:
+    def prompt_token_budget(self, streams: int, waited_seconds: float = 0.0) -> int | None:
         """Return how many prompt tokens the next step may have; None: no limit, since no stream is open.
 
-        `waited`: seconds that the first waiting prompt has waited."""
+        `waited_seconds`: seconds that the first waiting prompt has waited."""
         self._streams, self._on_time_tokens = streams, self._tokens_within(streams, self.target)
         if not streams:
             return None
         self._allowed_late = min(self._allowed_late + streams / TOKENS_PER_LATE_TOKEN, max(MAX_LATE_TOKENS, streams))
-        is_long = waited > LONG_WAIT_TARGETS * self.target and self._allowed_late >= streams
+        is_long = waited_seconds > LONG_WAIT_TARGETS * self.target and self._allowed_late >= streams
         return (
             max(self._on_time_tokens, self._tokens_within(streams, TAIL_MARGIN * self.tail * self.target))
             if is_long

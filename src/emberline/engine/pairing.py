@@ -74,7 +74,7 @@ class PeerPairing:
         for peer in gone:
             self._receiver.disconnect(peer)
         for peer in new:
-            threading.Thread(target=self._pair, args=(peer,), name="kv-pair", daemon=True).start()
+            threading.Thread(target=self._connect_with_retries, args=(peer,), name="kv-pair", daemon=True).start()
 
     def take_state_change(self) -> PairingState | None:
         """Return the state if it has changed since the last call; else None."""
@@ -87,7 +87,7 @@ class PeerPairing:
     def close(self) -> None:
         self.set_peers(())
 
-    def _pair(self, peer: Peer) -> None:
+    def _connect_with_retries(self, peer: Peer) -> None:
         """Try to connect to a peer until that succeeds or fails for good, or until `set_peers` drops the peer."""
         pause = MIN_RETRY_PAUSE_S
         while True:
@@ -112,7 +112,7 @@ class PeerPairing:
         if failure is None:
             self._paired.add(peer.incarnation)
             self._failures.pop(peer.incarnation, None)
-            log.info("peer engine connected: peer=%s", peer.name)
+            log.info("Peer engine connected: peer=%s", peer.name)
         elif self._failures.get(peer.incarnation) == failure.message:
             return
         else:

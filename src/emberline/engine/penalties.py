@@ -29,7 +29,7 @@ class PenaltyCounts:
         """Count one more token of the output."""
         at = self._index.get(token)
         if at is None:
-            at = self._index[token] = self._append(token)
+            at = self._index[token] = self._add_distinct_token(token)
         self._counts[at] = min(self._counts[at] + 1, MAX_TOKEN_COUNT)
 
     def apply(self, logits: np.ndarray) -> None:
@@ -39,7 +39,7 @@ class PenaltyCounts:
         scaled = np.where(values > 0, values / self._repetition, values * self._repetition)
         logits[ids] = scaled - (counts * self._frequency + (counts > 0) * self._presence)
 
-    def _append(self, token: int) -> int:
+    def _add_distinct_token(self, token: int) -> int:
         at = self._size
         if at == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

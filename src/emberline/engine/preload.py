@@ -159,10 +159,10 @@ def _mapped_pages() -> dict[str, list[FileRange]]:
     return {path: merge_ranges(sorted(spans)) for path, spans in pages.items() if spans}
 
 
-def _present_ranges(states: array[int], offset: int) -> list[FileRange]:
+def _present_ranges(page_states: array[int], offset: int) -> list[FileRange]:
     size = mmap.PAGESIZE
     return merge_ranges(
-        [(offset + i * size, offset + (i + 1) * size) for i, s in enumerate(states) if s >> PAGE_PRESENT_BIT]
+        [(offset + i * size, offset + (i + 1) * size) for i, s in enumerate(page_states) if s >> PAGE_PRESENT_BIT]
     )
 
 

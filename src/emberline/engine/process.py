@@ -82,7 +82,7 @@ def main() -> int:
     imports = {"imports": imported - began}
     ready = Ready({name: _loaded_model_info(loaded[name], imports) for name in start.models})
     with contextlib.suppress(ConnectionError):
-        client.sendall(b"".join(map(encode_message, [*_step_messages(group), ready])))
+        client.sendall(b"".join(map(encode_message, [*_run_step(group), ready])))
         if reader is not None:
             timer = threading.Timer(RECORD_DELAY_S, preload.write_record)
             timer.daemon = True
@@ -107,16 +107,16 @@ class ClientSocket(socket.socket):
 
 
 def report_progress(
-    client: socket.socket, progress: Callable[[], int], interval: float = PROGRESS_REPORT_INTERVAL_S
+    client: socket.socket, progress_counter: Callable[[], int], interval: float = PROGRESS_REPORT_INTERVAL_S
 ) -> None:
     """Send progress reports while kernels compute, so that a long step is not mistaken for a hang.
 
     Returns when the server process has disconnected."""
-    last = progress()
+    last = progress_counter()
     with contextlib.suppress(OSError):
         while True:
             time.sleep(interval)
-            if (now := progress()) != last:
+            if (now := progress_counter()) != last:
                 last = now
                 client.sendall(encode_message(ComputeProgress()))
 
@@ -193,10 +193,10 @@ def serve_client(group: EngineGroup, client: socket.socket, inbox: queue.SimpleQ
                     raise AssertionError(
                         f"the engine process received a message that only it sends: {type(message).__name__}"
                     )
-        client.sendall(b"".join(map(encode_message, _step_messages(group))))
+        client.sendall(b"".join(map(encode_message, _run_step(group))))
 
 
-def _step_messages(group: EngineGroup) -> Iterator[EngineMessage]:
+def _run_step(group: EngineGroup) -> Iterator[EngineMessage]:
     report = group.step()
     for name in report.sleep_changes:
         yield SleepStateChange(name, group.is_awake(name), group.sleep_stats(name))

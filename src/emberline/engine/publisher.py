@@ -46,7 +46,7 @@ class BlockPublisher:
             return None
         blocks = list(self._kv.block_table(request)[len(ticket.blocks) if ticket else 0 : full])
         if first:
-            ticket = self._tickets[request.id] = self._publish_first(request, blocks)
+            ticket = self._tickets[request.id] = self._open_ticket(request, blocks)
             return ticket.as_dict()
         if blocks:
             self._extend_ticket(request, blocks)
@@ -80,7 +80,7 @@ class BlockPublisher:
             with suppress(TicketEnded):
                 self._sender.close_ticket(ticket)
 
-    def reclaim_expired(self) -> None:
+    def reclaim_expired_leases(self) -> None:
         """Free KV blocks whose lease has ended. Call this often while blocks are published."""
         for ended in self._sender.collect_ended_leases():
             self._kv.unpin(ended.blocks)
@@ -100,7 +100,7 @@ class BlockPublisher:
         stats.pinned_by_age = dict(ages)
         stats.oldest_lease = max((age for age, _ in pinned), default=0.0)
 
-    def _publish_first(self, request: Request, blocks: list[int]) -> Ticket:
+    def _open_ticket(self, request: Request, blocks: list[int]) -> Ticket:
         self._requests += 1
         self._blocks += len(blocks)
         self._kv.pin(blocks)

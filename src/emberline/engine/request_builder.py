@@ -40,7 +40,7 @@ class RequestBuilder:
             "resumed": [token for tokens in submission.resumed for token in tokens],
         }
         for name, ids in ids_by_field.items():
-            if ids and not self._are_tokens(ids):
+            if ids and not self._are_in_vocabulary(ids):
                 raise InvalidRequest(f"{name} must contain only token ids in [0, {self.vocab_size})", param=name)
         if len(submission.resumed) not in (0, params.n):
             message = f"resumed has the output of {len(submission.resumed)} completions, but n is {params.n}"
@@ -77,12 +77,12 @@ class RequestBuilder:
             for i in range(params.n)
         ]
 
-    def _are_tokens(self, ids: Iterable[int]) -> bool:
+    def _are_in_vocabulary(self, token_ids: Iterable[int]) -> bool:
         """Return whether all token ids are in the vocabulary.
 
         For long prompts numpy takes a third of the time of max()."""
         try:
-            return bool(np.frombuffer(array("Q", ids), np.uint64).max() < self.vocab_size)
+            return bool(np.frombuffer(array("Q", token_ids), np.uint64).max() < self.vocab_size)
         except OverflowError:  # an id is negative or has more than 64 bits
             return False
 

@@ -59,7 +59,7 @@ class SamplingState:
         self._bias = np.array(list(p.logit_bias.values()), np.float32)
         self._end_ids = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
         for token in self.tokens[self.prompt_len :]:
-            self._accept(token)
+            self._advance_grammar(token)
 
     @property
     def is_plain(self) -> bool:
@@ -86,7 +86,7 @@ class SamplingState:
 
     def append_token(self, token: int) -> None:
         self.tokens.append(token)
-        self._accept(token)
+        self._advance_grammar(token)
 
     @property
     def is_complete(self) -> bool:
@@ -98,7 +98,7 @@ class SamplingState:
         """Why the grammar cannot be followed any further, such as a limit that was reached; None if it can."""
         return self.matcher.error if self.matcher is not None else None
 
-    def _accept(self, token: int) -> None:
+    def _advance_grammar(self, token: int) -> None:
         if self.matcher is not None and token not in self._eos:
             self.matcher.accept(token)
 
@@ -114,7 +114,7 @@ class SamplingStateFactory:
 
     def __call__(self, admission: Admission) -> SamplingState:
         params = admission.params
-        return SamplingState(admission, self._eos, make_masker(params, self._matcher(params.grammar)))
+        return SamplingState(admission, self._eos, make_masker(params, self._make_matcher(params.grammar)))
 
     def prepare(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
         """Compile a grammar in a second thread. The result stays cached as long as the returned future exists."""
@@ -126,7 +126,7 @@ class SamplingStateFactory:
             )
         return self._grammars.compile(grammar)
 
-    def _matcher(self, grammar: GrammarSpec | None) -> GrammarMatcher | None:
+    def _make_matcher(self, grammar: GrammarSpec | None) -> GrammarMatcher | None:
         if grammar is None:
             return None
         try:
@@ -158,14 +158,14 @@ class Sampler:
         self._states.pop(request_id, None)
         self._penalties.pop(request_id, None)
 
-    def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    def sample(self, request_ids: Sequence[str], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Sample a token for each request from its row of the logits. The logits are overwritten.
 
         Return the tokens, and the reasons why requests cannot continue, both by request id."""
-        rows = [self._states[i] for i in ids]
+        rows = [self._states[i] for i in request_ids]
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[scored] if scored else logits[:0]
-        self._apply_penalties(ids, logits)
+        self._apply_penalties(request_ids, logits)
         self._apply_edits_and_masks(rows, logits)
         params = [row.params for row in rows]
         seeds = np.array([row.seed % (1 << 64) for row in rows], np.uint64).view(np.int64)
@@ -183,7 +183,7 @@ class Sampler:
         tops = [params[i].logprobs or 0 for i in scored]
         logprobs = dict(zip(scored, token_logprobs(raw, [chosen[i] for i in scored], tops), strict=True))
         sampled, failed = {}, {}
-        for i, (request_id, row, token) in enumerate(zip(ids, rows, chosen, strict=True)):
+        for i, (request_id, row, token) in enumerate(zip(request_ids, rows, chosen, strict=True)):
             if row.error is None:  # the mask was valid
                 row.append_token(token)
                 if (penalties := self._penalties.get(request_id)) is not None:
@@ -204,8 +204,8 @@ class Sampler:
             logits[: len(successors)], successors, [row.params.prompt_logprobs or 0] * len(successors)
         )
 
-    def _apply_penalties(self, ids: Sequence[str], logits: Tensor) -> None:
-        for i, request_id in enumerate(ids):
+    def _apply_penalties(self, request_ids: Sequence[str], logits: Tensor) -> None:
+        for i, request_id in enumerate(request_ids):
             if (penalties := self._penalties.get(request_id)) is not None:
                 penalties.apply(logits[i].numpy())
 
@@ -236,12 +236,14 @@ def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, sli
     return scored, sampled
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top_counts: Sequence[int]) -> list[TokenLogprob]:
     if not tokens:
         return []
-    chosen, top_ids, top_values, rank = ops.log_probs(logits, torch.tensor(tokens, device=logits.device), max(tops))
+    chosen, top_ids, top_values, rank = ops.log_probs(
+        logits, torch.tensor(tokens, device=logits.device), max(top_counts)
+    )
     ids, values = top_ids.tolist(), top_values.tolist()
     return [
         TokenLogprob(c, r, list(zip(ids[i][:n], values[i][:n], strict=True)))
-        for i, (c, r, n) in enumerate(zip(chosen.tolist(), rank.tolist(), tops, strict=True))
+        for i, (c, r, n) in enumerate(zip(chosen.tolist(), rank.tolist(), top_counts, strict=True))
     ]

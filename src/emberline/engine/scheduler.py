@@ -63,7 +63,7 @@ class Scheduler:
         else:
             self.waiting.push(request)
         if request.num_resumed and (finish := self._finish_reason(request)) is not None:
-            self._end(request, finish)  # its output was already complete when it moved here
+            self._end_request(request, finish)  # its output was already complete when it moved here
 
     def abort(self, request_id: str, error: str | None = None) -> None:
         """End a request as aborted and free its KV blocks at once. The id of an ended request is ignored."""
@@ -72,7 +72,7 @@ class Scheduler:
     def end(self, request_id: str, finish: FinishReason, error: str | None = None) -> None:
         """End a request with this finish reason and free its KV blocks at once. An unknown id is ignored."""
         if request := self.requests.get(request_id):
-            self._end(request, finish, error)
+            self._end_request(request, finish, error)
 
     def drain_outputs(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
@@ -147,7 +147,7 @@ class Scheduler:
             if request is None:
                 continue  # it ended while the step ran
             if result.failed and (why := result.failed.get(work.id)) is not None:
-                self._end(request, FinishReason.ERROR, error=why)
+                self._end_request(request, FinishReason.ERROR, error=why)
                 continue
             if work.preemptions == request.preemptions:  # else its blocks were freed since
                 self._record_computed(request, work, result)
@@ -334,12 +334,12 @@ class Scheduler:
                 stop_token=sampled.token
                 if finish is FinishReason.STOP and self._ends_with_stop_token(request)
                 else None,
-                timing=self._timing(request, now if finish else None) if first or finish else None,
+                timing=self._make_timing(request, now if finish else None) if first or finish else None,
                 ticket=ticket,
             )
         )
         if finish is not None:
-            self._remove(request)
+            self._remove_request(request)
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
@@ -359,14 +359,14 @@ class Scheduler:
     def _end_expired(self) -> None:
         now = self.clock.now()
         for request in [r for r in self.requests.values() if min(r.deadline, r.token_deadline) <= now]:
-            self._end(request, FinishReason.ERROR, error="deadline_exceeded")
+            self._end_request(request, FinishReason.ERROR, error="deadline_exceeded")
 
-    def _end(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
-        timing = self._timing(request, self.clock.now())
+    def _end_request(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
+        timing = self._make_timing(request, self.clock.now())
         self._outputs.append(Output(request.submission_id, request.index, finish=finish, error=error, timing=timing))
-        self._remove(request)
+        self._remove_request(request)
 
-    def _remove(self, request: Request) -> None:
+    def _remove_request(self, request: Request) -> None:
         """Free the KV blocks of a request and delete all its state. Every request ends here."""
         if request.status in (RequestStatus.RUNNING, RequestStatus.LOADING):
             self.kv.free_request(request)
@@ -396,5 +396,5 @@ class Scheduler:
             self.waiting.push(follower)
 
     @staticmethod
-    def _timing(request: Request, finished: float | None) -> Timing:
+    def _make_timing(request: Request, finished: float | None) -> Timing:
         return Timing(request.arrival, request.admitted_at, request.first_token_at, finished, request.pulled)

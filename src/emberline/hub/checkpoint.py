@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import ModelFileError
-from emberline.core.jsonfile import read_object, read_optional
+from emberline.core.jsonfile import read_object, read_object_if_exists
 from emberline.hub.tensorfile import TensorInfo, read_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,8 +33,8 @@ class Checkpoint:
         return Checkpoint(
             directory,
             read_object(directory / "config.json"),
-            read_optional(directory / "generation_config.json"),
-            read_optional(directory / "tokenizer_config.json"),
+            read_object_if_exists(directory / "generation_config.json"),
+            read_object_if_exists(directory / "tokenizer_config.json"),
             _read_all_tensors(directory),
         )
 

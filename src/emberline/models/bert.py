@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
-from emberline.core.jsonfile import read_object, read_objects, read_optional
+from emberline.core.jsonfile import read_object, read_object_if_exists, read_objects
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.fields import ConfigFields
 from emberline.models.weights import Weights
@@ -65,7 +65,9 @@ class BertEmbedder:
         types = config.size("type_vocab_size", 2, maximum=1 << 10)
         reader = _WeightLoader(Weights(checkpoint, torch.float32))
         segments = reader.weights.matrix("embeddings.token_type_embeddings.weight", types, dim)
-        sentence = ConfigFields(read_optional(directory / "sentence_bert_config.json"), "sentence_bert_config.json")
+        sentence = ConfigFields(
+            read_object_if_exists(directory / "sentence_bert_config.json"), "sentence_bert_config.json"
+        )
         embedder = BertEmbedder(
             tokens=reader.weights.matrix("embeddings.word_embeddings.weight", vocab, dim).clone(),
             positions=reader.weights.matrix("embeddings.position_embeddings.weight", max_position, dim) + segments[0],

@@ -11,7 +11,7 @@ from jinja2 import Template, meta
 from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
-from emberline.core.jsonfile import read_optional
+from emberline.core.jsonfile import read_object_if_exists
 from emberline.tokens.cost_guards import BUDGET_KEY
 from emberline.tokens.render_budget import RenderBudget
 from emberline.tokens.sandbox import TemplateSandbox
@@ -44,14 +44,14 @@ class ChatTemplate:
 
     @staticmethod
     def load(directory: Path, override: Path | None = None) -> ChatTemplate:
-        config = read_optional(directory / "tokenizer_config.json")
+        config = read_object_if_exists(directory / "tokenizer_config.json")
         separate_file = directory / "chat_template.jinja"
         if override is not None:
             sources = {"default": _read_source(override)}
         elif separate_file.exists():
             sources = {"default": _read_source(separate_file)}
         else:
-            json_file = read_optional(directory / "chat_template.json")
+            json_file = read_object_if_exists(directory / "chat_template.json")
             sources = _named_sources(config.get("chat_template") or json_file.get("chat_template"))
         if not sources:
             raise UnsupportedModel(f"{directory} has no chat template", hint="pass one with --chat-template FILE")

@@ -97,7 +97,7 @@ def parse_forwarded_request(data: bytes) -> tuple[ForwardedRequest, bytes]:
         forwarded = msgspec.json.decode(data, type=ForwardedRequest)
     except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(f"invalid forwarded request: {e}") from e
-    check_pickle_cost(forwarded.handoff, what="the handoff")
+    check_pickle_cost(forwarded.handoff, description="the handoff")
     body, forwarded.body = bytes(forwarded.body), msgspec.Raw(b"")
     return forwarded, body
 

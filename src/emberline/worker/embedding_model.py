@@ -9,17 +9,17 @@ from pathlib import Path
 
 from emberline.api.call import EmbeddingCall
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from emberline.core.jsonfile import read_optional
+from emberline.core.jsonfile import read_object_if_exists
 from emberline.engine.embedder import EmbedderProcess
 from emberline.tokens.tokenizer import Tokenizer
 
 
 class EmbeddingModel:
     def __init__(self, name: str, directory: Path, threads: int) -> None:
-        config = read_optional(directory / "config.json")
+        config = read_object_if_exists(directory / "config.json")
         self.name = name
         self.dim = int(config.get("hidden_size", 0))
-        longest = read_optional(directory / "sentence_bert_config.json").get("max_seq_length")
+        longest = read_object_if_exists(directory / "sentence_bert_config.json").get("max_seq_length")
         self.max_tokens = int(longest or config.get("max_position_embeddings", 512))
         self._tokenizer = Tokenizer.load(directory)
         self._process = EmbedderProcess(directory, threads)

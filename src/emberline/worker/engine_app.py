@@ -184,14 +184,14 @@ class EngineApp:
     async def _report_progress(self, exchange: Exchange) -> None:
         """Report the time since the engine's last message: it shows a stalled engine while the server is live."""
         engine = self._engine
-        is_progressing = engine.state is EngineState.READY and engine.silent_seconds < STALL_TIMEOUT_S
+        is_progressing = engine.state is EngineState.READY and engine.seconds_without_message < STALL_TIMEOUT_S
         stalled = "stuck" if engine.state is EngineState.READY else engine.state.value
         status = "moving" if is_progressing else stalled
         await exchange.reply_json(
             {
                 "status": status,
                 "step": sum(stats.step for stats in engine.stats.values()),
-                "seconds_since_last_sign": round(engine.silent_seconds, 3),
+                "seconds_since_last_sign": round(engine.seconds_without_message, 3),
                 "open_requests": engine.num_open,
                 "engine_restarts": engine.restarts,
             },

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import InvalidRequest, ModelFileError
-from emberline.core.jsonfile import read_object, read_optional
+from emberline.core.jsonfile import read_object, read_object_if_exists
 from emberline.core.params import SamplingParams
 
 log = logging.getLogger("emberline.server")
@@ -55,7 +55,7 @@ def load_sampling_defaults(directory: Path, source: str = "auto") -> dict[str, A
 
 def _read(directory: Path, source: str) -> dict[str, Any]:
     if source == "auto":
-        return read_optional(directory / GENERATION_CONFIG_FILE)
+        return read_object_if_exists(directory / GENERATION_CONFIG_FILE)
     try:
         return read_object(Path(source) / GENERATION_CONFIG_FILE)
     except (ModelFileError, OSError) as error:

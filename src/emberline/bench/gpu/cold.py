@@ -218,7 +218,7 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
     read_by_then = reader.stats
     imported = {f"import_{name}": count - before[name] for name, count in read_io_counters().items()}
-    booted = boot_from_checkpoint(directory, EngineConfig.build("", **settings).for_gpu(), reader=reader)
+    booted = boot_from_checkpoint(directory, EngineConfig.build("", **settings).with_gpu_defaults(), reader=reader)
     record_phase("boot")
     _generate_tokens(booted.engine, 1)
     record_phase("first_token")

@@ -322,7 +322,7 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
-    config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **settings}).for_gpu()
+    config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **settings}).with_gpu_defaults()
     return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, compiler=grammar_compiler)
 
 

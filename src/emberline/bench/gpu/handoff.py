@@ -278,7 +278,7 @@ def _receive_message(pipe: Connection) -> Any:
 
 
 def _make_region() -> DeviceRegion:
-    device, settings = CudaDevice(), EngineConfig.build("").for_gpu()
+    device, settings = CudaDevice(), EngineConfig.build("").with_gpu_defaults()
     shape = KVShape(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, settings.scheduler.block_size, torch.bfloat16)
     cache = KVCache(shape, CACHE_FACTOR * MOVED_BLOCKS, str(device.torch_device))
     torch.cuda.synchronize()
@@ -288,7 +288,7 @@ def _make_region() -> DeviceRegion:
 def _make_engine(name: str) -> Engine:
     settings = EngineConfig.build(
         "", max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=TransferConfig(name)
-    ).for_gpu()
+    ).with_gpu_defaults()
     weights = GPURandomWeights("cuda", torch.bfloat16)
     context = PROMPT_TOKENS + 256
     return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_open_endpoint, name)).engine

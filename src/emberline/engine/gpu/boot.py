@@ -104,7 +104,7 @@ def boot_gpu(
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
-    plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
+    plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed)
     # Before the cache fills the memory.
     tuned = _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.gpu.graphs else 0.0
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
@@ -119,7 +119,7 @@ def boot_gpu(
         **_load_weights(weights, runner),
     }
     if settings.gpu.weights == "both":
-        seconds["pack"] = _keep_packed(weights, runner)
+        seconds["pack"] = _add_packed_copies(weights, runner)
     filled = time.perf_counter()
     if weights.packed or settings.gpu.weights == "both":
         _check_packed_size(weights.loaded_bytes, plan)
@@ -137,7 +137,7 @@ def boot_gpu(
     engine = Engine(
         scheduler, runner if settings.gpu.overlap else SyncRunner(runner), tiers=below, transfer_endpoint=shared
     )
-    seconds["capture"] = _capture_first(runner, scheduler)
+    seconds["capture"] = _capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
 
@@ -194,12 +194,12 @@ def boot_from_checkpoint(
     return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
 
 
-def make_tiers(runner: GPURunner, make: MakeTiers) -> TierStack:
+def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:
     """Build the KV tiers below the runner's cache.
 
     The memory of the first tier, which is main memory, stays pinned until the tier is closed."""
     assert runner.copier is not None
-    tiers = make(runner.layout, runner.cache.shape)
+    tiers = make_stack(runner.layout, runner.cache.shape)
     runner.copier.attach_area(tiers.host.memory)
     tiers.host.on_close = runner.copier.detach_area
     return tiers
@@ -225,7 +225,7 @@ def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
     )
 
 
-def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
+def _capture_first_shapes(runner: GPURunner, config: SchedulerConfig) -> float:
     """Capture the steps that the first requests need as CUDA graphs, and run one test request; return the seconds."""
     began = time.perf_counter()
     if runner.graphs and runner.cache.keys.is_cuda:
@@ -234,11 +234,11 @@ def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
         while time.perf_counter() < until and runner.prepare_next():
             pass
     if runner.cache.keys.is_cuda:
-        rehearse(runner, config)
+        run_test_request(runner, config)
     return time.perf_counter() - began
 
 
-def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
+def run_test_request(runner: GPURunner, config: SchedulerConfig) -> None:
     """Serve one test request with a temporary engine, whose counters and cache are then discarded.
 
     The first run of each part takes up to 2 ms longer, which would delay the first real request. The KV cache must
@@ -259,7 +259,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     Return the seconds of each part, by name."""
     model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
 
-    def warm() -> float:
+    def compile_and_warm_up() -> float:
         try:
             # Packed weights are allocated only when they are loaded.
             runner.model = _zero_weight_model(model) if late else model
@@ -272,7 +272,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with ThreadPoolExecutor(1, "warm-up") as other:
-            warmed = other.submit(warm)
+            warmed = other.submit(compile_and_warm_up)
             weights.finish(IGNORABLE_TENSORS)
             loaded = time.perf_counter()
             warm_seconds = warmed.result()
@@ -288,7 +288,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     return {"weights": loaded - began, **parts, **decode, "warm_up": warm_seconds}
 
 
-def _keep_packed(weights: Weights, runner: GPURunner) -> float:
+def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
     """Add a packed (12-bit) copy of all plain weights and load the kernels for it; return the seconds that took."""
     began = time.perf_counter()
     weights.loaded_bytes += sum(
@@ -303,27 +303,29 @@ def _zero_weight_model(model: DecoderModel) -> DecoderModel:
     device = model.layers[0].attention.layer.cos_sin.device
 
     @cache
-    def zeros(n: int, k: int, gated: bool) -> ops.PackedWeight:
+    def zero_weight(n: int, k: int, gated: bool) -> ops.PackedWeight:
         weight = ops.empty_weight(n, k, torch.bfloat16, device, gated=gated)
         ops.fill_weight(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
         return weight
 
-    parts = {name: _with_zero_weights(getattr(model, name), zeros) for name in ("embedding", "layers", "head")}
+    parts = {name: _with_zero_weights(getattr(model, name), zero_weight) for name in ("embedding", "layers", "head")}
     return replace(model, **parts)
 
 
-def _with_zero_weights(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
+def _with_zero_weights(part: Any, zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
-    This is no nested function, because a recursive one would keep the zeros alive until garbage collection, which
+    This is no nested function, because a recursive one would keep the zero_weight alive until garbage collection, which
     does not run at this time."""
     if isinstance(part, ops.PackedWeight):
-        return zeros(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
+        return zero_weight(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
     if isinstance(part, tuple):
-        return tuple(_with_zero_weights(one, zeros) for one in part)
+        return tuple(_with_zero_weights(one, zero_weight) for one in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    return replace(part, **{field.name: _with_zero_weights(getattr(part, field.name), zeros) for field in fields(part)})
+    return replace(
+        part, **{field.name: _with_zero_weights(getattr(part, field.name), zero_weight) for field in fields(part)}
+    )
 
 
 def _start_codec(checkpoint: Checkpoint) -> None:

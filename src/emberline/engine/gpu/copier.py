@@ -100,8 +100,8 @@ class DeviceCopier:
         staged = self._block_ids.new_inputs()
         saved, loaded = (staged.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
         staged.send()
-        pending = [self._save(*part) for part in self._split(saves, saved)]
-        pending += [self._load(*part) for part in self._split(loads, loaded)]
+        pending = [self._save_piece(*part) for part in self._split_into_pieces(saves, saved)]
+        pending += [self._load_piece(*part) for part in self._split_into_pieces(loads, loaded)]
 
         def finish() -> None:
             for copy in pending:
@@ -115,17 +115,19 @@ class DeviceCopier:
     def device_buffers(self) -> list[Tensor]:
         return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
-    def _split(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> Iterator[tuple[Sequence[BlockCopy], Tensor]]:
+    def _split_into_pieces(
+        self, copies: Sequence[BlockCopy], block_ids: Tensor
+    ) -> Iterator[tuple[Sequence[BlockCopy], Tensor]]:
         for i in range(0, len(copies), self._blocks_per_piece):
             yield copies[i : i + self._blocks_per_piece], block_ids[i : i + self._blocks_per_piece]
 
-    def _save(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+    def _save_piece(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
         piece = self._wait_until_free(next(self._next_out), self._step_stream)
         for at, half in enumerate(self._halves):
             torch.index_select(half, 0, block_ids, out=piece.memory[: len(copies), at])
         self._out_stream.wait_event(self._step_stream.record_event())
         with self._out_stream.activate():
-            buffers, host_copies = [self._buffer(copy) for copy in copies], []
+            buffers, host_copies = [self._buffer_of(copy) for copy in copies], []
             if piece.pinned is not None:
                 piece.pinned[: len(copies)].copy_(piece.rows[: len(copies)], non_blocking=True)
                 host_copies = list(zip(buffers, piece.pinned, strict=False))
@@ -135,9 +137,9 @@ class DeviceCopier:
             piece.last_copy = PendingCopy(self._out_stream.record_event(), host_copies)
         return piece.last_copy
 
-    def _load(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+    def _load_piece(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
         piece = self._wait_until_free(next(self._next_in), self._in_stream)
-        buffers = [self._buffer(copy) for copy in copies]
+        buffers = [self._buffer_of(copy) for copy in copies]
         if piece.pinned is not None:
             for row, buffer in zip(piece.pinned, buffers, strict=False):
                 row.copy_(buffer)
@@ -160,5 +162,5 @@ class DeviceCopier:
             stream.wait_event(piece.last_copy.event)
         return piece
 
-    def _buffer(self, copy: BlockCopy) -> Tensor:
+    def _buffer_of(self, copy: BlockCopy) -> Tensor:
         return torch.frombuffer(copy.buffer, dtype=torch.uint8, count=self._size)

@@ -123,20 +123,20 @@ class IpcLink(StreamLink):
         with self._borrow_channel(deadline) as channel:
             reply = self._send_and_receive(channel, MessageKind.ATTACH, {}, deadline)
         try:
-            self._memory = self._open(reply)
+            self._memory = self._map_peer_memory(reply)
         except CudaDriverError as error:
             raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be mapped: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise BadTransfer(f"the sender's description of its GPU memory is invalid: {error!r}") from error
-        threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
+        threading.Thread(target=self._release_after_disconnect, name="kv-watch", daemon=True).start()
 
-    def _open(self, reply: dict[str, Any]) -> PeerMemory:
+    def _map_peer_memory(self, reply: dict[str, Any]) -> PeerMemory:
         parts = [ExportedMemory(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
         if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE_BYTES for handle, _ in parts):
             raise ValueError(f"{len(self._region.parts)} valid memory handles are needed, and {len(parts)} were sent")
         return PeerMemory(int(reply["blocks"]), parts, self._region.device)
 
-    def _watch(self) -> None:
+    def _release_after_disconnect(self) -> None:
         """Wait until the sender disconnects or this link is closed, then release the sender's memory."""
         while not self._closed:
             try:
@@ -160,16 +160,16 @@ class IpcLink(StreamLink):
             with self._memory.hold(), self._region.receiving():
                 for piece in merge_layers(fetch.pieces):
                     part = slice(piece.first_block, piece.end_block)
-                    self._copy(piece, fetch.blocks[part], fetch.target_blocks[part])
+                    self._copy_blocks(piece, fetch.blocks[part], fetch.target_blocks[part])
         except CudaDriverError as error:
             raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be copied: {error}") from error
         self._verify_unchanged(fetch)
         for piece in fetch.pieces:
             fetch.mark_arrived(piece)
 
-    def _copy(self, piece: TransferPiece, blocks: BlockIds, into: BlockIds) -> None:
+    def _copy_blocks(self, piece: TransferPiece, source_blocks: BlockIds, target_blocks: BlockIds) -> None:
         memory = self._memory
-        if blocks.min() < 0 or blocks.max() >= memory.blocks:
+        if source_blocks.min() < 0 or source_blocks.max() >= memory.blocks:
             raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the range of the sender's cache")
         size, height = self._layout.plane_bytes, piece.end_layer - piece.first_layer
         sender_layer_bytes, layer_bytes = memory.blocks * size, self._region.blocks * size  # bytes of a layer
@@ -178,7 +178,7 @@ class IpcLink(StreamLink):
                 base + piece.first_layer * sender_layer_bytes,
                 part.data_ptr() + piece.first_layer * layer_bytes,
             )
-            for a, b, count in _contiguous_runs(blocks, into):
+            for a, b, count in _contiguous_runs(source_blocks, target_blocks):
                 ipc.copy_rows(
                     source + a * size, sender_layer_bytes, target + b * size, layer_bytes, count * size, height
                 )
@@ -225,9 +225,9 @@ def merge_layers(pieces: Iterable[TransferPiece]) -> list[TransferPiece]:
     return merged
 
 
-def _contiguous_runs(blocks: BlockIds, into: BlockIds) -> list[tuple[int, int, int]]:
+def _contiguous_runs(source_blocks: BlockIds, target_blocks: BlockIds) -> list[tuple[int, int, int]]:
     """Return runs of KV blocks that are adjacent in both lists, each as (first source, first target, count)."""
-    steps = (np.diff(blocks) != 1) | (np.diff(into) != 1)
+    steps = (np.diff(source_blocks) != 1) | (np.diff(target_blocks) != 1)
     starts = [0, *(np.flatnonzero(steps) + 1).tolist()]
-    ends = [*starts[1:], len(blocks)]
-    return [(int(blocks[a]), int(into[a]), b - a) for a, b in zip(starts, ends, strict=True)]
+    ends = [*starts[1:], len(source_blocks)]
+    return [(int(source_blocks[a]), int(target_blocks[a]), b - a) for a, b in zip(starts, ends, strict=True)]

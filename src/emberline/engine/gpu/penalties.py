@@ -28,7 +28,7 @@ class PenalisedRows:
 
     rows: Tensor  # [P] int32: rows of the logits
     slots: Tensor  # [P] int32: rows of the counts
-    get_settings: Tensor  # [P, 3] float32: repetition, frequency, presence
+    settings: Tensor  # [P, 3] float32: repetition, frequency, presence
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class DevicePenalties:
             flat.index_add_(0, reset.output, reset.occurrences)
 
     def apply(self, logits: Tensor, penalised: PenalisedRows) -> None:
-        ops.apply_penalties(logits, penalised.rows, penalised.slots, penalised.get_settings, self.counts)
+        ops.apply_penalties(logits, penalised.rows, penalised.slots, penalised.settings, self.counts)
 
     def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
         """Count the sampled tokens. `tokens` has one token for each row of the step's logits."""
@@ -84,12 +84,12 @@ class DevicePenalties:
 
 
 def prepare_penalised_rows(
-    rows: Sequence[RequestRow], special: Sequence[int], inputs: StagedInputs
+    rows: Sequence[RequestRow], special_rows: Sequence[int], inputs: StagedInputs
 ) -> PenalisedRows | None:
     """Stage the penalties of one step; return None if no request of the step has penalties.
 
-    `special`: indexes of the rows that may have penalties."""
-    indexes = [i for i in special if rows[i].sampling.params.has_penalties]
+    `special_rows`: indexes of the rows that may have penalties."""
+    indexes = [i for i in special_rows if rows[i].sampling.params.has_penalties]
     if not indexes:
         return None
     settings = np.array([_penalty_settings(rows[i].sampling.params) for i in indexes], np.float32)
@@ -97,5 +97,5 @@ def prepare_penalised_rows(
     return PenalisedRows(inputs.put(np.array(indexes, np.int32)), inputs.put(slots), inputs.put(settings))
 
 
-def _penalty_settings(p: SamplingParams) -> tuple[float, float, float]:
-    return p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+def _penalty_settings(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty

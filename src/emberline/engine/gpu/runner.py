@@ -28,7 +28,7 @@ from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.sampling import StepSampling, mask_words
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, order_by_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
-from emberline.engine.memory import grid_of, max_widened_blocks
+from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory, split_logit_rows, token_logprobs
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
@@ -72,7 +72,7 @@ class GPURunner:
             heads, cache.keys, model.dtype, max_step_rows(running), max_widened_blocks=widened
         )
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
-        self._grid = grid_of(model.config, limits.max_batch_tokens)
+        self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
         self.shapes = order_by_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         size = _staging_bytes(limits, self._attention_planner)
@@ -102,7 +102,9 @@ class GPURunner:
         work = self._rows.admitted_work(plan.work)
         with torch.inference_mode(), self._graphs.stream.activate():
             copied = self._launch_copies(plan)
-            computed = self._launch(plan.step, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
+            computed = (
+                self._launch_step(plan.step, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
+            )
 
         def finish() -> StepResult:
             copied()
@@ -135,7 +137,9 @@ class GPURunner:
         assert self.copier is not None, "EngineConfig.tiers has no tier"
         return self.copier.launch(plan.saves, plan.loads)
 
-    def _launch(self, step: int, work: Sequence[WorkItem], failed: dict[str, str]) -> Callable[[], StepResult]:
+    def _launch_step(
+        self, step: int, work: Sequence[WorkItem], failures_by_request: dict[str, str]
+    ) -> Callable[[], StepResult]:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
         table_indexes, table_blocks = self._rows.table_updates(work)
@@ -165,7 +169,7 @@ class GPURunner:
             tokens, lost = sampled.results()
             self._sample_waiting_step()
             prompts = {name: score() for name, score in scores.items()}
-            return StepResult(step, tokens, prompts, failed | lost, sampled.end_event.seconds_since(began))
+            return StepResult(step, tokens, prompts, failures_by_request | lost, sampled.end_event.seconds_since(began))
 
         return finish
 
@@ -195,7 +199,7 @@ class GPURunner:
         if shape is not None:
             batch = batch.pad_to(shape, self._rows.padding_row)
         staged = graphs.inputs.new_inputs()
-        inputs = self._put_inputs(batch, shape, staged, graphs.weight_unpacker)
+        inputs = self._stage_inputs(batch, shape, staged, graphs.weight_unpacker)
         is_contiguous = len(batch.used_logit_rows) == 0 or len(batch.used_logit_rows) == batch.used_logit_rows[-1] + 1
         wanted = None if is_contiguous else staged.put(batch.used_logit_rows)
         staged.send()
@@ -208,7 +212,7 @@ class GPURunner:
         if step.replay is not None and logits is not None:
             step.replay()
         else:
-            logits = self._forward(step.inputs, logits)
+            logits = self._run_model(step.inputs, logits)
         return logits[: step.count] if step.used_rows is None else logits.index_select(0, step.used_rows)
 
     @property
@@ -238,14 +242,14 @@ class GPURunner:
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in {*without_chunks[:1], *without_chunks[-1:], *mixed[:1], *mixed[-1:]}:
                 logits = self._graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
-                self._forward(self._padding_inputs(shape), logits)
+                self._run_model(self._padding_inputs(shape), logits)
 
     def launch_all_kernels(self) -> None:
         """Launch every kernel that steps need, on padding only, so that the kernels are compiled together."""
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in filter(self._can_be_captured, self.shapes):
                 logits = self._graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
-                self._forward(self._padding_inputs(shape), logits)
+                self._run_model(self._padding_inputs(shape), logits)
 
     def _can_be_captured(self, shape: StepShape) -> bool:
         return not shape.chunks or self._attention_planner.has_static_shapes
@@ -254,7 +258,7 @@ class GPURunner:
         """Return inputs that consist of padding only. Such a step writes nothing but logits that are not used."""
         batch = DeviceBatch.of([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
         staged = self._graphs.inputs.new_inputs()
-        inputs = self._put_inputs(batch, shape, staged, self._graphs.weight_unpacker)
+        inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker)
         staged.send()
         return inputs
 
@@ -271,7 +275,7 @@ class GPURunner:
         if graphs.capture_failed:
             return logits, None
         try:
-            replay = graphs.stream.capture(lambda: self._forward(inputs, logits))
+            replay = graphs.stream.capture(lambda: self._run_model(inputs, logits))
         except Exception as error:  # of the driver, of torch, or an assertion: torch cannot capture again after it
             log.exception(
                 "Capturing a step as a CUDA graph failed, steps of new shapes run without graphs: shape=%s reason=%s",
@@ -283,7 +287,7 @@ class GPURunner:
         graphs.captured[shape] = CapturedStep(logits, replay)
         return logits, replay
 
-    def _put_inputs(
+    def _stage_inputs(
         self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, weight_unpacker: ops.WeightUnpacker
     ) -> StepInputs:
         """Stage the model's inputs. The inputs of one shape always get the same addresses as when it was captured."""
@@ -305,7 +309,7 @@ class GPURunner:
             weight_unpacker=weight_unpacker,
         )
 
-    def _forward(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
+    def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         rows = self._rows
         return self.model.forward(
             ForwardBatch(

@@ -103,8 +103,8 @@ def prepare_sampling(work: Sequence[WorkItem], rows: DeviceRows, vocab: int, sta
         ),
         staged.put(rows.seed[index]),
         prepare_penalised_rows(request_rows, special, staged),
-        _put_edits(request_rows, special, known, staged),
-        _put_masks(request_rows, special, vocab, staged),
+        _stage_edits(request_rows, special, known, staged),
+        _stage_masks(request_rows, special, vocab, staged),
         (scored, staged.put(np.array(scored, np.int64))) if scored else None,
     )
 
@@ -143,7 +143,7 @@ class SamplingOutputs:
 
     def results(self, inputs: SamplingInputs, rows: DeviceRows) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Return the sampled tokens of open requests, and the reasons why other requests cannot continue."""
-        scores = self._scores(inputs)
+        scores = self._logprobs_by_row(inputs)
         sampled, failed = {}, {}
         current = rows.by_request
         for i, (w, row, token) in enumerate(zip(inputs.work, inputs.request_rows, self.tokens.tolist(), strict=True)):
@@ -161,7 +161,7 @@ class SamplingOutputs:
                 failed[w.id] = state.error
         return sampled, failed
 
-    def _scores(self, inputs: SamplingInputs) -> dict[int, TokenLogprob]:
+    def _logprobs_by_row(self, inputs: SamplingInputs) -> dict[int, TokenLogprob]:
         if inputs.scored is None or self.chosen is None:
             return {}
         assert self.top_ids is not None and self.top is not None and self.rank is not None
@@ -179,10 +179,10 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _put_edits(
-    request_rows: Sequence[RequestRow], special: Sequence[int], known: np.ndarray, staged: StagedInputs
+def _stage_edits(
+    request_rows: Sequence[RequestRow], special_rows: Sequence[int], num_known: np.ndarray, staged: StagedInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    edits = [(i, e) for i in special if (e := request_rows[i].sampling.logit_edits(int(known[i]))) is not None]
+    edits = [(i, e) for i in special_rows if (e := request_rows[i].sampling.logit_edits(int(num_known[i]))) is not None]
     if not edits:
         return None
     rows = np.concatenate([np.full(len(e.ids), i, np.int32) for i, e in edits])
@@ -194,12 +194,12 @@ def _put_edits(
     )
 
 
-def _put_masks(
-    request_rows: Sequence[RequestRow], special: Sequence[int], vocab: int, staged: StagedInputs
+def _stage_masks(
+    request_rows: Sequence[RequestRow], special_rows: Sequence[int], vocab: int, staged: StagedInputs
 ) -> tuple[Tensor, Tensor] | None:
     masked = [
         (i, m)
-        for i in special
+        for i in special_rows
         if (m := request_rows[i].sampling.matcher) is not None and not (m.is_complete or m.error)
     ]
     if not masked:  # a request whose grammar is already complete is not masked: its token is dropped

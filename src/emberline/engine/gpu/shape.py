@@ -98,11 +98,11 @@ def order_by_use(shapes: Iterable[StepShape]) -> list[StepShape]:
 
     The estimate assumes prompts of 256 tokens."""
 
-    def streams(s: StepShape) -> float:
-        singles = s.singles if not s.chunks or s.singles > SINGLE_ROW_GRAIN else s.singles / 8
-        return singles + s.tokens / 256 + s.chunks / 32
+    def streams_at_first_use(shape: StepShape) -> float:
+        singles = shape.singles if not shape.chunks or shape.singles > SINGLE_ROW_GRAIN else shape.singles / 8
+        return singles + shape.tokens / 256 + shape.chunks / 32
 
-    return sorted(shapes, key=lambda s: (streams(s), s.singles, s.chunks))
+    return sorted(shapes, key=lambda shape: (streams_at_first_use(shape), shape.singles, shape.chunks))
 
 
 def captured_shapes(max_running: int, max_batch_tokens: int, grid: ShapeGrid | None = None) -> set[StepShape]:

@@ -65,8 +65,8 @@ class InputStaging:
             sent.wait()  # has usually passed, unless the host is a whole ring ahead
         return StagedInputs(self, index)
 
-    def mark_sent(self, index: int) -> None:
-        self._sent_events[index] = self._stream.record_event()
+    def mark_sent(self, buffer_index: int) -> None:
+        self._sent_events[buffer_index] = self._stream.record_event()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
         """Return a part of the device's buffer as a tensor.

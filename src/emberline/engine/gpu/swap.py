@@ -67,16 +67,16 @@ class SleepManager:
     def used_bytes(self) -> int:
         return sum(self._models[name].nbytes for name in self._awake_since)
 
-    def add(self, name: str, resident: SwappableModel) -> None:
+    def add(self, name: str, model: SwappableModel) -> None:
         """Add a model, which is asleep at first. Raises ModelError if it needs more than all of the memory."""
         assert name not in self._models
-        if resident.nbytes > self.memory:
+        if model.nbytes > self.memory:
             raise ModelError(
-                f"the model {name!r} needs {format_gib(resident.nbytes)} GiB; "
+                f"the model {name!r} needs {format_gib(model.nbytes)} GiB; "
                 f"the GPU has {format_gib(self.memory)} GiB for models",
                 hint="lower --kv-memory or use a smaller model",
             )
-        self._models[name] = resident
+        self._models[name] = model
         self.stats[name] = SleepStats()
 
     def ensure_awake(self, name: str) -> None:
@@ -88,8 +88,8 @@ class SleepManager:
             raise ModelNotFound(f"there is no model {name!r}", hint=f"available models: {' '.join(self._models)}")
         if name not in self._awake_since:
             for other in self._idle_models_to_sleep(name):
-                self._sleep(other)
-            self._wake(name)
+                self._put_to_sleep(other)
+            self._wake_model(name)
         self._awake_since.move_to_end(name)
 
     def busy_models_to_sleep(self, name: str) -> list[str]:
@@ -123,7 +123,7 @@ class SleepManager:
             )
         return to_sleep
 
-    def _sleep(self, name: str) -> None:
+    def _put_to_sleep(self, name: str) -> None:
         began, stats = self._clock.now(), self.stats[name]
         stats.sleep_bytes += self._models[name].sleep()
         del self._awake_since[name]
@@ -131,7 +131,7 @@ class SleepManager:
         stats.sleeps += 1
         stats.sleep_seconds += self._clock.now() - began
 
-    def _wake(self, name: str) -> None:
+    def _wake_model(self, name: str) -> None:
         began, stats = self._clock.now(), self.stats[name]
         stats.wake_bytes += self._models[name].wake()
         self._awake_since[name] = self._clock.now()
@@ -148,7 +148,7 @@ class SwappedEngine:
         self.nbytes = plan.fixed_bytes - plan.reserve + plan.kv_bytes
         self._boot = boot
         self._gpu_engine: BootedGPUEngine | None = None
-        self._sleep: SleepingMemory | None = None  # keeps the weights on the host while the model is awake too
+        self._sleeping_memory: SleepingMemory | None = None  # keeps the weights on the host, also while awake
         self._is_awake = False
 
     @property
@@ -166,32 +166,32 @@ class SwappedEngine:
 
     def wake(self) -> int:
         assert not self._is_awake
-        _empty_cache()  # memory that other models freed can then be allocated in any size
+        _free_cached_memory()  # memory that other models freed can then be allocated in any size
         if self._gpu_engine is None:
             self._gpu_engine = _boot_or_clean_up(self._boot)
             plan = self._gpu_engine.plan
             assert plan.fixed_bytes - plan.reserve + plan.kv_bytes <= self.nbytes, "the engine has another memory plan"
             copied = self._gpu_engine.runner.model.weight_bytes
         else:
-            assert self._sleep is not None
-            wake_runner(self._sleep)
-            copied = self._sleep.copied_bytes
+            assert self._sleeping_memory is not None
+            wake_runner(self._sleeping_memory)
+            copied = self._sleeping_memory.copied_bytes
         self._is_awake = True
         return copied
 
     def sleep(self) -> int:
         assert self._gpu_engine is not None and self._is_awake and self.idle
-        first = self._sleep is None
-        self._sleep = sleep_runner(self._gpu_engine.runner, self._sleep)
+        first = self._sleeping_memory is None
+        self._sleeping_memory = sleep_runner(self._gpu_engine.runner, self._sleeping_memory)
         reset_prefix_cache(self._gpu_engine.engine)
         self._is_awake = False
-        return self._sleep.copied_bytes if first else 0
+        return self._sleeping_memory.copied_bytes if first else 0
 
     def close(self) -> None:
         """Free the model's weights in host memory. The model cannot be used again."""
-        if self._sleep is not None:
-            self._sleep.close()
-        self._gpu_engine, self._sleep, self._is_awake = None, None, False
+        if self._sleeping_memory is not None:
+            self._sleeping_memory.close()
+        self._gpu_engine, self._sleeping_memory, self._is_awake = None, None, False
 
 
 def model_memory(total: int) -> int:
@@ -226,14 +226,14 @@ def sleep_runner(runner: GPURunner, previous: SleepingMemory | None = None) -> S
     return previous
 
 
-def wake_runner(slept: SleepingMemory) -> None:
+def wake_runner(sleeping: SleepingMemory) -> None:
     """Restore a runner's device memory, with an empty KV cache and without captured steps.
 
     If memory runs out, everything that was allocated is freed again."""
     try:
-        slept.wake(keep=True)
+        sleeping.wake(keep=True)
     except BaseException:
-        slept.sleep_again()
+        sleeping.sleep_again()
         raise
 
 
@@ -261,7 +261,7 @@ def _boot_or_clean_up(boot: Callable[[], BootedGPUEngine]) -> BootedGPUEngine:
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # the frames refer to what was loaded so far
         gc.collect()
-        _empty_cache()
+        _free_cached_memory()
         raise
 
 
@@ -273,7 +273,7 @@ def check_device() -> None:
         torch.cuda.synchronize()
 
 
-def _empty_cache() -> None:
+def _free_cached_memory() -> None:
     import torch
 
     if torch.cuda.is_available():
