@@ -19,7 +19,7 @@ from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.entry import KEPT_HEADERS
 from emberline.gateway.layers.retries import _DROPPED_HEADERS
-from emberline.router.http.reply_relay import reply_headers
+from emberline.router.http.reply_relay import content_type_and_headers
 
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -279,5 +279,7 @@ def test_long_prompt_error_has_the_message_that_clients_match() -> None:
 
 
 def test_router_and_gateway_forward_ignored_header() -> None:
-    assert reply_headers({IGNORED_FIELDS_HEADER: "store", "connection": "close"})[1] == {IGNORED_FIELDS_HEADER: "store"}
+    assert content_type_and_headers({IGNORED_FIELDS_HEADER: "store", "connection": "close"})[1] == {
+        IGNORED_FIELDS_HEADER: "store"
+    }
     assert IGNORED_FIELDS_HEADER not in _DROPPED_HEADERS and IGNORED_FIELDS_HEADER in KEPT_HEADERS

@@ -18,10 +18,10 @@ from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict, judge_r
 from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection
 from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw_faults
 from emberline.chaos.fault_table import FAULTS
-from emberline.chaos.faults import _damage_disk
+from emberline.chaos.faults import _damage_files_in
 from emberline.chaos.observed_reply import ObservedReply
 from emberline.chaos.reference_case import ReferenceCase
-from emberline.chaos.request_progress import RequestObserver, Stage
+from emberline.chaos.request_progress import RequestObserver, RequestStage
 from emberline.cli.__main__ import main
 from emberline.core.config import Role
 
@@ -107,23 +107,23 @@ def test_proxy_traffic_shows_request_stages() -> None:
     async def seen() -> None:
         sights = RequestObserver()
         sight, other = sights.track_request(), sights.track_request()
-        to_p, to_d = sights.traffic_filter("p"), sights.traffic_filter("d")
+        to_p, to_d = sights.make_traffic_filter("p"), sights.make_traffic_filter("d")
         p, d = ProxiedConnection(None, None), ProxiedConnection(None, None)  # type: ignore[arg-type]
-        assert (sight.stage, sight.prefill_worker) == (Stage.QUEUED, None)
-        to_p(p, True, b'POST /cluster/prefill HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.name.encode())
-        assert (sight.stage, sight.prefill_worker) == (Stage.PREFILL, "p")
+        assert (sight.stage, sight.prefill_worker) == (RequestStage.QUEUED, None)
+        to_p(p, True, b'POST /cluster/prefill HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.marker_text.encode())
+        assert (sight.stage, sight.prefill_worker) == (RequestStage.PREFILL, "p")
         to_p(p, False, b'{"ticket":{}}\n')
-        assert (sight.stage, sight.decode_worker) == (Stage.TRANSFER, None)
-        to_d(d, True, b'POST /cluster/resume HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.name.encode())
+        assert (sight.stage, sight.decode_worker) == (RequestStage.TRANSFER, None)
+        to_d(d, True, b'POST /cluster/resume HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.marker_text.encode())
         to_d(d, False, b": sa")
-        assert (sight.stage, sight.decode_worker) == (Stage.TRANSFER, "d")
+        assert (sight.stage, sight.decode_worker) == (RequestStage.TRANSFER, "d")
         to_d(d, False, b"id 0 5 0\n\n")
-        assert (sight.stage, sight.group_count) == (Stage.FIRST, 1)
+        assert (sight.stage, sight.group_count) == (RequestStage.FIRST, 1)
         to_d(d, False, b": said 0 5 0\n\n" * 3)
-        assert (sight.stage, other.stage) == (Stage.DECODE, Stage.QUEUED)
-        await asyncio.wait_for(sight.wait_for_stage(Stage.FIRST), 1)
-        sights.forget(other)
-        await asyncio.wait_for(other.wait_for_stage(Stage.DECODE), 1)
+        assert (sight.stage, other.stage) == (RequestStage.DECODE, RequestStage.QUEUED)
+        await asyncio.wait_for(sight.wait_for_stage(RequestStage.FIRST), 1)
+        sights.stop_tracking(other)
+        await asyncio.wait_for(other.wait_for_stage(RequestStage.DECODE), 1)
 
     asyncio.run(seen())
 
@@ -164,7 +164,7 @@ def test_scheduler_always_leaves_an_answering_worker() -> None:
             "one at a time each"
         )
         if going:
-            turns.finish(going.pop(dice.randrange(len(going))))
+            turns.finish_fault(going.pop(dice.randrange(len(going))))
     assert both and kinds == {fault.name for fault in FAULTS}
 
 
@@ -187,18 +187,18 @@ def test_proxy_fails_and_recovers() -> None:
         wire.bytes_to_corrupt = 1
         writer.write(b"hello")
         assert await reader.readexactly(5) != b"hello" and wire.corrupted_bytes == 1
-        wire.pause()
+        wire.pause_forwarding()
         writer.write(b"hello")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.readexactly(5), 0.05)
-        wire.restore()
+        wire.end_faults()
         assert await reader.readexactly(5) == b"hello"
         wire.refuse_connections()
         with pytest.raises(ConnectionResetError):
             await reader.read()
         with pytest.raises(OSError):
             await _exchange(wire.port)
-        wire.restore()
+        wire.end_faults()
         assert await _exchange(wire.port) == b"again"
         wire.stop()
         with pytest.raises(ConnectionRefusedError):
@@ -256,12 +256,12 @@ def test_damage_works_on_files_of_any_size(tmp_path: Path) -> None:
     sizes = (0, 1, 5000, 100_000)
     for size in sizes:
         (folder / str(size)).write_bytes(bytes(size))
-    _damage_disk(tmp_path, "spoil")
+    _damage_files_in(tmp_path, "spoil")
     assert [sum((folder / str(size)).read_bytes()) for size in sizes] == [0, 16, 16, 16]
-    _damage_disk(tmp_path, "tear")
+    _damage_files_in(tmp_path, "tear")
     assert [(folder / str(size)).stat().st_size < size for size in sizes] == [False, True, True, True]
-    _damage_disk(tmp_path, "spoil")
-    _damage_disk(tmp_path, "fail")
+    _damage_files_in(tmp_path, "spoil")
+    _damage_files_in(tmp_path, "fail")
     for size in sizes:
         with pytest.raises(OSError):
             (folder / str(size)).read_bytes()
@@ -275,7 +275,7 @@ def test_missing_model_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 def test_interrupted_run_prints_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: object, ledger: ChaosReport, *_: object) -> None:
         ending = RequestOutcome(Verdict.ANSWERED, "", 0.0, 1.5)
-        ledger.record_fault("kill router", "queued", ending, moved=0, noticed=0, excused=False)
+        ledger.record_fault("kill router", "queued", ending, move_count=0, detection_count=0, is_error_excused=False)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60)
 

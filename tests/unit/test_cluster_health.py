@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.cluster.cluster_health import find_held_resources, find_unavailable
+from emberline.cluster.cluster_health import describe_held_resources, find_unavailable_workers
 
 
 def row(name: str, role: str = "decode", health: str = "ready", paired: tuple[str, ...] = ("p",)) -> dict[str, Any]:
@@ -25,27 +25,29 @@ def stats(state: str = "ready", **more: int) -> dict[str, Any]:
 def test_unavailable_workers_are_found() -> None:
     well = {"p": stats(), "d": stats()}
     p = row("p", "prefill", paired=())
-    assert find_unavailable(status(p, row("d")), well) == {}
-    assert find_unavailable(None, well) == {"router": "the router does not answer"}
-    assert find_unavailable(status(row("d")), well) == {"p": "the router reports p as unknown"}, (
+    assert find_unavailable_workers(status(p, row("d")), well) == {}
+    assert find_unavailable_workers(None, well) == {"router": "the router does not answer"}
+    assert find_unavailable_workers(status(row("d")), well) == {"p": "the router reports p as unknown"}, (
         "no worker has to be paired with it"
     )
-    assert find_unavailable(status(p, row("d", health="lost")), well) == {"d": "the router reports d as lost"}
-    assert find_unavailable(status(p, row("d")), well | {"d": None}) == {"d": "d reports its engine as None"}
-    assert find_unavailable(status(p, row("d")), well | {"p": stats("restarting")}) == {
+    assert find_unavailable_workers(status(p, row("d", health="lost")), well) == {"d": "the router reports d as lost"}
+    assert find_unavailable_workers(status(p, row("d")), well | {"d": None}) == {"d": "d reports its engine as None"}
+    assert find_unavailable_workers(status(p, row("d")), well | {"p": stats("restarting")}) == {
         "p": "p reports its engine as restarting"
     }
-    assert find_unavailable(status(p, row("d", paired=())), well) == {"d": "d is paired with [] only, refused {}"}
-    assert find_unavailable(status(p, row("d", health="lost")), {"p": stats()}) == {}, "d was not asked for"
+    assert find_unavailable_workers(status(p, row("d", paired=())), well) == {
+        "d": "d is paired with [] only, refused {}"
+    }
+    assert find_unavailable_workers(status(p, row("d", health="lost")), {"p": stats()}) == {}, "d was not asked for"
 
 
 def test_held_resources_are_found() -> None:
-    assert find_held_resources(status(), {"a": stats(), "b": stats()}) == ""
-    assert find_held_resources(None, {}) == "the router does not answer"
-    assert find_held_resources(status(open_requests=1), {}) == "the router has open requests"
-    assert find_held_resources(status(), {"a": stats(), "b": None}) == "b does not answer"
-    assert find_held_resources(status(), {"a": stats(blocks_free=3, waiting=1)}) == "a: waiting 1, blocks 2"
+    assert describe_held_resources(status(), {"a": stats(), "b": stats()}) == ""
+    assert describe_held_resources(None, {}) == "the router does not answer"
+    assert describe_held_resources(status(open_requests=1), {}) == "the router has open requests"
+    assert describe_held_resources(status(), {"a": stats(), "b": None}) == "b does not answer"
+    assert describe_held_resources(status(), {"a": stats(blocks_free=3, waiting=1)}) == "a: waiting 1, blocks 2"
     assert (
-        find_held_resources(status(), {"a": stats(leases=1, quarantined_blocks=2)})
+        describe_held_resources(status(), {"a": stats(leases=1, quarantined_blocks=2)})
         == "a: leases 1, quarantined_blocks 2"
     )

@@ -76,7 +76,7 @@ class LossyConnection:
     def deliver(self) -> None:
         if self.rng.random() < self.faults:
             self.index.mark_disconnected("w")
-            self.at = self.index.last_batch("w")
+            self.at = self.index.last_applied_batch("w")
         batches = self.ledger.batches_after(*self.at) or [self.ledger.heartbeat()]
         if batches[-1].has_changes or batches[-1].parts:
             self.at = batches[-1].incarnation, batches[-1].seq
@@ -90,7 +90,7 @@ class LossyConnection:
 
     def mend(self) -> None:
         """What a router does when something is missing: it asks again."""
-        self.at = self.index.last_batch("w")
+        self.at = self.index.last_applied_batch("w")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -114,8 +114,8 @@ def test_exact_index_equals_cache(seed: int, faults: float, monkeypatch: pytest.
         line.deliver()
         if index.state("w") is KVIndexState.EXACT:
             exact += 1
-            assert index.held_blocks("w") == truth[index.last_batch("w")]
-            assert faults or index.held_blocks("w") == cache.kv.parent_hashes()
+            assert index.parent_by_held_block("w") == truth[index.last_applied_batch("w")]
+            assert faults or index.parent_by_held_block("w") == cache.kv.parent_hashes()
         elif rng.random() < 0.5:
             line.mend()
     assert exact > (115 if not faults else 5)
@@ -123,7 +123,7 @@ def test_exact_index_equals_cache(seed: int, faults: float, monkeypatch: pytest.
     for _ in range(3):
         line.mend()
         line.deliver()
-    assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == cache.kv.parent_hashes()
+    assert index.state("w") is KVIndexState.EXACT and index.parent_by_held_block("w") == cache.kv.parent_hashes()
 
 
 def test_no_events_kept_without_subscriber() -> None:
@@ -154,11 +154,14 @@ def test_block_counts_until_last_cache_evicts_it() -> None:
 
 def test_new_incarnation_starts_empty() -> None:
     index = build_index(b"a")
-    assert index.apply_batch("w", BlockBatch("second", 0)) is KVIndexState.DEGRADED and index.held_blocks("w") == {}
+    assert (
+        index.apply_batch("w", BlockBatch("second", 0)) is KVIndexState.DEGRADED
+        and index.parent_by_held_block("w") == {}
+    )
     index.apply_batch("w", BlockBatch("second", 0, parts=1))
-    assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == {}
+    assert index.state("w") is KVIndexState.EXACT and index.parent_by_held_block("w") == {}
     assert index.apply_batch("w", BlockBatch("first", 9, [(b"z", b"")], parts=1)) is KVIndexState.EXACT
-    assert index.held_blocks("w") == {}
+    assert index.parent_by_held_block("w") == {}
 
 
 def test_empty_batch_reveals_missed_batches() -> None:
@@ -167,7 +170,7 @@ def test_empty_batch_reveals_missed_batches() -> None:
     assert index.apply_batch("w", BlockBatch("first", 1)) is KVIndexState.DEGRADED
     assert index.apply_batch("w", BlockBatch("first", 1, [(b"b", b"a")])) is KVIndexState.EXACT
     assert index.apply_batch("w", BlockBatch("first", 0, [(b"a", b"")], parts=1)) is KVIndexState.EXACT  # old news
-    assert index.held_blocks("w") == {b"a": b"", b"b": b"a"}
+    assert index.parent_by_held_block("w") == {b"a": b"", b"b": b"a"}
 
 
 def test_worker_exceeding_index_is_removed() -> None:
@@ -216,23 +219,23 @@ def test_prefix_ends_where_prompts_diverge() -> None:
     parents = {b"2": b"1", b"3": b"2", b"x4": b"3", b"x5": b"x4", b"y4": b"3", b"y5": b"y4", b"y6": b"y5"}
     chains = PrefixBlockMap(64)
     system, one, other = PromptPrefix(b"s", 800), PromptPrefix(b"one", 1000), PromptPrefix(b"other", 1000)
-    chains.record_prefixes([system, one], 1000, BlockPosition(b"x5", 5), parents.get)
+    chains.record_prefixes_of_prompt([system, one], 1000, BlockPosition(b"x5", 5), parents.get)
     assert chains.get(system) == BlockPosition(b"x4", 4)  # a guess, too far
-    chains.record_prefixes([system, other], 1000, BlockPosition(b"y6", 6), parents.get)
+    chains.record_prefixes_of_prompt([system, other], 1000, BlockPosition(b"y6", 6), parents.get)
     assert chains.get(system) == BlockPosition(b"3", 3)
     assert chains.get(one) == BlockPosition(b"x5", 5) and chains.get(other) == BlockPosition(b"y6", 6)
-    chains.record_prefixes([system, one], 1000, BlockPosition(b"x5", 5), parents.get)
+    chains.record_prefixes_of_prompt([system, one], 1000, BlockPosition(b"x5", 5), parents.get)
     assert chains.get(system) == BlockPosition(b"3", 3)
 
 
 def test_prefix_map_is_bounded_and_ignores_unknown_blocks() -> None:
     chains = PrefixBlockMap(2)
-    chains.record_prefixes(
+    chains.record_prefixes_of_prompt(
         [PromptPrefix(b"s", 500), PromptPrefix(b"t", 1000)], 1000, BlockPosition(b"4", 4), lambda digest: None
     )
     assert len(chains) == 0
     for i in range(4):
-        chains.record(PromptPrefix(bytes([i]), 1000), BlockPosition(b"4", 4))
+        chains.record_prefix(PromptPrefix(bytes([i]), 1000), BlockPosition(b"4", 4))
     assert len(chains) == 2 and chains.get(PromptPrefix(bytes([3]), 1000)) is not None
 
 

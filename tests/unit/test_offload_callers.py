@@ -415,10 +415,10 @@ def test_large_call_to_a_foreign_server_is_rewritten_in_a_child(used: Any) -> No
     routed_request = RoutedRequest(
         nothing, nothing, request, 1, 2, None, 9.0, 3, 3, is_generation=True, is_known_suspect=False
     )
-    built = asyncio.run(routed_request.run_dialect(VLLMDialect(request).build_plain_request, False))
+    built = asyncio.run(routed_request.run_dialect_method(VLLMDialect(request).build_plain_request, False))
     assert used() == 1 and "kv_transfer_params" not in json.loads(built.body)
     assert (
-        asyncio.run(routed_request.run_dialect(NativeDialect(request, 1, None).build_plain_request, False)).body
+        asyncio.run(routed_request.run_dialect_method(NativeDialect(request, 1, None).build_plain_request, False)).body
         == request.body
     )
     assert used() == 1, "Emberline workers get the body unchanged"

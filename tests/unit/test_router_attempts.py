@@ -98,7 +98,7 @@ def test_remote_prefill_reserves_kv_at_answering_worker() -> None:
         assert here.kv_free_tokens == ROOM - prompt - here.decode_tokens, "its blocks come here even so"
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert here.kv_free_tokens == there.kv_free_tokens == ROOM and not dispatch.num_open
+        assert here.kv_free_tokens == there.kv_free_tokens == ROOM and not dispatch.open_attempt_count
 
     asyncio.run(main())
 
@@ -109,16 +109,18 @@ def test_leaving_worker_stays_peer_of_paired_workers() -> None:
     register(dispatch, "p", "prefill")
     register(dispatch, "d", "decode", "engine of p")
     register(dispatch, "e", "decode")
-    assert dispatch.peers_for("d") == dispatch.peers_for("e") == {"m": [{"incarnation": "engine of p"}]}
+    assert dispatch.peers_by_model("d") == dispatch.peers_by_model("e") == {"m": [{"incarnation": "engine of p"}]}
     dispatch.mark_leaving("p", "1")
-    assert dispatch.peers_for("d") == {"m": [{"incarnation": "engine of p"}]} and dispatch.peers_for("e") == {}
+    assert (
+        dispatch.peers_by_model("d") == {"m": [{"incarnation": "engine of p"}]} and dispatch.peers_by_model("e") == {}
+    )
 
 
 def test_only_native_workers_continue_streams() -> None:
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     register(dispatch, "a", "both")
     dispatch.register(WorkerRegistration("v", "1", "http://v", (ModelRegistration("m"),), dialect="vllm"))
-    assert dispatch.workers_unable_to_continue("m", dispatch.workers["a"]) == {"v/1"}
+    assert dispatch.ids_of_workers_unable_to_continue("m", dispatch.workers["a"]) == {"v/1"}
 
 
 @pytest.mark.parametrize(
@@ -138,10 +140,11 @@ def test_streams_and_blocks_need_equal_numerics(other: Numerics | None) -> None:
     register(dispatch, "a", "decode", "engine of p")
     register(dispatch, "b", "decode", "engine of p", numerics=other)
     a, b, p = (dispatch.workers[name] for name in "abp")
-    assert dispatch.workers_unable_to_continue("m", a) == {"b/1", "p/1"} and dispatch.workers_unable_to_continue(
-        "m", b
-    ) == {"a/1"}
-    assert b.can_fetch_from(p, "m") and not a.can_fetch_from(p, "m")
+    assert dispatch.ids_of_workers_unable_to_continue("m", a) == {
+        "b/1",
+        "p/1",
+    } and dispatch.ids_of_workers_unable_to_continue("m", b) == {"a/1"}
+    assert b.can_fetch_blocks_from(p, "m") and not a.can_fetch_blocks_from(p, "m")
     assert dispatch.describe_numerics_difference("m", b) == "", (
         "one that agrees is ready: it was lost for another reason"
     )

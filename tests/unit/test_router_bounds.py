@@ -51,7 +51,7 @@ def run_worker_lifetimes(dispatch: Dispatcher, clock: ManualClock, number: int) 
     dispatch.kv_index.apply_batch(f"{name}/{incarnation}", batch)
     for i, ending in enumerate(ENDINGS):
         text = f"{number} {i} " * 300
-        ask = RequestSummary.parse(json.dumps({"model": model, "prompt": text}).encode(), session=f"s{number}")
+        ask = RequestSummary.parse(json.dumps({"model": model, "prompt": text}).encode(), session_id=f"s{number}")
         with dispatch.open_attempt(ask, dispatch.choose_worker(ask, set())) as leg:
             dispatch.record_reply_bytes(leg, 3)
             dispatch.record_prompt_end(leg, link)
@@ -60,8 +60,8 @@ def run_worker_lifetimes(dispatch: Dispatcher, clock: ManualClock, number: int) 
                 if number % 2:
                     dispatch.mark_leaving(name, incarnation)
                 clock.advance(1000.0)
-                dispatch.tick()
-    dispatch.tick()
+                dispatch.check_workers()
+    dispatch.check_workers()
 
 
 def test_kept_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_kept_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40, 120):
         run_worker_lifetimes(dispatch, clock, number)
     assert kept_entries(dispatch) <= full
-    assert not dispatch.num_open and not dispatch.workers and len(dispatch.prefixes) == 32
+    assert not dispatch.open_attempt_count and not dispatch.workers and len(dispatch.prefixes) == 32
     assert sum(dispatch.metrics.outcomes.values()) == 120 * len(ENDINGS), "whoever they were, they are counted"
 
 

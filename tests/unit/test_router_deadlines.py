@@ -36,14 +36,14 @@ def output_deadlines(config: RouterConfig, asked: RoutedRequest, watched: bool) 
         relay._now = clock.now  # type: ignore[method-assign]
         async with asyncio.timeout(None) as asked.output_timeout:
             start = clock.now()
-            relay._extend_deadline(asked, force=True)
+            relay._extend_output_deadline(asked, force=True)
             when.append(asked.output_timeout.when())
             asked.worker_times_out_itself = watched
-            relay._extend_deadline(asked, force=True)
+            relay._extend_output_deadline(asked, force=True)
             when.append(asked.output_timeout.when())
             for seconds in (500.0, 0.5):
                 clock.advance(seconds)
-                relay._extend_deadline(asked)
+                relay._extend_output_deadline(asked)
                 when.append(asked.output_timeout.when())
             asked.output_timeout.reschedule(None)
             when[:] = [each if each is None else each - start for each in when]

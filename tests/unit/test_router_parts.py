@@ -133,13 +133,13 @@ def test_prefix_map_is_bounded(history: list[tuple[list[str], str]]) -> None:
 def test_estimates_follow_usage() -> None:
     estimate, asked = TokenEstimator(), RequestSummary("m", 3000, False, None)
     for _ in range(100):
-        estimate.update(asked, 1000, 50)
+        estimate.update_averages(asked, 1000, 50)
     assert estimate.estimate_prompt_tokens(3000) == pytest.approx(1000, rel=0.01) and estimate.estimate_output_tokens(
         asked
     ) == pytest.approx(50, rel=0.02)
     assert estimate.estimate_output_tokens(RequestSummary("m", 1, False, 8)) == 8
-    estimate.update(asked, None, None)
-    estimate.update(RequestSummary("m", 0, False, None), 0, 0)
+    estimate.update_averages(asked, None, None)
+    estimate.update_averages(RequestSummary("m", 0, False, None), 0, 0)
 
 
 def test_usage_is_found_in_every_protocol() -> None:
@@ -192,7 +192,7 @@ def test_events_pass_whole_and_unchanged(texts: list[bytes], data: st.DataObject
         assert not piece or piece.endswith(b"\n\n")
         sent, at = sent + piece, at + take
     assert not events.is_mid_event
-    assert sent + events.take_rest() == whole
+    assert sent + events.take_remaining_bytes() == whole
 
 
 def test_comments_are_removed() -> None:
@@ -267,12 +267,12 @@ def test_draining_stays_leaving_expires_lost_may_return() -> None:
     assert members.set_draining("a") and health(members, 1.0) is WorkerHealth.DRAINING
     assert members.set_draining("a", is_draining=False) and health(members, 1.0) is WorkerHealth.READY
     assert not members.set_draining("b") and not members.mark_leaving("a", "0")
-    assert members.remove_expired(99.0) == [] and members.remove_expired(101.0) == ["a"]
+    assert members.remove_expired_workers(99.0) == [] and members.remove_expired_workers(101.0) == ["a"]
     assert members.register(new_registration("a", "1"), 102.0)
     assert (
         members.mark_leaving("a", "1")
-        and members.remove_expired(105.0) == []
-        and members.remove_expired(107.0) == ["a"]
+        and members.remove_expired_workers(105.0) == []
+        and members.remove_expired_workers(107.0) == ["a"]
     )
     assert not members.register(new_registration("a", "1"), 108.0)
     assert members.register(new_registration("a", "2"), 109.0)

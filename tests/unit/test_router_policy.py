@@ -166,7 +166,7 @@ def test_full_kv_cache_is_avoided() -> None:
     home, other = worker("a"), worker("b")
     home.kv_capacity_tokens = other.kv_capacity_tokens = 1000
     for used, expected in ((884, home), (885, other)):
-        home.record_report(0, 0.0, used / 1000)
+        home.record_heartbeat_counters(0, 0.0, used / 1000)
         assert decide(ask(), [home, other], {"a/1": 400}).worker is expected
     other.add_request(1, RequestLoad(800.0, 100.0), 0.0)  # nothing of it is in a report yet
     assert other.kv_free_tokens == 100 and decide(ask(), [home, other], {"a/1": 400}).worker is home, (
@@ -223,7 +223,7 @@ def test_loads_sum_to_zero_after_all_requests(data: st.DataObject) -> None:
         elif one.loads:
             key = data.draw(st.sampled_from(sorted(one.loads)))
             if what == "record_generated":
-                one.record_generated(key, data.draw(st.integers(0, 20_000)))
+                one.record_generated_tokens(key, data.draw(st.integers(0, 20_000)))
             else:
                 getattr(one, what)(key)
         assert one.prefill_tokens == pytest.approx(sum(load.prefill_tokens for load in one.loads.values()), abs=1e-3)
@@ -312,7 +312,7 @@ def test_request_becomes_suspect_after_several_crashes() -> None:
     assert trip.crash_count == 2 and trip.is_suspect and not trip.exceeds_crash_limit
     workers[0].engine_ids = {"m": "another engine"}
     trip.record_worker_failure(workers[0])
-    assert trip.crash_count == 3 and trip.exceeds_crash_limit and not trip.can_try_worker, (
+    assert trip.crash_count == 3 and trip.exceeds_crash_limit and not trip.may_try_another_worker, (
         "the one it has now broke as well"
     )
     workers[1].failed_since_heartbeat = False

@@ -94,8 +94,8 @@ def test_cached_or_least_loaded_prefill_worker_is_chosen() -> None:
 
 def worker_with_rate(name: str, rate: int, queued: float = 0.0) -> Worker:
     made = worker(name)
-    made.record_report(0, 0.0)
-    made.record_report(rate, 1.0)
+    made.record_heartbeat_counters(0, 0.0)
+    made.record_heartbeat_counters(rate, 1.0)
     made.add_request(0, RequestLoad(queued, 0.0), 0.0)
     return made
 
@@ -115,16 +115,16 @@ def test_split_delay_is_limited() -> None:
 def test_backlog_follows_heartbeats() -> None:
     one = worker_with_rate("p0", 100, 1000.0)
     one.add_request(1, RequestLoad(500.0, 0.0), 0.0)
-    one.record_report(700, 7.0)
+    one.record_heartbeat_counters(700, 7.0)
     assert one.prefill_tokens == 900.0 and one.loads[0].prefill_tokens == 400.0, "600 more were computed, of the oldest"
-    one.remove_request(0, seconds=10.0)
-    one.record_report(1150, 11.5)  # of these 400 were the first one's last
+    one.remove_request(0, duration_s=10.0)
+    one.record_heartbeat_counters(1150, 11.5)  # of these 400 were the first one's last
     assert one.prefill_tokens == pytest.approx(450.0) and one.prefill_rate.tokens_per_s == pytest.approx(100.0)
-    one.record_report(80, 0.4)
+    one.record_heartbeat_counters(80, 0.4)
     assert one.prefill_tokens == pytest.approx(450.0) and one.prefill_rate.tokens_per_s == pytest.approx(100.0), (
         "another engine counts anew"
     )
-    one.record_report(380, 1.4)
+    one.record_heartbeat_counters(380, 1.4)
     assert one.prefill_tokens == pytest.approx(150.0) and 100.0 < one.prefill_rate.tokens_per_s < 300.0, "it learns"
     one.remove_request(1)
     assert one.prefill_tokens == 0.0
@@ -170,12 +170,12 @@ def simulate_queue(reports: bool) -> tuple[float, int]:
                 computed += 10.0 * (one is there)
                 if queue[0].left <= 0:
                     done = queue.pop(0)
-                    one.remove_request(done.key, seconds=now - done.came)
+                    one.remove_request(done.key, duration_s=now - done.came)
                     if one is there:
                         here.remove_request(done.key)
                     waits.append(now - done.came)
         if reports and tick % 10 == 0:
-            there.record_report(int(computed), computed / 100)
+            there.record_heartbeat_counters(int(computed), computed / 100)
     return sum(waits) / len(waits), late
 
 
@@ -203,10 +203,13 @@ def test_started_stream_continues_at_full_worker() -> None:
     full = worker("w", "both", open_=4)
     with pytest.raises(Overloaded):
         choose_worker(ASK, [full], {}, TokenEstimator(), RULES, 0.0)
-    assert choose_worker(ASK, [full], {}, TokenEstimator(), RULES, 0.0, ignore_limits=True).worker is full
+    assert choose_worker(ASK, [full], {}, TokenEstimator(), RULES, 0.0, ignore_capacity_limits=True).worker is full
     free = worker("v", "both")
     assert (
-        choose_worker(ASK, [full, free], {"w/1": 4000}, TokenEstimator(), RULES, 0.0, ignore_limits=True).worker is free
+        choose_worker(
+            ASK, [full, free], {"w/1": 4000}, TokenEstimator(), RULES, 0.0, ignore_capacity_limits=True
+        ).worker
+        is free
     )
 
 

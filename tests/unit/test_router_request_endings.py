@@ -117,7 +117,7 @@ class RelayRun:
                 await asyncio.sleep(0.05)
                 interrupt(x, task)
             await task
-            assert not dispatcher.num_open
+            assert not dispatcher.open_attempt_count
 
         asyncio.run(main())
         return self.states

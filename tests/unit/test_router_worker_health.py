@@ -51,7 +51,7 @@ class RouterWorld:
         ticks = max(1, round(seconds / TICK_INTERVAL_S))
         for _ in range(ticks):
             self.clock.advance(seconds / ticks)
-            self.dispatch.tick()
+            self.dispatch.check_workers()
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_router_pause_loses_no_worker(world: RouterWorld) -> None:
     """The router itself was stopped for a minute: what was said meanwhile is still to be read."""
     with world.asked() as leg:
         world.clock.advance(60.0)
-        world.dispatch.tick()
+        world.dispatch.check_workers()
         assert world.ready and not leg.abort_reason
         world.pass_seconds(PATIENCE - TICK_INTERVAL_S)
         assert world.ready and not leg.abort_reason
@@ -149,5 +149,5 @@ def test_router_cannot_register_itself(host: str, url: str) -> None:
 def test_dead_worker_is_lost_despite_repeated_pauses(world: RouterWorld) -> None:
     for _ in range(100):
         world.clock.advance(1.1)
-        world.dispatch.tick()
+        world.dispatch.check_workers()
     assert not world.ready

@@ -8,8 +8,8 @@ import pytest
 
 from emberline.core.plan import StepPlan, WorkItem
 from emberline.router.kvindex import KVIndexState
-from emberline.sim.agents import AgentWorkload, make_sessions
-from emberline.sim.cluster import SimCluster, SimClusterConfig, SimResult, choose_by_policy, random_chooser
+from emberline.sim.agents import AgentWorkload, create_sessions
+from emberline.sim.cluster import SimCluster, SimClusterConfig, SimResult, choose_by_policy, make_random_chooser
 from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import PrefixOracle
 from emberline.sim.sharedstore import SharedStore
@@ -23,23 +23,23 @@ CLUSTER = SimClusterConfig(workers=3, kv_tokens=4096, max_running=8, batch_token
 
 @pytest.fixture(scope="module")
 def run_without_events() -> SimResult:
-    return SimCluster(CLUSTER, choose_by_policy).run(make_sessions(WORKLOAD, 1))
+    return SimCluster(CLUSTER, choose_by_policy).run(create_sessions(WORKLOAD, 1))
 
 
 def test_every_turn_is_answered_once(run_without_events: SimResult) -> None:
-    turns = sum(session.turns_left for session in make_sessions(WORKLOAD, 1))
+    turns = sum(session.turns_left for session in create_sessions(WORKLOAD, 1))
     assert run_without_events.requests == turns == len(run_without_events.ttft_seconds)
-    assert run_without_events.seconds > max(session.starts_at for session in make_sessions(WORKLOAD, 1))
+    assert run_without_events.seconds > max(session.starts_at for session in create_sessions(WORKLOAD, 1))
 
 
 def test_same_seed_gives_the_same_run(run_without_events: SimResult) -> None:
-    assert SimCluster(CLUSTER, choose_by_policy).run(make_sessions(WORKLOAD, 1)) == run_without_events
+    assert SimCluster(CLUSTER, choose_by_policy).run(create_sessions(WORKLOAD, 1)) == run_without_events
 
 
 def test_affinity_caches_more_than_random_routing(run_without_events: SimResult) -> None:
-    random = SimCluster(CLUSTER, random_chooser(1)).run(make_sessions(WORKLOAD, 1))
+    random = SimCluster(CLUSTER, make_random_chooser(1)).run(create_sessions(WORKLOAD, 1))
     assert run_without_events.cached_share > random.cached_share + 0.1
-    assert run_without_events.cached_share <= run_without_events.oracle_share
+    assert run_without_events.cached_share <= run_without_events.oracle_cached_share
 
 
 @pytest.mark.parametrize("begin_s", [5.0, 60.0])  # all sessions at once, and one after another
@@ -51,8 +51,8 @@ def test_shared_system_prompt_does_not_overload_one_worker(begin_s: float) -> No
         workers=3, kv_tokens=16_384, max_running=16, batch_tokens=256, cost=CostModel(0.03, 1.5e-3, 2e-6)
     )
     plain, named = (
-        SimCluster(slow, choose_by_policy, names_session=header).run(
-            make_sessions(replace(talks, over_seconds=begin_s), 1)
+        SimCluster(slow, choose_by_policy, sends_session_ids=header).run(
+            create_sessions(replace(talks, over_seconds=begin_s), 1)
         )
         for header in (False, True)
     )
@@ -65,10 +65,10 @@ def test_kv_events_increase_cache_hits() -> None:
     crowd, small = replace(WORKLOAD, sessions=30, systems=3), replace(CLUSTER, kv_tokens=1024)
     margins = []
     for seed in (1, 2, 3):
-        run_without_events = SimCluster(small, choose_by_policy).run(make_sessions(crowd, seed))
+        run_without_events = SimCluster(small, choose_by_policy).run(create_sessions(crowd, seed))
         aware = SimCluster(small, choose_by_policy, kv_events=True)
-        seen = aware.run(make_sessions(crowd, seed))
-        assert seen.cached_share <= seen.oracle_share
+        seen = aware.run(create_sessions(crowd, seed))
+        assert seen.cached_share <= seen.oracle_cached_share
         margins.append(seen.cached_share - run_without_events.cached_share)
         assert aware.dispatch.kv_index is not None
         for worker in aware.dispatch.workers.values():
@@ -78,8 +78,8 @@ def test_kv_events_increase_cache_hits() -> None:
 
 def test_shared_store_saves_nearly_all_at_any_worker() -> None:
     store = SimStore(SharedStore(1 << 16), 1e-5)
-    seen = SimCluster(CLUSTER, random_chooser(1), store=store).run(make_sessions(WORKLOAD, 1))
-    assert 0.9 * seen.oracle_share < seen.cached_share <= seen.oracle_share
+    seen = SimCluster(CLUSTER, make_random_chooser(1), store=store).run(create_sessions(WORKLOAD, 1))
+    assert 0.9 * seen.oracle_cached_share < seen.cached_share <= seen.oracle_cached_share
 
 
 def test_full_store_evicts_least_recently_used_blocks() -> None:
@@ -93,8 +93,8 @@ def test_full_store_evicts_least_recently_used_blocks() -> None:
 
 def test_step_costs_the_maximum_of_reading_and_multiplying() -> None:
     cost = CostModel(step=1.0, token=0.01, context=0.001)
-    assert cost.seconds(_plan(tokens=1, start=99)) == pytest.approx(1.1)
-    assert cost.seconds(_plan(tokens=200, start=0)) == pytest.approx(2.2)
+    assert cost.step_seconds(_plan(tokens=1, start=99)) == pytest.approx(1.1)
+    assert cost.step_seconds(_plan(tokens=200, start=0)) == pytest.approx(2.2)
 
 
 def test_oracle_counts_full_blocks_without_the_last_token() -> None:

@@ -48,25 +48,25 @@ def test_resumed_stream_completes_output(uneven: bool, data: st.DataObject) -> N
     track, out = StreamTracker(), b""
     for leg in range(5):
         after = sum(len(group.tokens) for group in track.build_handoff().groups)
-        stream = b"".join(speech.chunks(7, after, True))
+        stream = b"".join(speech.stream_chunks(7, after, True))
         broken = len(stream) if leg == 4 else data.draw(st.integers(0, len(stream)))
         out += feed(track, stream[:broken], data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
         if track.has_ended:
             break
         track.discard_partial_group()
-    assert track.has_ended and not track.is_movable and out == b"".join(speech.chunks(7, 0, False))
+    assert track.has_ended and not track.is_movable and out == b"".join(speech.stream_chunks(7, 0, False))
     assert track.reply_id_and_created() == (speech.id, 1) and track.event_count == out.count(b"\n\n")
 
 
 def test_cut_at_every_byte() -> None:
     speech = FakeCompletion(5, FakeRequest(max_tokens=8, uneven=True))
-    whole, plain = b"".join(speech.chunks(7, 0, True)), b"".join(speech.chunks(7, 0, False))
+    whole, plain = b"".join(speech.stream_chunks(7, 0, True)), b"".join(speech.stream_chunks(7, 0, False))
     for cut in range(len(whole) + 1):
         track = StreamTracker()
         out = feed(track, whole[:cut], [])
         track.discard_partial_group()
         after = sum(len(group.tokens) for group in track.build_handoff().groups)
-        assert out + (b"" if track.has_ended else track.push(b"".join(speech.chunks(7, after, True)))) == plain
+        assert out + (b"" if track.has_ended else track.push(b"".join(speech.stream_chunks(7, after, True)))) == plain
 
 
 def test_untracked_stream_passes_and_cannot_move() -> None:
@@ -77,7 +77,7 @@ def test_untracked_stream_passes_and_cannot_move() -> None:
         )
         assert (
             track.push(b"ta: 2\n\n: ping\n\ndata") == b"data: 2\n\n"
-            and track.take_rest() == b"data"
+            and track.take_remaining_bytes() == b"data"
             and track.event_count == 2
         )
 

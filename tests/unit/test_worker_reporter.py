@@ -151,7 +151,7 @@ class ScriptedRegistrar(Registrar):
         return FetchedReply(status, {}, answer if isinstance(answer, bytes) else msgspec.json.encode(answer))
 
     def run_once(self) -> float | None:
-        return asyncio.run(self._send_next(cast("HTTPConnectionPool", None)))
+        return asyncio.run(self._send_next_message(cast("HTTPConnectionPool", None)))
 
 
 WELCOME = {"beat_seconds": 0.7, "peers": {"m": [P1]}}
@@ -194,7 +194,7 @@ def test_replaced_worker_keeps_registering() -> None:
 def test_leaving_worker_does_not_register_at_restarted_router() -> None:
     scripted = ScriptedRegistrar([(200, WELCOME), (200, {}), (0, {}), (200, WELCOME), (404, {}), (404, {})])
     scripted.run_once()
-    asyncio.run(scripted.leave())
+    asyncio.run(scripted.announce_shutdown())
     with pytest.raises(UpstreamUnreachable):
         scripted.run_once()
     assert [scripted.run_once() for _ in range(3)] == [0.7, REGISTER_INTERVAL_S, REGISTER_INTERVAL_S]

@@ -21,7 +21,7 @@ from emberline.cluster.fake_completion import FakeCompletion, FakeRequest
 from emberline.router.policy import rendezvous_hash
 
 LENGTH = 12
-WELL = b"".join(FakeCompletion(7, FakeRequest(max_tokens=LENGTH, uneven=True)).chunks(0, 0, False))
+WELL = b"".join(FakeCompletion(7, FakeRequest(max_tokens=LENGTH, uneven=True)).stream_chunks(0, 0, False))
 WORDS = FakeCompletion(7, FakeRequest(max_tokens=LENGTH))
 RESUME, PREFILL, CHAT = "/cluster/resume", "/cluster/prefill", "/v1/chat/completions"
 
@@ -126,7 +126,7 @@ def test_migrations_are_limited(plain: Fakes) -> None:
     got, _ = ask(plain)
     assert b"worker_lost" in got and got.endswith(b"data: [DONE]\n\n") and got.count(b"[DONE]") == 1
     text = words(got[: got.index(b'{"error"') - 6])
-    twice, thrice = ("".join(map(WORDS.text, range(count))) for count in (3, 6))  # the fourth is held back
+    twice, thrice = ("".join(map(WORDS.text_at, range(count))) for count in (3, 6))  # the fourth is held back
     assert text in (twice, thrice), "two tokens of each; the third is spared if the others have not been heard of since"
     expected_text(plain)
     plain.tell(first, "break", after=2)
@@ -164,7 +164,7 @@ def test_stream_ends_with_error_if_no_worker_can_continue(plain: Fakes) -> None:
         plain.tell(name, "missing", calls=RESUME)
     plain.tell(first, "break", after=3)
     got, _ = ask(plain)
-    assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text, range(3)))
+    assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text_at, range(3)))
     assert migration_counts(plain)["broken", "given up"] == before + 1
     until(lambda: wait_until_idle(plain))
 
@@ -179,7 +179,7 @@ def test_stream_is_not_continued_with_other_dtype(tmp_path: Path) -> None:
         fakes.tell(name, "break", after=3)
         got, _ = ask(fakes)
         text, _, error = got.partition(b'data: {"error"')
-        assert words(text) == "".join(map(WORDS.text, range(3))) and fakes.tell(other)["resumed"] == 0
+        assert words(text) == "".join(map(WORDS.text_at, range(3))) and fakes.tell(other)["resumed"] == 0
         assert b"worker_lost" in error and b"dtype (" in error and b"kv_dtype (" in error
         fakes.start("same", dtype="bfloat16" if name == "narrow" else "float32")
         sessions = (f"session {i}" for i in range(1000))
@@ -208,7 +208,9 @@ def test_stream_waits_for_worker_to_continue(tmp_path: Path) -> None:
         fakes.start("c")
         for name in ("b", "c"):
             fakes.tell(name, "break", after=2)
-        assert words(ask(fakes)[0].partition(b'data: {"error"')[0]) == "".join(map(WORDS.text, range(8))), "four times"
+        assert words(ask(fakes)[0].partition(b'data: {"error"')[0]) == "".join(map(WORDS.text_at, range(8))), (
+            "four times"
+        )
     finally:
         fakes.close()
 
@@ -225,7 +227,7 @@ def test_stream_continues_at_full_worker(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=60)).text, range(60)))
+        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=60)).text_at, range(60)))
         assert [words(each) for each in got] == [whole, whole] and migration_counts(fakes) == {("broken", "went on"): 1}
         assert fakes.workers["a"].wait(10) == 1
     finally:
@@ -255,7 +257,7 @@ def test_slow_client_loses_no_token(tmp_path: Path) -> None:
         time.sleep(0.6)  # and what it had is cut off
         got = reply.read()
         connection.close()
-        assert got == b"".join(speech.chunks(len(json.dumps(body)) // 4, 0, False))
+        assert got == b"".join(speech.stream_chunks(len(json.dumps(body)) // 4, 0, False))
         assert sum(migration_counts(fakes).values()) == 1 and fakes.status()["open_requests"] == 0
     finally:
         fakes.close()
@@ -296,7 +298,7 @@ def test_untracked_stream_ends_with_error(plain: Fakes) -> None:
     direct = get(f"http://127.0.0.1:{port}{CHAT}", {"max_tokens": 2, "stream": True, "seed": 7})
     assert ": said" not in direct
     got, _ = ask(plain, untracked=True)
-    assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text, range(3)))
+    assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text_at, range(3)))
     until(lambda: wait_until_idle(plain))
 
 
@@ -484,7 +486,7 @@ def test_drain_waits_if_no_stream_can_move(tmp_path: Path) -> None:
         until(lambda: fakes.tell(first)["generated"] > 20)
         get(f"{fakes.url}/cluster/drain", {"name": first, "move": True})
         thread.join(30)
-        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=400)).text, range(400)))
+        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=400)).text_at, range(400)))
         assert words(got[0]) == whole, "it went back to where it was"
         assert fakes.tell(first)["resumed"] == 1 and wait_until_idle(fakes)
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
-from emberline.cluster.cluster_health import find_held_resources, find_unavailable, wait_until_empty
+from emberline.cluster.cluster_health import describe_held_resources, find_unavailable_workers, wait_until_no_problem
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor, build_processes
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
@@ -91,7 +91,12 @@ class LocalCluster:
     async def describe_missing_workers(self) -> str:
         """Return a text that names a worker that is not ready or not connected to its peers, or "" if there is none."""
         return next(
-            iter(find_unavailable(await self.fetch_router_status(), await self._fetch_all_worker_stats()).values()), ""
+            iter(
+                find_unavailable_workers(
+                    await self.fetch_router_status(), await self._fetch_all_worker_stats()
+                ).values()
+            ),
+            "",
         )
 
     async def wait_until_ready(self) -> str:
@@ -99,21 +104,21 @@ class LocalCluster:
 
         Return "" or, after the timeout, a text that names a worker that is not ready.
         """
-        return await wait_until_empty(self.describe_missing_workers, START_TIMEOUT_S)
+        return await wait_until_no_problem(self.describe_missing_workers, START_TIMEOUT_S)
 
     async def describe_held_resources(self) -> str:
         """Return a text that lists the KV blocks, leases and requests that workers still hold, or "" if there are none.
 
         A worker should hold nothing while no request is open.
         """
-        return find_held_resources(await self.fetch_router_status(), await self._fetch_all_worker_stats())
+        return describe_held_resources(await self.fetch_router_status(), await self._fetch_all_worker_stats())
 
     async def wait_until_idle(self) -> str:
         """Wait until no worker holds KV blocks, leases or requests, at most START_TIMEOUT_S.
 
         Return "" or, after the timeout, a text that lists what is still held.
         """
-        return await wait_until_empty(self.describe_held_resources, START_TIMEOUT_S)
+        return await wait_until_no_problem(self.describe_held_resources, START_TIMEOUT_S)
 
     async def _fetch_all_worker_stats(self) -> dict[str, dict[str, Any] | None]:
         return {child.name: await self.fetch_worker_stats(child) for child in self.workers}

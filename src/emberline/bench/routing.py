@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 
 from emberline.bench.report import BenchReport
-from emberline.sim.agents import AgentWorkload, make_sessions
+from emberline.sim.agents import AgentWorkload, create_sessions
 from emberline.sim.cluster import (
     SimCluster,
     SimClusterConfig,
@@ -19,8 +19,8 @@ from emberline.sim.cluster import (
     WorkerChooser,
     choose_by_policy,
     choose_fewest_requests,
-    random_chooser,
-    round_robin_chooser,
+    make_random_chooser,
+    make_round_robin_chooser,
 )
 from emberline.sim.sharedstore import SharedStore
 from emberline.sim.worker import SimStore
@@ -43,13 +43,13 @@ class RoutingVariant:
 
 
 VARIANTS = {
-    "random": RoutingVariant(random_chooser),
-    "in turn": RoutingVariant(lambda seed: round_robin_chooser()),
+    "random": RoutingVariant(make_random_chooser),
+    "in turn": RoutingVariant(lambda seed: make_round_robin_chooser()),
     "fewest requests": RoutingVariant(lambda seed: choose_fewest_requests),
     "header": RoutingVariant(lambda seed: choose_by_policy, header=True),
     "inferred": RoutingVariant(lambda seed: choose_by_policy),
     "kv-aware": RoutingVariant(lambda seed: choose_by_policy, kv_events=True),
-    "random, store": RoutingVariant(random_chooser, store=True),
+    "random, store": RoutingVariant(make_random_chooser, store=True),
     "inferred, store": RoutingVariant(lambda seed: choose_by_policy, store=True),
 }
 
@@ -89,11 +89,11 @@ def _add_cache_savings(
     for name, way in VARIANTS.items():
         seen = [_run_simulation(way, sessions_config, cluster_config, store_blocks, seed) for seed in range(seeds)]
         report.add(f"{name}: cached share", [100 * one.cached_share for one in seen], "%")
-        report.add(f"{name}: of the oracle's", [100 * one.cached_share / one.oracle_share for one in seen], "%")
+        report.add(f"{name}: of the oracle's", [100 * one.cached_share / one.oracle_cached_share for one in seen], "%")
         report.add(f"{name}: first token p50", [1e3 * _quantile(one.ttft_seconds, 0.5) for one in seen], "ms")
         report.add(f"{name}: first token p90", [1e3 * _quantile(one.ttft_seconds, 0.9) for one in seen], "ms")
         report.add(f"{name}: inter-token p99", [1e3 * _quantile(one.inter_token_seconds, 0.99) for one in seen], "ms")
-    report.add("oracle: cached share", [100 * one.oracle_share for one in seen], "%")
+    report.add("oracle: cached share", [100 * one.oracle_cached_share for one in seen], "%")
     size = cluster_config.workers * cluster_config.kv_tokens
     report.add("caches over working set", [size / one.working_set for one in seen], "x")
 
@@ -121,9 +121,13 @@ def _run_simulation(
 ) -> SimResult:
     store = SimStore(SharedStore(store_blocks), BLOCK_SECONDS) if variant.store else None
     cluster = SimCluster(
-        cluster_config, variant.chooser(seed), names_session=variant.header, store=store, kv_events=variant.kv_events
+        cluster_config,
+        variant.chooser(seed),
+        sends_session_ids=variant.header,
+        store=store,
+        kv_events=variant.kv_events,
     )
-    return cluster.run(make_sessions(sessions_config, seed))
+    return cluster.run(create_sessions(sessions_config, seed))
 
 
 def _quantile(values: list[float], fraction: float) -> float:

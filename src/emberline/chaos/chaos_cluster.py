@@ -1,6 +1,8 @@
-"""ChaosCluster: a router and workers as users start them, with proxies on their connections.
+"""ChaosCluster: a router and workers, started by the same commands as a user's cluster, with a proxy on each
+connection.
 
-A supervisor restarts processes that die. A reference server beside them gets no faults."""
+The proxies inject faults. A supervisor restarts processes that die. A reference server, into which no faults are
+injected, runs beside the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from emberline.chaos.clock import ShiftedClock
 from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection, TrafficFilter
 from emberline.chaos.network import LOOPBACK_ADDRESS, ChaosNetwork
 from emberline.chaos.request_progress import RequestObserver
-from emberline.cluster.cluster_health import find_held_resources, find_unavailable, wait_until_empty
+from emberline.cluster.cluster_health import describe_held_resources, find_unavailable_workers, wait_until_no_problem
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.config import Role
 from emberline.core.environment import environment_with_cluster_key
@@ -103,7 +105,7 @@ class ChaosCluster:
         self.router.child.arguments += ["router", "--allowed-hosts", self.network.hub, "--port", str(self.router.port),
                                         "--request-timeout",
                                         str(settings.deadline), *settings.router]  # fmt: skip
-        for process in filter(None, (self.router, self.reference, self._configure_store())):
+        for process in filter(None, (self.router, self.reference, self._add_store_process())):
             await self._supervisor.start(process.child)
         counts: dict[Role, int] = {"prefill": settings.prefill, "decode": settings.decode}
         for role, count in counts.items():
@@ -115,7 +117,7 @@ class ChaosCluster:
         for process in self.workers:
             await self._supervisor.start(process.child)
 
-    def _configure_store(self) -> ChaosProcess | None:
+    def _add_store_process(self) -> ChaosProcess | None:
         if self.store is not None:
             self.store.host, self.store.child.program = self.network.hub, (str(STORE_PROGRAM),)
             self.store.child.arguments += [f"--rpc_address={self.store.host}", f"--rpc_port={self.store.port}",
@@ -127,11 +129,11 @@ class ChaosCluster:
     async def stop(self) -> None:
         for process in filter(None, (*self.workers, self.router, self.store)):
             if process.child.process is not None:
-                process.send_signal(signal.SIGCONT, both=True)
+                process.send_signal(signal.SIGCONT, include_engine=True)
             if process.link is not None:
-                process.link.restore()
+                process.link.end_disturbance()
             for proxy in process.proxies():
-                proxy.restore()
+                proxy.end_faults()
         await self._supervisor.stop()
         for process in self.workers:
             for proxy in process.proxies():
@@ -149,21 +151,24 @@ class ChaosCluster:
         if process.link is not None:
             process.host, process.child.program = (
                 process.link.host,
-                (*process.link.enter_command, *process.child.program),
+                (*process.link.namespace_command_prefix, *process.child.program),
             )
         process.disk.mkdir(parents=True)
         hub, router = self.network.hub, (LOOPBACK_ADDRESS, self.router.port)
-        process.heartbeats = await FaultProxy(hub, 0, router, self._heartbeat_filter(process)).start()
+        process.heartbeats = await FaultProxy(hub, 0, router, self._make_heartbeat_filter(process)).start()
         process.requests = await FaultProxy(
-            hub, process.port, (process.host, process.port), self._request_filter(process)
+            hub, process.port, (process.host, process.port), self._make_request_filter(process)
         ).start()
         process.child.arguments += self.worker_arguments(
             process, process.host, process.port, hub, f"{hub}:{process.heartbeats.port}"
         )
         return process
 
-    def worker_arguments(self, process: ChaosProcess, host: str, port: int, public_host: str, router: str) -> list[str]:
-        """Return a worker's command line. `public_host`: where others reach it."""
+    def worker_arguments(
+        self, process: ChaosProcess, host: str, port: int, public_host: str, router_url: str
+    ) -> list[str]:
+        """Return a worker's command line. `public_host`: the address at which the router and other workers reach the
+        worker."""
         settings, store = self.settings, self.store
         store_options = (
             ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
@@ -172,7 +177,7 @@ class ChaosCluster:
             store_options += ["--kv-mooncake-host", store.host if host == LOOPBACK_ADDRESS else host]
         return ["worker", settings.model, "--served-name", SERVED_MODEL_NAME, "--role", str(process.role),
                 "--worker-name", process.name, "--host", host, "--port", str(port), "--worker-url", f"http://{public_host}:{port}",
-                "--router", f"http://{router}", "--kv-memory", settings.kv_memory, "--kv-disk", str(process.disk),
+                "--router", f"http://{router_url}", "--kv-memory", settings.kv_memory, "--kv-disk", str(process.disk),
                 "--kv-disk-size", settings.disk, *store_options, *settings.worker]  # fmt: skip
 
     def _new_process(self, name: str, role: Role | None = None) -> ChaosProcess:
@@ -188,7 +193,7 @@ class ChaosCluster:
 
     # -- traffic filters -----------------------------------------------------------------------------------------------
 
-    def _heartbeat_filter(self, process: ChaosProcess) -> TrafficFilter:
+    def _make_heartbeat_filter(self, process: ChaosProcess) -> TrafficFilter:
         def filter_heartbeats(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
             if is_to_server and data.startswith(REGISTER_REQUEST_START):
                 connection.tail = b"registers"
@@ -200,8 +205,8 @@ class ChaosCluster:
 
         return filter_heartbeats
 
-    def _request_filter(self, process: ChaosProcess) -> TrafficFilter:
-        observe = self.observer.traffic_filter(process.name)
+    def _make_request_filter(self, process: ChaosProcess) -> TrafficFilter:
+        observe = self.observer.make_traffic_filter(process.name)
 
         def filter_requests(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
             data = observe(connection, is_to_server, data)
@@ -211,24 +216,24 @@ class ChaosCluster:
 
         return filter_requests
 
-    def _handle_registration(self, process: ChaosProcess, port: int) -> None:
-        """Handle the registration of a new process: it has a new port for blocks."""
-        if process.blocks is None or process.blocks.port != port:
+    def _handle_registration(self, process: ChaosProcess, transfer_port: int) -> None:
+        """Start the worker's proxies again after its process has registered, with a new port for KV transfers."""
+        if process.blocks is None or process.blocks.port != transfer_port:
             if process.blocks is not None:
                 process.blocks.stop()
-            process.blocks = FaultProxy(self.network.hub, port, (process.host, port))
+            process.blocks = FaultProxy(self.network.hub, transfer_port, (process.host, transfer_port))
             self._start_task(process.blocks.start())
         assert process.requests is not None
         self._start_task(process.requests.start())
 
-    def _start_task(self, work: Any) -> None:
-        self._tasks.add(task := asyncio.ensure_future(work))
+    def _start_task(self, coroutine: Any) -> None:
+        self._tasks.add(task := asyncio.ensure_future(coroutine))
         task.add_done_callback(self._tasks.discard)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    def kill(self, process: ChaosProcess) -> None:
-        """Kill a process; its proxies refuse connections until it is restarted."""
+    def kill_process(self, process: ChaosProcess) -> None:
+        """Kill a process, and let its proxies refuse connections until the process is restarted."""
         process.child.restart_pause_s = 0.5  # an intended death must not lengthen the pause
         process.incarnation = None
         process.outages.append([asyncio.get_running_loop().time()])
@@ -241,37 +246,39 @@ class ChaosCluster:
 
     # -- health --------------------------------------------------------------------------------------------------------
 
-    async def get_json(self, url: str, timeout: float = 5.0) -> Any:
-        """Return the JSON reply; None if there is none or an error, as from a loading server."""
+    async def fetch_json(self, url: str, timeout_s: float = 5.0) -> Any:
+        """Return the JSON body of a reply. Return None if the server does not answer or answers with an error."""
         try:
-            reply = await self.pool.fetch("GET", url, {CLUSTER_KEY_HEADER: self._cluster_key}, timeout_s=timeout)
+            reply = await self.pool.fetch("GET", url, {CLUSTER_KEY_HEADER: self._cluster_key}, timeout_s=timeout_s)
             return json.loads(reply.body) if reply.status < 400 else None
         except (UpstreamFailed, ValueError):
             return None
 
-    async def first_problem(self) -> str:
-        """Return the first problem that keeps the cluster from being healthy, or ""."""
-        absent = await self.find_unavailable()
+    async def describe_first_problem(self) -> str:
+        """Return a description of the first problem that keeps the cluster from being healthy, or "" if it is
+        healthy."""
+        absent = await self.find_unavailable_processes()
         return next(iter(absent.values()), "")
 
-    async def find_unavailable(self, excluded: Collection[str] = ()) -> dict[str, str]:
-        """Return the unavailable processes and the reasons, without the `excluded` ones."""
+    async def find_unavailable_processes(self, excluded_names: Collection[str] = ()) -> dict[str, str]:
+        """Return the reason for each unavailable process, by process name. Processes in `excluded_names` are left
+        out."""
         started_at = asyncio.get_running_loop().time()
-        status = await self.get_json(f"{self.router.url}/cluster/status")
+        status = await self.fetch_json(f"{self.router.url}/cluster/status")
         if status is None:
             return {"router": "the router does not answer"}
-        workers = [worker for worker in self.workers if worker.name not in excluded]
+        workers = [worker for worker in self.workers if worker.name not in excluded_names]
         unavailable, rows = (
-            find_unavailable(status, await self._worker_stats(workers)),
+            find_unavailable_workers(status, await self._fetch_stats_by_worker(workers)),
             {row["name"]: row for row in status["workers"]},
         )
         problems = {
-            worker.name: _router_row_problem(worker, rows[worker.name])
+            worker.name: _describe_problem_in_status_row(worker, rows[worker.name])
             for worker in workers
             if worker.name not in unavailable
         }
-        if self.store is not None and self.store.name not in excluded:
-            problems[self.store.name] = await self._store_problem(
+        if self.store is not None and self.store.name not in excluded_names:
+            problems[self.store.name] = await self._describe_store_problem(
                 [worker for worker in workers if worker.name not in unavailable]
             )
         unavailable |= {name: problem for name, problem in problems.items() if problem}
@@ -280,58 +287,64 @@ class ChaosCluster:
                 outage.append(asyncio.get_running_loop().time())
         return unavailable
 
-    async def _worker_stats(self, places: Sequence[ChaosProcess]) -> dict[str, Any]:
-        replies = await asyncio.gather(*(self.get_json(f"{worker.url}/stats") for worker in places))
-        return {worker.name: stats for worker, stats in zip(places, replies, strict=True)}
+    async def _fetch_stats_by_worker(self, processes: Sequence[ChaosProcess]) -> dict[str, Any]:
+        replies = await asyncio.gather(*(self.fetch_json(f"{worker.url}/stats") for worker in processes))
+        return {worker.name: stats for worker, stats in zip(processes, replies, strict=True)}
 
-    async def _store_problem(self, workers: Sequence[ChaosProcess]) -> str:
+    async def _describe_store_problem(self, workers: Sequence[ChaosProcess]) -> str:
         assert self.store is not None
         if not self.store.is_running:
             return "the store is not running"
         unused_by = [
-            worker.name for worker in workers if STORE_READY_PATTERN.search(await self._metrics_text(worker)) is None
+            worker.name
+            for worker in workers
+            if STORE_READY_PATTERN.search(await self._fetch_metrics_text(worker)) is None
         ]
         return f"the store is not used by {', '.join(unused_by)}" if unused_by else ""
 
     async def is_ready(self, process: ChaosProcess) -> bool:
-        health = await self.get_json(f"{process.url}/health/ready")
+        health = await self.fetch_json(f"{process.url}/health/ready")
         return bool(health) and health["status"] == "ready"
 
-    def lacked_router_since(self, since: float) -> bool:
-        """Whether the router was down, or did not know all workers yet, at some time since then."""
+    def was_router_incomplete_since(self, since: float) -> bool:
+        """Whether at any time since `since` the router was down, or not all workers had registered with it."""
         return any(len(outage) == 1 or outage[1] >= since for outage in self.router.outages)
 
     async def wait_until_healthy(self) -> str:
-        """Wait until the cluster is healthy, and return the problem that is left, or ""."""
-        return await wait_until_empty(self.first_problem, RESTART_TIMEOUT_S)
+        """Wait until the cluster is healthy, and return "". If it does not become healthy in time, return the
+        problem."""
+        return await wait_until_no_problem(self.describe_first_problem, RESTART_TIMEOUT_S)
 
-    async def find_held_resources(self) -> str:
-        """Return the resources that an idle cluster holds, or ""."""
-        return find_held_resources(
-            await self.get_json(f"{self.router.url}/cluster/status"), await self._worker_stats(self.workers)
+    async def describe_held_resources(self) -> str:
+        """Return a description of the requests, leases or blocks that a cluster without requests still holds, or ""."""
+        return describe_held_resources(
+            await self.fetch_json(f"{self.router.url}/cluster/status"), await self._fetch_stats_by_worker(self.workers)
         )
 
     async def wait_until_idle(self) -> str:
-        return await wait_until_empty(self.find_held_resources, IDLE_TIMEOUT_S)
+        return await wait_until_no_problem(self.describe_held_resources, IDLE_TIMEOUT_S)
 
-    async def count_detected_faults(self, label: str) -> Counter[str]:
-        """Return the faults that workers have counted, for counters whose name or label contains `label`."""
+    async def count_detected_faults(self, counter_name_part: str) -> Counter[str]:
+        """Return the workers' own counters of detected faults whose metric name or label contains
+        `counter_name_part`."""
         counts: Counter[str] = Counter()
         for worker in self.workers:
-            for name, count in FAULT_COUNTER_PATTERN.findall(await self._metrics_text(worker)):
-                counts[f"{worker.incarnation} {name}"] += int(float(count)) if label in name else 0
+            for name, count in FAULT_COUNTER_PATTERN.findall(await self._fetch_metrics_text(worker)):
+                counts[f"{worker.incarnation} {name}"] += int(float(count)) if counter_name_part in name else 0
         return counts
 
-    async def _metrics_text(self, process: ChaosProcess) -> str:
-        """Return the worker's metrics; "" if it does not answer."""
+    async def _fetch_metrics_text(self, process: ChaosProcess) -> str:
+        """Return the text of the worker's /metrics, or "" if the worker does not answer."""
         with contextlib.suppress(UpstreamFailed):
             headers = {CLUSTER_KEY_HEADER: self._cluster_key}
             return (await self.pool.fetch("GET", f"{process.url}/metrics", headers, timeout_s=5.0)).body.decode()
         return ""
 
 
-def _router_row_problem(process: ChaosProcess, row: dict[str, Any]) -> str:
-    """Return the problem in the router's view of a running worker, or ""."""
-    if row["incarnation"] != process.incarnation:
-        return f"the router knows an older process of {process.name}: {row['incarnation']}"
-    return f"the circuit breaker of {process.name} is {row['breaker']}" if row["breaker"] != "closed" else ""
+def _describe_problem_in_status_row(process: ChaosProcess, status_row: dict[str, Any]) -> str:
+    """Return what is wrong in the worker's row of the router's /cluster/status, or ""."""
+    if status_row["incarnation"] != process.incarnation:
+        return f"the router knows an older process of {process.name}: {status_row['incarnation']}"
+    return (
+        f"the circuit breaker of {process.name} is {status_row['breaker']}" if status_row["breaker"] != "closed" else ""
+    )

@@ -1,4 +1,4 @@
-"""ChaosProcess: a supervised process of the cluster, and the proxies of its connections."""
+"""ChaosProcess: one process of a ChaosCluster, and the proxies through which the other processes connect to it."""
 
 from __future__ import annotations
 
@@ -49,18 +49,20 @@ class ChaosProcess:
 
     @property
     def engine_pid(self) -> int | None:
-        """The pid of its engine process, or None.
+        """The process id of the worker's engine process, or None if no engine runs.
 
-        Finding it is slow, so the last result is reused while that process is still its child."""
+        Finding the engine process is slow, so its id is cached for as long as that process exists."""
         if self._engine_pid is None or find_parent_pid(self._engine_pid) != self.pid:
             self._engine_pid = find_process_tree(self.pid).get("engine.process")
         return self._engine_pid
 
-    def send_signal(self, number: signal.Signals, *, engine_only: bool = False, both: bool = False) -> None:
-        pids = [self.engine_pid] if engine_only else [self.pid, self.engine_pid] if both else [self.pid]
+    def send_signal(
+        self, signal_number: signal.Signals, *, engine_only: bool = False, include_engine: bool = False
+    ) -> None:
+        pids = [self.engine_pid] if engine_only else [self.pid, self.engine_pid] if include_engine else [self.pid]
         for pid in filter(None, pids):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
 
     def proxies(self) -> list[FaultProxy]:
         return [proxy for proxy in (self.heartbeats, self.requests, self.blocks) if proxy is not None]

@@ -1,4 +1,4 @@
-"""ChaosReport: the outcomes of all faults and requests, as a table by fault and stage."""
+"""ChaosReport: counts of request outcomes, as a table with a row for each kind of fault and stage of the request."""
 
 from __future__ import annotations
 
@@ -26,62 +26,75 @@ class ChaosReport:
     slowest_request_s: float = 0.0
 
     def record_fault(
-        self, fault: str, stage: str, outcome: RequestOutcome, *, moved: int, noticed: int, excused: bool
+        self,
+        fault_name: str,
+        stage: str,
+        outcome: RequestOutcome,
+        *,
+        move_count: int,
+        detection_count: int,
+        is_error_excused: bool,
     ) -> None:
-        row = self.rows.setdefault((fault, stage), Counter())
+        row = self.rows.setdefault((fault_name, stage), Counter())
         row["count"] += 1
-        row["moved"] += moved
-        row["noticed"] += noticed
+        row["moved"] += move_count
+        row["noticed"] += detection_count
         row[outcome.verdict] += 1
-        self._record_outcome(f"{fault}, {stage}", outcome)
-        self._record_unexcused(f"{fault}, {stage}", outcome, excused)
+        self._record_outcome(f"{fault_name}, {stage}", outcome)
+        self._record_error_unless_excused(f"{fault_name}, {stage}", outcome, is_error_excused)
 
-    def record_background_request(self, outcome: RequestOutcome, during: str, *, excused: bool) -> None:
+    def record_background_request(
+        self, outcome: RequestOutcome, fault_description: str, *, is_error_excused: bool
+    ) -> None:
         self.background_requests["count"] += 1
         self.background_requests[outcome.verdict] += 1
-        self._record_outcome(f"other request during {during}", outcome)
-        self._record_unexcused(f"other request during {during}", outcome, excused)
+        self._record_outcome(f"other request during {fault_description}", outcome)
+        self._record_error_unless_excused(f"other request during {fault_description}", outcome, is_error_excused)
 
-    def _record_unexcused(self, where: str, outcome: RequestOutcome, excused: bool) -> None:
-        if outcome.verdict in (Verdict.ERROR, Verdict.CUT) and not excused:
+    def _record_error_unless_excused(
+        self, request_description: str, outcome: RequestOutcome, is_error_excused: bool
+    ) -> None:
+        if outcome.verdict in (Verdict.ERROR, Verdict.CUT) and not is_error_excused:
             self.unexcused_errors += 1
-            self.problems.append(f"{where}: {outcome.verdict} {outcome.detail}")
+            self.problems.append(f"{request_description}: {outcome.verdict} {outcome.detail}")
 
-    def record_leak(self, fault: str, stage: str, what: str) -> None:
-        self.rows[fault, stage]["leaked"] += 1
-        self.problems.append(f"leak found after {fault}: {what}")
+    def record_leak(self, fault_name: str, stage: str, held_resources: str) -> None:
+        self.rows[fault_name, stage]["leaked"] += 1
+        self.problems.append(f"leak found after {fault_name}: {held_resources}")
 
-    def record_unrecovered(self, why: str) -> None:
+    def record_failed_recovery(self, problem: str) -> None:
         self.unrecovered += 1
-        self.problems.append(f"the cluster did not recover: {why}")
+        self.problems.append(f"the cluster did not recover: {problem}")
 
-    def _record_outcome(self, where: str, outcome: RequestOutcome) -> None:
+    def _record_outcome(self, request_description: str, outcome: RequestOutcome) -> None:
         self.slowest_request_s = max(self.slowest_request_s, outcome.duration_s)
         if outcome.verdict is Verdict.ERROR:
             self.error_codes[outcome.detail] += 1
         if outcome.verdict in (Verdict.HUNG, Verdict.WRONG):
-            self.problems.append(f"{where}: {outcome.verdict}: {outcome.detail}")
+            self.problems.append(f"{request_description}: {outcome.verdict}: {outcome.detail}")
 
     @property
-    def total(self) -> Counter[str]:
+    def total_counts(self) -> Counter[str]:
         return sum(self.rows.values(), Counter())
 
     @property
     def failure_count(self) -> int:
-        return self.unrecovered + sum(self.total[name] + self.background_requests[name] for name in FAILURE_COLUMNS)
+        return self.unrecovered + sum(
+            self.total_counts[name] + self.background_requests[name] for name in FAILURE_COLUMNS
+        )
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         faults, others = (
             ", ".join(f"{counts[name]} {name}" for name in RESULT_COLUMNS[1:] if counts[name])
-            for counts in (self.total, self.background_requests)
+            for counts in (self.total_counts, self.background_requests)
         )
-        return f"{self.total['count']} faults: {faults}; other requests: {others}"
+        return f"{self.total_counts['count']} faults: {faults}; other requests: {others}"
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         lines: list[tuple[str, ...]] = [("fault", "stage", *RESULT_COLUMNS)]
         for (fault, stage), row in sorted(self.rows.items()):
             lines.append((fault, stage, *(str(row[name] or ".") for name in RESULT_COLUMNS)))
-        lines.append(("all", "", *(str(self.total[name]) for name in RESULT_COLUMNS)))
+        lines.append(("all", "", *(str(self.total_counts[name]) for name in RESULT_COLUMNS)))
         lines.append(("other requests", "", *(str(self.background_requests[name]) for name in RESULT_COLUMNS)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         return "\n".join(
@@ -94,7 +107,7 @@ class ChaosReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "faults": [{"fault": f, "stage": s, **row} for (f, s), row in sorted(self.rows.items())],
-            "all": dict(self.total),
+            "all": dict(self.total_counts),
             "beside": dict(self.background_requests),
             "error_codes": dict(self.error_codes),
             "unexcused_errors": self.unexcused_errors,

@@ -1,4 +1,5 @@
-"""ChaosRun: injects several faults at a time while requests run, but always leaves a worker."""
+"""ChaosRun: injects faults, several at a time, into a cluster that serves requests; one worker always stays without
+fault."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw
 from emberline.chaos.fault_table import FAULTS
 from emberline.chaos.faults import Fault, FaultContext
 from emberline.chaos.reference_case import ReferenceCase, ReferenceCases
-from emberline.chaos.request_progress import RequestProgress, Stage
+from emberline.chaos.request_progress import RequestProgress, RequestStage
 from emberline.core.errors import EmberlineError
 from emberline.router.policy import rendezvous_hash
 
@@ -44,58 +45,62 @@ class ChaosRun:
     _last_fault: tuple[str, str] = ("nothing", "")
     _moves_seen: int = 0  # as of the last fault
 
-    async def run(self, count: int) -> None:
+    async def run(self, fault_count: int) -> None:
         cluster = self.cluster
         if missing := await cluster.wait_until_healthy():
             raise EmberlineError(
-                f"the cluster did not start: {missing}", hint=f"see the log files in {cluster.directory}"
+                f"the cluster did not become healthy after its start: {missing}",
+                hint=f"see the log files in {cluster.directory}",
             )
-        await self._prepare()
+        await self._prepare_cluster_and_cases()
         self._clients_may_send.set()
         background = [asyncio.create_task(self._run_background_client()) for _ in range(BACKGROUND_CLIENTS)]
         try:
-            await self._inject_faults(count)
+            await self._inject_faults(fault_count)
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
-    async def _inject_faults(self, count: int) -> None:
+    async def _inject_faults(self, fault_count: int) -> None:
         scheduler = FaultScheduler(self.cluster.workers, self.rng)
         faults = draw_faults([fault for fault in FAULTS if fault.is_possible(self.cluster)], self.rng)
-        while count and not self.report.unrecovered:
-            next_faults = islice(faults, min(FAULTS_PER_LEAK_CHECK, count))
+        while fault_count and not self.report.unrecovered:
+            next_faults = islice(faults, min(FAULTS_PER_LEAK_CHECK, fault_count))
             # Other faults run during the restarts.
             scheduler.pending = sorted(next_faults, key=lambda item: not item[0].needs_restart)
-            count -= len(scheduler.pending)
+            fault_count -= len(scheduler.pending)
             async with asyncio.TaskGroup() as injectors:
                 for _ in range(CONCURRENT_FAULTS):
-                    injectors.create_task(self._inject_scheduled(scheduler))
+                    injectors.create_task(self._inject_scheduled_faults(scheduler))
             await self._check_leaks()
-            self.report_line(self.report.summary())
+            self.report_line(self.report.format_summary())
 
-    async def _inject_scheduled(self, scheduler: FaultScheduler) -> None:
+    async def _inject_scheduled_faults(self, scheduler: FaultScheduler) -> None:
         while (scheduled := await self._next_fault(scheduler)) is not None:
             try:
-                was_hit = await self._run_fault(scheduled)
+                was_hit = await self._run_scheduled_fault(scheduled)
             finally:
-                scheduler.finish(scheduled)
+                scheduler.finish_fault(scheduled)
             if not was_hit:
                 stages = scheduled.fault.stages
                 # Try another stage.
                 scheduler.pending.insert(0, (scheduled.fault, stages[stages.index(scheduled.stage) - 1]))
                 if self.report.missed_faults > MAX_MISSED_FAULTS:
-                    self.report.record_unrecovered(f"requests did not reach the stage of {MAX_MISSED_FAULTS} faults")
+                    self.report.record_failed_recovery(
+                        f"requests did not reach the stage of {MAX_MISSED_FAULTS} faults"
+                    )
                     scheduler.pending.clear()
 
     async def _next_fault(self, scheduler: FaultScheduler) -> ScheduledFault | None:
-        """Return the next fault; None if none is left or the cluster does not recover."""
+        """Return the next fault to inject. Return None if all were injected or the cluster does not recover from
+        one."""
         now = asyncio.get_running_loop().time
         end = now() + RESTART_TIMEOUT_S
         while scheduler.pending:
             async with self._schedule_lock:
                 active = {*scheduler.active_claims}
-                unavailable = await self.cluster.find_unavailable(active)
+                unavailable = await self.cluster.find_unavailable_processes(active)
                 unchecked = active - scheduler.active_claims.keys()  # their faults ended during the check
                 if (scheduled := scheduler.next_fault({*unavailable, *unchecked})) is not None:
                     return scheduled
@@ -103,35 +108,35 @@ class ChaosRun:
             if scheduler.active_claims:
                 end = now() + RESTART_TIMEOUT_S
             elif now() > end:
-                self.report.record_unrecovered(f"after {self._last_fault[0]}, {self._last_fault[1]}: {unavailable}")
+                self.report.record_failed_recovery(f"after {self._last_fault[0]}, {self._last_fault[1]}: {unavailable}")
                 scheduler.pending.clear()
         return None
 
-    async def _prepare(self) -> None:
+    async def _prepare_cluster_and_cases(self) -> None:
         pool = self.cluster.pool
         async with asyncio.timeout(120):
             while not await self.cluster.is_ready(self.cluster.reference):
                 await asyncio.sleep(0.2)
         await self.cases.measure_token_length(pool)
         for i in range(FIRST_CASES):
-            await self.cases.create(pool, long=i % 2 == 0, stream=i % 3 != 0)
+            await self.cases.create_case(pool, is_long=i % 2 == 0, is_stream=i % 3 != 0)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _run_background_client(self) -> None:
-        """Send requests one after another, whatever their outcome."""
+        """Send requests one after another until cancelled, also when requests fail."""
         while True:
             await self._clients_may_send.wait()
             progress = self.cluster.observer.track_request()
-            case = self.cases.pick()
+            case = self.cases.pick_case()
             outcome = await self._new_client().run(case, progress)
-            self._record_background(outcome)
+            self._record_background_outcome(outcome)
             pause = 1.0 if outcome.verdict in (Verdict.ERROR, Verdict.CUT) else REQUEST_PAUSE_S
             await asyncio.sleep(max(pause, outcome.duration_s))
 
-    def _record_background(self, outcome: RequestOutcome) -> None:
+    def _record_background_outcome(self, outcome: RequestOutcome) -> None:
         self.report.record_background_request(
-            outcome, self._last_fault[0], excused=self.cluster.lacked_router_since(outcome.started_at)
+            outcome, self._last_fault[0], is_error_excused=self.cluster.was_router_incomplete_since(outcome.started_at)
         )
 
     def _new_client(self) -> ChaosClient:
@@ -139,31 +144,35 @@ class ChaosRun:
             self.cluster.pool, self.cluster.router.url, self.cluster.observer, self.cluster.settings.deadline
         )
 
-    async def _pick_case(self, fault: Fault, stage: Stage) -> ReferenceCase:
-        def fits(case: ReferenceCase) -> bool:
-            return (case.is_stream or stage < Stage.FIRST) and (case.has_long_prompt or not fault.reuses_prompt)
+    async def _pick_case(self, fault: Fault, stage: RequestStage) -> ReferenceCase:
+        def is_case_suitable(case: ReferenceCase) -> bool:
+            return (case.is_stream or stage < RequestStage.FIRST) and (case.has_long_prompt or not fault.reuses_prompt)
 
-        known_cases = [case for case in self.cases.cases if fits(case)]
-        is_new = stage in (Stage.PREFILL, Stage.TRANSFER) or self.rng.random() < 0.5
+        known_cases = [case for case in self.cases.cases if is_case_suitable(case)]
+        is_new = stage in (RequestStage.PREFILL, RequestStage.TRANSFER) or self.rng.random() < 0.5
         if known_cases and (fault.reuses_prompt or not is_new):
             return self.rng.choice(known_cases)
-        stream, long = stage >= Stage.FIRST or self.rng.random() < 0.7, is_new or self.rng.random() < 0.5
-        return await self.cases.create(self.cluster.pool, long=long, stream=stream)
+        is_stream, is_long = stage >= RequestStage.FIRST or self.rng.random() < 0.7, is_new or self.rng.random() < 0.5
+        return await self.cases.create_case(self.cluster.pool, is_long=is_long, is_stream=is_stream)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    async def _run_fault(self, scheduled: ScheduledFault) -> bool:
-        """Inject a fault; return False if no request reached the stage."""
+    async def _run_scheduled_fault(self, scheduled_fault: ScheduledFault) -> bool:
+        """Inject a fault when a request reaches the fault's stage. Return False if no request reached that stage."""
         for _ in range(MAX_STAGE_ATTEMPTS):
-            if await self._try_fault(scheduled.fault, scheduled.stage, scheduled.answering_worker):
+            if await self._inject_fault_into_request(
+                scheduled_fault.fault, scheduled_fault.stage, scheduled_fault.answering_worker
+            ):
                 return True
         self.report.missed_faults += 1
         return False
 
-    async def _try_fault(self, fault: Fault, stage: Stage, answering_worker: ChaosProcess) -> bool:
+    async def _inject_fault_into_request(
+        self, fault: Fault, stage: RequestStage, answering_worker: ChaosProcess
+    ) -> bool:
         cluster, progress = self.cluster, self.cluster.observer.track_request()
         case = await self._pick_case(fault, stage)
-        request = self._new_client().run(case, progress, _session_of(answering_worker, cluster, self.rng))
+        request = self._new_client().run(case, progress, _find_session_preferring(answering_worker, cluster, self.rng))
         context = FaultContext(cluster, progress, self.rng, answering_worker)
         # Find the pids before the fault.
         await asyncio.to_thread(lambda: [process.engine_pid for process in cluster.workers])
@@ -174,8 +183,8 @@ class ChaosRun:
                 outcome = await request
         else:
             started_at, task = asyncio.get_running_loop().time(), asyncio.create_task(request)
-            if not await self._reaches_stage(task, progress, stage) or context.decode_worker is not answering_worker:
-                self._record_background(await task)
+            if not await self._wait_for_stage(task, progress, stage) or context.decode_worker is not answering_worker:
+                self._record_background_outcome(await task)
                 return False
             self._last_fault = fault.name, (stage_hit := str(progress.stage))
             async with fault.inject(context):
@@ -191,41 +200,46 @@ class ChaosRun:
         await self._record_fault(fault, stage_hit, outcome, detected)
         return True
 
-    async def _record_fault(self, fault: Fault, hit: str, outcome: RequestOutcome, noticed: int) -> None:
-        moves = await self._count_moves()
+    async def _record_fault(self, fault: Fault, stage_name: str, outcome: RequestOutcome, detection_count: int) -> None:
+        moves = await self._count_migrations_and_retries()
         moved, self._moves_seen = max(0, moves - self._moves_seen), moves
-        excused = self.cluster.lacked_router_since(outcome.started_at)
-        self.report.record_fault(fault.name, hit, outcome, moved=moved, noticed=noticed, excused=excused)
+        excused = self.cluster.was_router_incomplete_since(outcome.started_at)
+        self.report.record_fault(
+            fault.name, stage_name, outcome, move_count=moved, detection_count=detection_count, is_error_excused=excused
+        )
         if outcome.verdict not in (Verdict.ANSWERED, Verdict.LEFT):
             self.report_line(
-                f"{fault.name}, {hit}: {outcome.verdict} after {outcome.duration_s:.1f} s, {outcome.detail}"
+                f"{fault.name}, {stage_name}: {outcome.verdict} after {outcome.duration_s:.1f} s, {outcome.detail}"
             )
 
-    async def _reaches_stage(self, task: asyncio.Task[RequestOutcome], progress: RequestProgress, stage: Stage) -> bool:
-        """Wait until the request reaches the stage; return False if it ended before."""
+    async def _wait_for_stage(
+        self, task: asyncio.Task[RequestOutcome], progress: RequestProgress, stage: RequestStage
+    ) -> bool:
+        """Wait until the request reaches the stage, and return True. Return False if the request ends before that."""
         reached = asyncio.create_task(progress.wait_for_stage(stage))
         await asyncio.wait((task, reached), return_when=asyncio.FIRST_COMPLETED)
         reached.cancel()
-        if stage is Stage.QUEUED:
+        if stage is RequestStage.QUEUED:
             await asyncio.sleep(self.rng.choice((0.0, 0.001, 0.005)))
-        elif stage is Stage.DECODE:
+        elif stage is RequestStage.DECODE:
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
-        return not task.done() and progress.stage is not Stage.ENDED
+        return not task.done() and progress.stage is not RequestStage.ENDED
 
-    async def _count_moves(self) -> int:
-        """Return how often requests continued or were retried at another worker."""
-        status = await self.cluster.get_json(f"{self.cluster.router.url}/cluster/status", timeout=1.0)
+    async def _count_migrations_and_retries(self) -> int:
+        """Return how many times the router retried a request or continued a stream at a different worker."""
+        status = await self.cluster.fetch_json(f"{self.cluster.router.url}/cluster/status", timeout_s=1.0)
         if status is None:
             return 0
         moved = sum(row["count"] for row in status["migrations"] if row["outcome"] == "went on")
         return int(moved + sum(status["retries"].values()))
 
     async def _check_leaks(self) -> None:
-        """Check that an idle cluster holds no resources.
+        """Check that the cluster holds no requests, leases or blocks once no client sends requests.
 
-        Requests must run until all workers are healthy, because circuit breakers close only after a successful one."""
+        Before that, requests must run until all workers are healthy, because a circuit breaker closes only after a
+        successful request."""
         if missing := await self.cluster.wait_until_healthy():
-            self.report.record_unrecovered(missing)
+            self.report.record_failed_recovery(missing)
         self._clients_may_send.clear()
         self.report.leak_check_count += 1
         if held_resources := await self.cluster.wait_until_idle():
@@ -233,16 +247,16 @@ class ChaosRun:
         self._clients_may_send.set()
 
 
-async def _outcome_after_disconnect(task: asyncio.Task[RequestOutcome], began: float) -> RequestOutcome:
-    """Return the outcome of a request whose client disconnected, unless it had ended before."""
+async def _outcome_after_disconnect(task: asyncio.Task[RequestOutcome], started_at: float) -> RequestOutcome:
+    """Wait until the request ends, and return its outcome: LEFT if the fault disconnected its client before the end."""
     await asyncio.wait((task,))
     if not task.cancelled():
         return task.result()
-    return RequestOutcome(Verdict.LEFT, "", began, asyncio.get_running_loop().time() - began)
+    return RequestOutcome(Verdict.LEFT, "", started_at, asyncio.get_running_loop().time() - started_at)
 
 
-def _session_of(answering_worker: ChaosProcess, cluster: ChaosCluster, rng: random.Random) -> str:
-    """Return a session id for which the router prefers this worker."""
+def _find_session_preferring(answering_worker: ChaosProcess, cluster: ChaosCluster, rng: random.Random) -> str:
+    """Return a random session id that the router's session affinity assigns to `answering_worker`."""
     names = [worker.name for worker in cluster.workers_with_role("decode")]
     while True:
         session = f"{rng.getrandbits(48):x}"
@@ -251,13 +265,13 @@ def _session_of(answering_worker: ChaosProcess, cluster: ChaosCluster, rng: rand
 
 
 async def run_chaos(
-    cluster: ChaosCluster, report: ChaosReport, count: int, seed: int, report_line: Callable[[str], None]
+    cluster: ChaosCluster, report: ChaosReport, fault_count: int, seed: int, print_line: Callable[[str], None]
 ) -> None:
     rng = random.Random(seed)
     try:
         await cluster.start()
         await ChaosRun(
-            cluster, ReferenceCases(cluster.reference.url, SERVED_MODEL_NAME, rng), rng, report_line, report
-        ).run(count)
+            cluster, ReferenceCases(cluster.reference.url, SERVED_MODEL_NAME, rng), rng, print_line, report
+        ).run(fault_count)
     finally:
         await cluster.stop()

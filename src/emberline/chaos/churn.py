@@ -1,10 +1,10 @@
-"""`emberline bench churn`: restarts workers at random while a cluster serves a share of its maximum.
+"""`emberline bench churn`: restarts random workers while a cluster serves requests at part of its maximum rate.
 
-Every request has one right answer, which a reference server gave before. The rate that the cluster sustains is measured
-first, with enough open requests to fill it; then requests arrive at random at the given share of that rate. About every
-half minute a worker, or only its engine, is killed or terminated, and restarts. One decode worker is never restarted:
-its memory is measured over the whole time, like the router's. A client's error is reported together with the restart
-during which it happened, if there was one."""
+Before the run, a reference server answers every request once, and each later reply is compared with that answer. The
+benchmark first measures the highest request rate that the cluster can serve. Then requests arrive at random times, at a
+configured share of that rate. About every 30 s one worker, or only its engine process, is killed or terminated, and
+restarts. One decode worker is never restarted, so that its memory, like the router's, can be measured over the whole
+run. When a client gets an error during a restart, the report names that restart."""
 
 from __future__ import annotations
 
@@ -98,26 +98,27 @@ class ChurnRun:
         self.growth = MemoryGrowth(settled=WARM_UP * self.plan.seconds)
 
     @property
-    def now(self) -> float:
+    def seconds_since_start(self) -> float:
         return asyncio.get_running_loop().time() - self._started_at
 
     async def measure_sustained_rate(self) -> float:
-        """Return the requests per second that the cluster serves when it is full.
+        """Return the requests per second that the cluster completes under full load.
 
-        The rate counts from the end of the first requests."""
+        The measurement starts when the first requests have ended, because the cluster is not fully loaded before."""
         loop = asyncio.get_running_loop()
         end, finished_at = loop.time() + self.plan.calibration, list[float]()
 
-        async def send_repeatedly() -> None:
+        async def send_requests_until_end() -> None:
             while loop.time() < end or len(finished_at) < 2 * CALIBRATION_REQUESTS:
-                if (ending := await self._run_request()).verdict is not Verdict.ANSWERED:
+                if (ending := await self._send_random_request()).verdict is not Verdict.ANSWERED:
                     raise EmberlineError(
-                        f"a request failed before any restart: {ending.verdict}, {ending.detail}",
+                        "a request failed during calibration, before any worker was restarted:"
+                        f" {ending.verdict}, {ending.detail}",
                         hint="see the log files",
                     )
                 finished_at.append(loop.time())
 
-        await asyncio.gather(*(send_repeatedly() for _ in range(CALIBRATION_REQUESTS)))
+        await asyncio.gather(*(send_requests_until_end() for _ in range(CALIBRATION_REQUESTS)))
         # After `end` fewer requests are open.
         first_full, end = (
             finished_at[CALIBRATION_REQUESTS - 1],
@@ -125,45 +126,46 @@ class ChurnRun:
         )
         return sum(first_full < at <= end for at in finished_at) / (end - first_full)
 
-    async def run(self, rate: float) -> None:
+    async def run(self, requests_per_s: float) -> None:
         self._started_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(work) for work in (self._restart_workers(), self._watch_memory())]
-            await self._send_arrivals(rate)
+            await self._send_requests_at_rate(requests_per_s)
             for task in background:
                 task.cancel()
         # The last restart is not complete.
         if self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem:
             self.recovery_problem = await self.cluster.wait_until_ready()
-            self.restarts[-1].recovered_at = None if self.recovery_problem else self.now
+            self.restarts[-1].recovered_at = None if self.recovery_problem else self.seconds_since_start
 
-    async def _send_arrivals(self, rate: float) -> None:
-        """Send requests at this rate until the time is over, then wait until all have ended."""
+    async def _send_requests_at_rate(self, requests_per_s: float) -> None:
+        """Send requests at this mean rate for the planned duration, then wait until all requests have ended."""
         async with asyncio.TaskGroup() as group:
             at = 0.0
-            while (at := at + self.rng.expovariate(rate)) < self.plan.seconds and not self.recovery_problem:
-                await asyncio.sleep(max(0.0, at - self.now))
-                group.create_task(self._send_one())
+            while (at := at + self.rng.expovariate(requests_per_s)) < self.plan.seconds and not self.recovery_problem:
+                await asyncio.sleep(max(0.0, at - self.seconds_since_start))
+                group.create_task(self._send_and_record_request())
 
-    async def _send_one(self) -> None:
-        ending = await self._run_request()
+    async def _send_and_record_request(self) -> None:
+        ending = await self._send_random_request()
         self.outcomes.append(ending)
         if ending.verdict is not Verdict.ANSWERED:
             self.report_line(
-                f"{self.now:.0f} s: {ending.verdict}, {ending.detail}, {self.describe_restart_during(ending)}"
+                f"{self.seconds_since_start:.0f} s: {ending.verdict}, {ending.detail},"
+                f" {self.describe_restart_during(ending)}"
             )
 
-    async def _run_request(self) -> RequestOutcome:
+    async def _send_random_request(self) -> RequestOutcome:
         client, case = (
             ChaosClient(self.pool, self.cluster.url, self._observer, self.plan.deadline),
-            self.cases.pick(),
+            self.cases.pick_case(),
         )
         if case.path != "/v1/messages" and self.rng.random() < UNCACHED_SHARE:
             case = replace(case, body={**case.body, "cache_salt": f"{self.rng.getrandbits(64):x}"})
         return await client.run(case, self._observer.track_request())
 
     def describe_restart_during(self, outcome: RequestOutcome) -> str:
-        """Return the restart during which the request ran, or ""."""
+        """Return a description of the restart during which the request was open, or "" if there was none."""
         started_at = outcome.started_at - self._started_at
         for restart in self.restarts:
             if restart.started_at <= started_at + outcome.duration_s and (
@@ -178,36 +180,36 @@ class ChurnRun:
         never_restarted = next(child for child in self.cluster.workers if not child.name.startswith("prefill"))
         others = [child for child in self.cluster.workers if child is not never_restarted]
         rng = random.Random(self.plan.seed)
-        while self.now + (pause := rng.uniform(*self.plan.pause)) < self.plan.seconds:
+        while self.seconds_since_start + (pause := rng.uniform(*self.plan.pause)) < self.plan.seconds:
             await asyncio.sleep(pause)
             child, kind = rng.choice(others), rng.choice(RESTART_KINDS)
-            self.restarts.append(restart := WorkerRestart(self.now, child.name, kind))
+            self.restarts.append(restart := WorkerRestart(self.seconds_since_start, child.name, kind))
             self.recovery_problem = await self._restart_and_wait(child, kind)
             if self.recovery_problem:
                 return
-            restart.recovered_at = self.now
+            restart.recovered_at = self.seconds_since_start
             outage_s = restart.recovered_at - restart.started_at
             self.report_line(f"{restart.started_at:.0f} s: {kind} of {child.name}, recovered after {outage_s:.1f} s")
 
-    async def _restart_and_wait(self, child: SupervisedProcess, kind: str) -> str:
-        """Restart a worker and wait until the cluster is healthy; return what is missing, or ""."""
-        restarts = child.restarts + (kind != ENGINE_DEATH)
-        await asyncio.to_thread(_stop_worker, child, kind)
+    async def _restart_and_wait(self, worker: SupervisedProcess, restart_kind: str) -> str:
+        """Restart a worker and wait until the cluster is healthy. Return "", or the problem if it does not recover."""
+        restarts = worker.restarts + (restart_kind != ENGINE_DEATH)
+        await asyncio.to_thread(_stop_worker, worker, restart_kind)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                while child.restarts < restarts:
+                while worker.restarts < restarts:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            return f"{child.name} did not end within {STOP_TIMEOUT_S:g} s"
+            return f"{worker.name} did not end within {STOP_TIMEOUT_S:g} s"
         await asyncio.sleep(DETECTION_WAIT_S)
         return await self.cluster.wait_until_ready()
 
     async def _watch_memory(self) -> None:
         while True:
-            self.growth.record_samples(await asyncio.to_thread(self._pids), self.now)
+            self.growth.record_samples(await asyncio.to_thread(self._pids_by_name), self.seconds_since_start)
             await asyncio.sleep(MEMORY_POLL_INTERVAL_S)
 
-    def _pids(self) -> dict[str, int]:
+    def _pids_by_name(self) -> dict[str, int]:
         pid_by_name: dict[str, int] = {}
         for child in (self.cluster.router, *self.cluster.workers):
             if child.process is not None and child.process.returncode is None:
@@ -219,36 +221,36 @@ class ChurnRun:
         return pid_by_name
 
 
-def _stop_worker(child: SupervisedProcess, kind: str) -> None:
-    assert child.process is not None
-    child.restart_pause_s = 0.5  # an intended death must not lengthen the pause
-    pid: int | None = child.process.pid
-    if kind == ENGINE_DEATH:
-        pid = find_process_tree(child.process.pid).get(ENGINE_PROCESS)
+def _stop_worker(worker: SupervisedProcess, restart_kind: str) -> None:
+    assert worker.process is not None
+    worker.restart_pause_s = 0.5  # an intended death must not lengthen the pause
+    pid: int | None = worker.process.pid
+    if restart_kind == ENGINE_DEATH:
+        pid = find_process_tree(worker.process.pid).get(ENGINE_PROCESS)
     if pid is not None:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM if kind == "end" else signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM if restart_kind == "end" else signal.SIGKILL)
 
 
 # -- the whole benchmark -----------------------------------------------------------------------------------------------
 
 
-def run_churn_bench(model: str, plan: ChurnPlan, logs: Path, report_line: Callable[[str], None]) -> BenchReport:
+def run_churn_bench(model: str, plan: ChurnPlan, log_dir: Path, print_line: Callable[[str], None]) -> BenchReport:
     report = BenchReport("churn", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
     rng = random.Random(plan.seed)
-    with EmberlineServer([model, *SERVER_ARGUMENTS], logs / "reference.log") as reference:
-        report_line(f"recording the answers of {plan.cases} requests")
-        cases = asyncio.run(_record_references(reference.url.removesuffix("/v1"), plan.cases, rng))
-    asyncio.run(_run_cluster(report, model, plan, cases, logs, report_line, rng))
+    with EmberlineServer([model, *SERVER_ARGUMENTS], log_dir / "reference.log") as reference:
+        print_line(f"recording the answers of {plan.cases} requests")
+        cases = asyncio.run(_create_reference_cases(reference.url.removesuffix("/v1"), plan.cases, rng))
+    asyncio.run(_run_churn_on_cluster(report, model, plan, cases, log_dir, print_line, rng))
     return report
 
 
-async def _record_references(url: str, count: int, rng: random.Random) -> ReferenceCases:
+async def _create_reference_cases(url: str, count: int, rng: random.Random) -> ReferenceCases:
     cases = ReferenceCases(url, SERVED_MODEL_NAME, rng)
     with closing(_new_pool()) as pool:
         await cases.measure_token_length(pool)
         for i in range(count):
-            await cases.create(pool, long=i % 2 == 0, stream=i % 4 != 0)
+            await cases.create_case(pool, is_long=i % 2 == 0, is_stream=i % 4 != 0)
     return cases
 
 
@@ -256,13 +258,13 @@ def _new_pool() -> HTTPConnectionPool:
     return HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S, retries_stale=True)
 
 
-async def _run_cluster(
+async def _run_churn_on_cluster(
     report: BenchReport,
     model: str,
     plan: ChurnPlan,
     cases: ReferenceCases,
-    logs: Path,
-    report_line: Callable[[str], None],
+    log_dir: Path,
+    print_line: Callable[[str], None],
     rng: random.Random,
 ) -> None:
     worker = [model, *SERVER_ARGUMENTS, "--threads", "1", "--kv-memory", plan.kv_memory]
@@ -270,10 +272,10 @@ async def _run_cluster(
     async with AsyncExitStack() as stack:
         pool = stack.enter_context(closing(_new_pool()))
         roles: dict[Role, int] = {"prefill": plan.prefill, "decode": plan.decode}
-        cluster = await stack.enter_async_context(LocalCluster(roles, worker, logs, router_arguments=router))
-        churn = ChurnRun(plan, cluster, cases, pool, report_line, rng)
+        cluster = await stack.enter_async_context(LocalCluster(roles, worker, log_dir, router_arguments=router))
+        churn = ChurnRun(plan, cluster, cases, pool, print_line, rng)
         rate = await churn.measure_sustained_rate()
-        report_line(f"the cluster sustains {rate:.2f} requests/s")
+        print_line(f"the cluster sustains {rate:.2f} requests/s")
         report.add("sustained", rate, "requests/s")
         idle, started_at = total_idle_seconds(), time.perf_counter()
         await churn.run(plan.load * rate)
@@ -282,7 +284,7 @@ async def _run_cluster(
         add_results(report, churn, await cluster.wait_until_idle(), await cluster.fetch_router_status() or {})
 
 
-def add_results(report: BenchReport, churn: ChurnRun, held_resources: str, status: dict[str, Any]) -> None:
+def add_results(report: BenchReport, churn: ChurnRun, held_resources: str, router_status: dict[str, Any]) -> None:
     endings, restarts = churn.outcomes, churn.restarts
     verdict_counts = Counter(ending.verdict for ending in endings)
     failures = [
@@ -303,9 +305,9 @@ def add_results(report: BenchReport, churn: ChurnRun, held_resources: str, statu
         report.add("back_after", outages, "s")
     report.add("unrecovered", int(bool(churn.recovery_problem)), "times")
     report.add("leaked", int(bool(held_resources)), "times")
-    moved = sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
+    moved = sum(row["count"] for row in router_status.get("migrations", ()) if row["outcome"] == "went on")
     report.add("moved", moved, "requests")
-    report.add("tried_again", sum(status.get("retries", {}).values()), "requests")
+    report.add("tried_again", sum(router_status.get("retries", {}).values()), "requests")
     for label, percent in (("p50", 50), ("p99", 99), ("most", 100)):
         if endings:
             report.add(f"seconds_{label}", float(np.percentile([e.duration_s for e in endings], percent)), "s")

@@ -1,4 +1,4 @@
-"""ChaosClient: sends requests to the router as users do, and judges the replies."""
+"""ChaosClient: sends a request to the router, and compares the reply with the known answer."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ChaosClient:
         self._deadline_s = deadline
 
     async def run(self, case: ReferenceCase, progress: RequestProgress, session: str = "") -> RequestOutcome:
-        """Send a request and return its outcome. Cancelling it disconnects the client."""
+        """Send a request and return its outcome. Cancelling this coroutine closes the client's connection."""
         started_at = asyncio.get_running_loop().time()
         raw = bytearray()
         headers = {"content-type": "application/json"} | ({"x-session-affinity": session} if session else {})
         try:
             async with asyncio.timeout(self._deadline_s + HANG_MARGIN_S):
-                body = case.encode_with_mark(progress.name)
+                body = case.encode_with_request_marker(progress.marker_text)
                 reply = await self._pool.request(self._url, "POST", case.path, headers, body)
                 try:
                     while part := await reply.read():
@@ -64,17 +64,19 @@ class ChaosClient:
             )
             verdict, detail = (Verdict.WRONG, difference) if difference else (Verdict.CUT, repr(e))
         finally:
-            self._observer.forget(progress)
+            self._observer.stop_tracking(progress)
         return RequestOutcome(verdict, detail, started_at, asyncio.get_running_loop().time() - started_at)
 
 
-def judge_reply(case: ReferenceCase, status: int, raw: bytes) -> tuple[Verdict, str]:
+def judge_reply(case: ReferenceCase, status: int, body: bytes) -> tuple[Verdict, str]:
     is_stream = case.is_stream and status == 200
-    reply = ObservedReply.from_stream(case.path, raw) if is_stream else ObservedReply.from_body(status, raw)
+    reply = ObservedReply.from_stream(case.path, body) if is_stream else ObservedReply.from_body(status, body)
     if difference := reply.describe_difference_from(case.expected):
         return Verdict.WRONG, difference
     if is_stream and reply.ending_count != 1:
         return Verdict.WRONG, f"the stream ended {reply.ending_count} times"
     if reply.error:
         return Verdict.ERROR, reply.error
-    return (Verdict.ANSWERED, "") if reply.is_complete else (Verdict.WRONG, f"neither answer nor error: {raw[-100:]!r}")
+    return (
+        (Verdict.ANSWERED, "") if reply.is_complete else (Verdict.WRONG, f"neither answer nor error: {body[-100:]!r}")
+    )

@@ -1,6 +1,7 @@
-"""ShiftedClock: shifts `time.time` in one process and its children, not the system's clock.
+"""ShiftedClock: makes `time.time` wrong in one process and its children, without changing the system's clock.
 
-A `sitecustomize` module on the process's PYTHONPATH adds an offset that a memory-mapped file holds."""
+A `sitecustomize` module on the PYTHONPATH of that process adds an offset to `time.time`. The module reads the offset
+from a memory-mapped file, so that it can change while the process runs."""
 
 from __future__ import annotations
 
@@ -29,6 +30,6 @@ class ShiftedClock:
         with file.open("r+b") as opened:
             self._offset = mmap.mmap(opened.fileno(), 8)
 
-    def shift(self, seconds: float) -> None:
-        """Set the offset to the real time, positive or negative."""
-        self._offset[:8] = struct.pack("<d", seconds)
+    def set_offset(self, offset_s: float) -> None:
+        """Set the seconds, positive or negative, by which the process's clock differs from the real time."""
+        self._offset[:8] = struct.pack("<d", offset_s)

@@ -1,6 +1,6 @@
-"""FaultProxy: a TCP proxy between two processes that injects faults.
+"""FaultProxy: a TCP proxy that can reset, pause, slow down and corrupt the connections between two processes.
 
-It can cut, pause, slow down and corrupt connections, and passes all traffic through a filter."""
+A filter function, which the proxy's owner provides, sees all data and may change it."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class FaultProxy:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> FaultProxy:
-        """Accept connections; do nothing if it already does."""
+        """Start listening, unless the proxy is listening already."""
         if not self._is_listening:
             self._is_listening = True
             self._may_forward.set()
-            self._server = await asyncio.start_server(self._accept, self.host, self.port, limit=READ_BYTES)
+            self._server = await asyncio.start_server(self._accept_connection, self.host, self.port, limit=READ_BYTES)
             self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -82,24 +82,28 @@ class FaultProxy:
         self._is_refusing = True
         self.reset_connections()
 
-    def pause(self) -> None:
-        """Forward nothing, without closing connections."""
+    def pause_forwarding(self) -> None:
+        """Stop forwarding data, but keep the connections open."""
         self._may_forward.clear()
 
-    def restore(self) -> None:
+    def end_faults(self) -> None:
         self._is_refusing, self.bytes_per_s, self.bytes_to_corrupt = False, float("inf"), 0
         self._may_forward.set()
 
-    async def _accept(self, reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+    async def _accept_connection(
+        self, client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            await self._forward(reader, client_writer)
+            await self._forward_connection(client_reader, client_writer)
         finally:
             self._tasks.discard(task)
 
-    async def _forward(self, reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+    async def _forward_connection(
+        self, client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter
+    ) -> None:
         try:
             if self._is_refusing:
                 raise ConnectionError("cut")
@@ -110,8 +114,8 @@ class FaultProxy:
             return
         connection = ProxiedConnection(client_writer, server_writer)
         self.connections.add(connection)
-        pumps = [asyncio.create_task(self._pump(connection, reader, server_writer, True)),
-                asyncio.create_task(self._pump(connection, server_reader, client_writer, False))]  # fmt: skip
+        pumps = [asyncio.create_task(self._copy_stream(connection, client_reader, server_writer, True)),
+                asyncio.create_task(self._copy_stream(connection, server_reader, client_writer, False))]  # fmt: skip
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -122,11 +126,11 @@ class FaultProxy:
             for writer in (client_writer, server_writer):
                 writer.close()
 
-    async def _pump(
+    async def _copy_stream(
         self,
         connection: ProxiedConnection,
         source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
+        destination: asyncio.StreamWriter,
         is_to_server: bool,
     ) -> None:
         try:
@@ -136,13 +140,13 @@ class FaultProxy:
                 await self._may_forward.wait()
                 data = self.traffic_filter(connection, is_to_server, data)
                 if self.bytes_to_corrupt and not is_to_server:
-                    data = self._corrupt(data)
-                sink.write(data)
-                await sink.drain()
+                    data = self._corrupt_one_byte(data)
+                destination.write(data)
+                await destination.drain()
         except OSError:
             connection.reset()
 
-    def _corrupt(self, data: bytes) -> bytes:
+    def _corrupt_one_byte(self, data: bytes) -> bytes:
         middle = len(data) // 2
         self.bytes_to_corrupt -= 1
         self.corrupted_bytes += 1

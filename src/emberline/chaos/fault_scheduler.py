@@ -1,6 +1,6 @@
-"""FaultScheduler: which fault comes next, given the unavailable processes and active faults.
+"""FaultScheduler: decides which fault may be injected next, given the unavailable processes and the active faults.
 
-At least one worker that can answer is always left."""
+At least one worker that can generate replies is always left without fault."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from emberline.chaos.chaos_process import ChaosProcess
 from emberline.chaos.faults import Fault
-from emberline.chaos.request_progress import Stage
+from emberline.chaos.request_progress import RequestStage
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledFault:
     fault: Fault
-    stage: Stage
+    stage: RequestStage
     answering_worker: ChaosProcess  # the worker that should answer
     claimed: tuple[str, ...]  # processes and counter that no other fault may use meanwhile
 
@@ -25,35 +25,37 @@ class FaultScheduler:
     def __init__(self, workers: Sequence[ChaosProcess], rng: random.Random) -> None:
         self._workers = workers
         self._rng = rng
-        self.pending: list[tuple[Fault, Stage]] = []
+        self.pending: list[tuple[Fault, RequestStage]] = []
         self.active_claims: dict[str, Fault] = {}  # claimed process or counter, and the fault that claims it
 
-    def next_fault(self, unavailable: Collection[str]) -> ScheduledFault | None:
-        """Return the first pending fault that may begin now; it is active until `finish`."""
+    def next_fault(self, unavailable_names: Collection[str]) -> ScheduledFault | None:
+        """Return the first pending fault that may be injected now. The fault counts as active until `finish_fault`."""
         for i, (fault, stage) in enumerate(self.pending):
-            if (scheduled := self._schedule(fault, stage, unavailable)) is not None:
+            if (scheduled := self._schedule_if_possible(fault, stage, unavailable_names)) is not None:
                 del self.pending[i]
                 self.active_claims |= dict.fromkeys(scheduled.claimed, fault)
                 return scheduled
         return None
 
-    def finish(self, scheduled: ScheduledFault) -> None:
-        for claim in scheduled.claimed:
+    def finish_fault(self, scheduled_fault: ScheduledFault) -> None:
+        for claim in scheduled_fault.claimed:
             del self.active_claims[claim]
 
-    def _schedule(self, fault: Fault, stage: Stage, unavailable: Collection[str]) -> ScheduledFault | None:
+    def _schedule_if_possible(
+        self, fault: Fault, stage: RequestStage, unavailable_names: Collection[str]
+    ) -> ScheduledFault | None:
         unavailable_names = {
-            *unavailable,
+            *unavailable_names,
             *(name for name, other in self.active_claims.items() if not other.keeps_workers_available),
         }
         answering_workers = [
             worker for worker in self._workers_with_role("decode") if worker.name not in unavailable_names
         ]
         if "router" in unavailable_names or (
-            fault.target == "router" and not fault.keeps_workers_available and {*unavailable, *self.active_claims}
+            fault.target == "router" and not fault.keeps_workers_available and {*unavailable_names, *self.active_claims}
         ):
             return None
-        if stage is Stage.TRANSFER and any(
+        if stage is RequestStage.TRANSFER and any(
             worker.name in unavailable_names for worker in self._workers_with_role("prefill")
         ):
             return None
@@ -62,17 +64,17 @@ class FaultScheduler:
         ]
         self._rng.shuffle(candidates)
         for candidate in candidates:
-            claims = self._claims_of(fault, candidate)
+            claims = self._names_affected_by(fault, candidate)
             remaining = (
                 {worker.name for worker in self._workers}
                 - unavailable_names
                 - ({*claims} if not fault.keeps_workers_available else set())
             )
-            if remaining and not {*unavailable, *self.active_claims} & {*claims}:
+            if remaining and not {*unavailable_names, *self.active_claims} & {*claims}:
                 return ScheduledFault(fault, stage, candidate, claims)
         return None
 
-    def _claims_of(self, fault: Fault, answering_worker: ChaosProcess) -> tuple[str, ...]:
+    def _names_affected_by(self, fault: Fault, answering_worker: ChaosProcess) -> tuple[str, ...]:
         match fault.target:
             case "decode":
                 processes = [answering_worker.name]
@@ -86,8 +88,10 @@ class FaultScheduler:
         return [worker for worker in self._workers if worker.role == role]
 
 
-def draw_faults(faults: Sequence[Fault], rng: random.Random) -> Iterator[tuple[Fault, Stage]]:
-    """Yield faults without end: each kind once, then by weight, with stages in rotation."""
+def draw_faults(faults: Sequence[Fault], rng: random.Random) -> Iterator[tuple[Fault, RequestStage]]:
+    """Yield faults and stages forever: first each kind of fault once, then random kinds according to their weights.
+
+    The stages of one kind of fault come in rotation."""
     order = list(faults)
     rng.shuffle(order)
     stage_index = {fault.name: rng.randrange(len(fault.stages)) for fault in faults}

@@ -1,4 +1,5 @@
-"""The faults: what goes wrong for a while with a process or connection that serves a request."""
+"""Fault: a temporary failure of a process, a connection or a disk that serves a request, and functions that inject
+it."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from emberline.chaos.chaos_cluster import ChaosCluster
 from emberline.chaos.chaos_process import ChaosProcess
 from emberline.chaos.fault_proxy import FaultProxy
 from emberline.chaos.network import LOOPBACK_ADDRESS, LinkDisturbance
-from emberline.chaos.request_progress import RequestProgress, Stage
+from emberline.chaos.request_progress import RequestProgress, RequestStage
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.errors import EmberlineError
 
-STAGES_BEFORE_OUTPUT = (Stage.QUEUED, Stage.PREFILL, Stage.TRANSFER)
-ALL_STAGES = (*STAGES_BEFORE_OUTPUT, Stage.FIRST, Stage.DECODE)
-TRANSFER_STAGES = (Stage.PREFILL, Stage.TRANSFER)
-QUEUED_STAGE = (Stage.QUEUED,)
+STAGES_BEFORE_OUTPUT = (RequestStage.QUEUED, RequestStage.PREFILL, RequestStage.TRANSFER)
+ALL_STAGES = (*STAGES_BEFORE_OUTPUT, RequestStage.FIRST, RequestStage.DECODE)
+TRANSFER_STAGES = (RequestStage.PREFILL, RequestStage.TRANSFER)
+QUEUED_STAGE = (RequestStage.QUEUED,)
 SHORT_FAULT_S = 0.3
 LOST_WORKER_FAULT_S = 3.0  # so long that the router counts the worker as lost
 DISK_COUNTER_LABEL, STORE_COUNTER_LABEL = 'tier="disk"', 'tier="store"'
@@ -53,8 +54,8 @@ class FaultContext:
     def decode_worker(self) -> ChaosProcess:
         return self.cluster.find_worker(self.progress.decode_worker) or self.answering_worker
 
-    def target(self, role: FaultTarget) -> ChaosProcess:
-        match role:
+    def process_at(self, target: FaultTarget) -> ChaosProcess:
+        match target:
             case "prefill":
                 return self.prefill_worker
             case "decode":
@@ -74,7 +75,7 @@ class Fault:
     name: str
     target: FaultTarget
     inject: FaultInjector
-    stages: tuple[Stage, ...] = ALL_STAGES
+    stages: tuple[RequestStage, ...] = ALL_STAGES
     max_duration_s: float = 20.0  # the fault ends earlier when the request ends
     min_duration_s: float = 0.0
     weight: float = 1.0  # relative frequency
@@ -93,23 +94,23 @@ class Fault:
         )
 
 
-def kill_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
+def kill_process(target: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
-        process = context.target(role)
+        process = context.process_at(target)
         if engine_only:
             process.send_signal(signal.SIGKILL, engine_only=True)
         else:
-            context.cluster.kill(process)
+            context.cluster.kill_process(process)
         yield
 
     return inject
 
 
-def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
+def freeze_process(target: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
-        process = context.target(role)
+        process = context.process_at(target)
         pids = [process.engine_pid] if engine_only else [process.pid, process.engine_pid]
         _send_signal(signal.SIGSTOP, pids)
         try:
@@ -120,24 +121,26 @@ def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInje
     return inject
 
 
-def _send_signal(number: signal.Signals, pids: Iterable[int | None]) -> None:
+def _send_signal(signal_number: signal.Signals, pids: Iterable[int | None]) -> None:
     for pid in filter(None, pids):
         with contextlib.suppress(ProcessLookupError):  # the server may have restarted a frozen engine
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
 
 
-def disturb_connections(connection: str, role: FaultTarget, disturbance: str) -> FaultInjector:
-    """Disturb the connections of a process. `disturbance`: cut, hold, slow or spoil."""
+def disturb_connections(connection_kind: str, target: FaultTarget, disturbance: str) -> FaultInjector:
+    """Return an injector that disturbs the connections of a process.
+
+    `disturbance` is "cut" (reset), "hold" (forward nothing), "slow" or "spoil" (corrupt bytes)."""
 
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
-        proxy: FaultProxy | None = getattr(context.target(role), connection)
+        proxy: FaultProxy | None = getattr(context.process_at(target), connection_kind)
         assert proxy is not None
         match disturbance:
             case "cut":
                 proxy.refuse_connections()
             case "hold":
-                proxy.pause()
+                proxy.pause_forwarding()
             case "slow":
                 proxy.bytes_per_s = 20e3
             case "spoil":
@@ -145,30 +148,30 @@ def disturb_connections(connection: str, role: FaultTarget, disturbance: str) ->
         try:
             yield
         finally:
-            proxy.restore()
+            proxy.end_faults()
 
     return inject
 
 
-def disturb_link(disturbance: LinkDisturbance, role: FaultTarget) -> FaultInjector:
-    """Disturb the network link of a worker, over which all its traffic goes."""
+def disturb_link(disturbance: LinkDisturbance, target: FaultTarget) -> FaultInjector:
+    """Return an injector that disturbs the virtual network link which carries all traffic of a worker."""
 
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
-        target = context.target(role).link
-        assert target is not None
-        await asyncio.to_thread(target.disturb, disturbance)
+        link = context.process_at(target).link
+        assert link is not None
+        await asyncio.to_thread(link.disturb, disturbance)
         try:
             yield
         finally:
-            await asyncio.to_thread(target.restore)
+            await asyncio.to_thread(link.end_disturbance)
 
     return inject
 
 
 @asynccontextmanager
 async def fill_disk(context: FaultContext) -> AsyncIterator[None]:
-    """Limit the engine's files to one page, so that writes are cut short as on a full disk."""
+    """Limit the size of files that the engine can write to one page, so that writes fail as on a full disk."""
     pid = context.answering_worker.engine_pid
     if pid is None:
         yield
@@ -182,23 +185,23 @@ async def fill_disk(context: FaultContext) -> AsyncIterator[None]:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, old_limits)
 
 
-def damage_files(kind: str) -> FaultInjector:
+def damage_files(damage: str) -> FaultInjector:
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
         assert context.answering_worker.disk is not None
-        await asyncio.to_thread(_damage_disk, context.answering_worker.disk, kind)
+        await asyncio.to_thread(_damage_files_in, context.answering_worker.disk, damage)
         yield
 
     return inject
 
 
-def _damage_disk(disk: Path, kind: str) -> None:
-    for file in disk.glob("*/??/*"):
+def _damage_files_in(directory: Path, damage: str) -> None:
+    for file in directory.glob("*/??/*"):
         with contextlib.suppress(OSError):  # the engine may have deleted the file
             size = file.stat().st_size
-            if kind == "tear":
+            if damage == "tear":
                 os.truncate(file, size // 2 // FULL_DISK_FILE_BYTES * FULL_DISK_FILE_BYTES)
-            elif kind == "spoil":
+            elif damage == "spoil":
                 with file.open("r+b") as opened:
                     opened.seek(size // 2)
                     if byte := opened.read(1):  # a truncated file may be empty
@@ -229,14 +232,16 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
     child = SupervisedProcess(
         process.name, arguments, cluster.directory / f"{process.name}-twin.log", process.child.environment
     )
-    first_incarnation = await _incarnation(cluster, process)
+    first_incarnation = await _registered_incarnation(cluster, process)
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
             while "is alive at" not in child.log_file.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
-        if await _incarnation(cluster, process) != first_incarnation:
-            raise EmberlineError(f"a second worker named {process.name} was accepted although the first is alive")
+        if await _registered_incarnation(cluster, process) != first_incarnation:
+            raise EmberlineError(
+                f"the router accepted a second worker named {process.name!r} although the first one is alive"
+            )
         yield
     finally:
         assert child.process is not None
@@ -244,23 +249,23 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
         await supervisor.stop()
 
 
-async def _incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | None:
-    status = await cluster.get_json(f"{cluster.router.url}/cluster/status")
+async def _registered_incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | None:
+    status = await cluster.fetch_json(f"{cluster.router.url}/cluster/status")
     rows = status["workers"] if status else []
     return next((str(row["incarnation"]) for row in rows if row["name"] == process.name), None)
 
 
-def shift_clock(role: FaultTarget) -> FaultInjector:
+def shift_clock(target: FaultTarget) -> FaultInjector:
     @asynccontextmanager
     async def inject(context: FaultContext) -> AsyncIterator[None]:
-        context.target(role).clock.shift(context.rng.choice((-1, 1)) * context.rng.uniform(60, 1e6))
+        context.process_at(target).clock.set_offset(context.rng.choice((-1, 1)) * context.rng.uniform(60, 1e6))
         yield
 
     return inject
 
 
 def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:
-    """Return a fault of the connections over which KV blocks are fetched."""
+    """Return a fault that disturbs the connections over which workers fetch KV blocks from each other."""
     injector = disturb_connections("blocks", "prefill", disturbance)
     return Fault(
         f"{disturbance} blocks",
@@ -275,7 +280,7 @@ def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight:
 
 
 def disk_fault(name: str, injector: FaultInjector, weight: float, *, reuses_prompt: bool = True) -> Fault:
-    """Return a fault of the answering worker's disk tier."""
+    """Return a fault in the directory in which the answering worker stores evicted KV blocks."""
     return Fault(
         name,
         "decode",

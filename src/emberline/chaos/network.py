@@ -1,7 +1,8 @@
-"""ChaosNetwork: the addresses of a cluster's processes.
+"""ChaosNetwork: the network addresses of a cluster's processes.
 
-By default all use loopback. With links, each worker has its own network namespace and one link to the hub, where the
-router and all proxies are. Links need a private network: `unshare -rn emberline chaos --links`."""
+By default all processes use the loopback address. With `--links`, each worker runs in its own Linux network namespace,
+and one virtual link connects it to the hub, the namespace of the router and of all proxies. Creating links needs a
+private network namespace: `unshare -rn emberline chaos --links`."""
 
 from __future__ import annotations
 
@@ -39,15 +40,15 @@ class NetworkLink:
     namespace_process: subprocess.Popen[bytes] = field(repr=False)
 
     @property
-    def enter_command(self) -> tuple[str, ...]:
-        """The command prefix that runs a program in the worker's namespace."""
+    def namespace_command_prefix(self) -> tuple[str, ...]:
+        """The words to put before a command to run it in the worker's network namespace."""
         return ("nsenter", f"--net=/proc/{self.namespace_process.pid}/ns/net")
 
     def disturb(self, disturbance: LinkDisturbance) -> None:
         if disturbance == "down":
-            _ip("link", "set", self.device, "down")
+            _run_ip_command("link", "set", self.device, "down")
         else:
-            _run(
+            _run_command(
                 "tc",
                 "qdisc",
                 "add",
@@ -58,10 +59,10 @@ class NetworkLink:
                 *(SLOW_TBF_OPTIONS if disturbance == "slow" else DROP_ALL_TBF_OPTIONS),
             )
 
-    def restore(self) -> None:
-        _run("tc", "qdisc", "del", "dev", self.device, "root", must_succeed=False)
-        _ip("link", "set", self.device, "up")
-        _ip("route", "replace", self.host, "dev", self.device)  # taking the link down removed the route
+    def end_disturbance(self) -> None:
+        _run_command("tc", "qdisc", "del", "dev", self.device, "root", must_succeed=False)
+        _run_ip_command("link", "set", self.device, "up")
+        _run_ip_command("route", "replace", self.host, "dev", self.device)  # taking the link down removed the route
 
 
 class ChaosNetwork:
@@ -69,12 +70,12 @@ class ChaosNetwork:
         self.hub = HUB_ADDRESS if links else HUB_LOOPBACK_ADDRESS
         self._links: list[NetworkLink] | None = [] if links else None
         if links:
-            _ip("link", "set", "lo", "up")
-            _ip("address", "add", HUB_ADDRESS, "dev", "lo")
+            _run_ip_command("link", "set", "lo", "up")
+            _run_ip_command("address", "add", HUB_ADDRESS, "dev", "lo")
             IP_FORWARD_FILE.write_text("1\n")  # workers exchange the store's blocks directly
 
     def add_worker_link(self) -> NetworkLink | None:
-        """Add a worker's link; None without links."""
+        """Create the network link of a new worker and return it. Return None if the cluster runs without links."""
         if self._links is None:
             return None
         number = len(self._links) + 1
@@ -84,17 +85,19 @@ class ChaosNetwork:
         namespace_process.stdout.readline()  # the namespace exists now
         link = NetworkLink(f"ember{number}", f"10.77.1.{number}", namespace_process)
         self._links.append(link)
-        _ip("link", "add", link.device, "type", "veth", "peer", "name", "up0", "netns", str(namespace_process.pid))
+        _run_ip_command(
+            "link", "add", link.device, "type", "veth", "peer", "name", "up0", "netns", str(namespace_process.pid)
+        )
         for interface in (("lo",), ("up0",)):
-            _run(*link.enter_command, "ip", "link", "set", *interface, "up")
-        _run(*link.enter_command, "ip", "address", "add", f"{link.host}/32", "dev", "up0")
-        _run(*link.enter_command, "ip", "route", "add", "default", "dev", "up0", "src", link.host)
-        link.restore()
+            _run_command(*link.namespace_command_prefix, "ip", "link", "set", *interface, "up")
+        _run_command(*link.namespace_command_prefix, "ip", "address", "add", f"{link.host}/32", "dev", "up0")
+        _run_command(*link.namespace_command_prefix, "ip", "route", "add", "default", "dev", "up0", "src", link.host)
+        link.end_disturbance()
         Path(f"/proc/sys/net/ipv4/conf/{link.device}/proxy_arp").write_text("1\n")  # the hub routes between workers
         return link
 
     def free_port(self) -> int:
-        """Return a port that is free on the workers' loopback address and on the hub."""
+        """Return a port that is free on the loopback address and on the hub's address."""
         return free_port(LOOPBACK_ADDRESS, self.hub)
 
     def close(self) -> None:
@@ -103,12 +106,15 @@ class ChaosNetwork:
             link.namespace_process.wait()
 
 
-def _ip(*words: str) -> None:
-    _run("ip", *words)
+def _run_ip_command(*words: str) -> None:
+    _run_command("ip", *words)
 
 
-def _run(*command: str, must_succeed: bool = True) -> None:
-    """Run a command; raise EmberlineError if it cannot be run or, with `must_succeed`, fails."""
+def _run_command(*command: str, must_succeed: bool = True) -> None:
+    """Run a command.
+
+    Raises EmberlineError if the program cannot be started. A failure exit status raises too, if `must_succeed` is
+    set."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as e:

@@ -1,4 +1,5 @@
-"""ObservedReply: the parts of a client's reply that must be equal in every run."""
+"""ObservedReply: the parts of a reply (text, tool calls, usage, error) that must be equal each time a request is
+sent."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ class ObservedReply:
         return bool(self.finish_reasons) and not self.error
 
     def describe_difference_from(self, expected: ObservedReply) -> str:
-        """Return how this reply differs from the expected one, or "".
+        """Return how this reply differs from the expected one, or "" if it does not.
 
-        A reply that ends early with an error is no difference."""
+        A reply that ends early with an error is compared only up to the error."""
         if self.flaw:
             return self.flaw
         if self.ending_count > 1 or len(self.finish_reasons) > 1:
@@ -68,11 +69,11 @@ class ObservedReply:
         return reply
 
     @staticmethod
-    def from_stream(path: str, raw: bytes) -> ObservedReply:
-        """Parse a stream up to its end, or to where it was cut off."""
+    def from_stream(path: str, body: bytes) -> ObservedReply:
+        """Parse an event stream. If the connection broke, parse the part that arrived."""
         reply = ObservedReply(200)
-        *events, rest = raw.split(b"\n\n")
-        read_event = reply._read_message_event if path == "/v1/messages" else reply._read_chunk
+        *events, rest = body.split(b"\n\n")
+        read_event = reply._read_anthropic_event if path == "/v1/messages" else reply._read_openai_chunk
         for event in events:
             if event.startswith(b":"):
                 reply.flaw = f"the stream contains a comment: {event[:40]!r}"
@@ -89,7 +90,7 @@ class ObservedReply:
 
     # -- the OpenAI protocols ------------------------------------------------------------------------------------------
 
-    def _read_chunk(self, event: bytes) -> None:
+    def _read_openai_chunk(self, event: bytes) -> None:
         if event == DONE_EVENT:
             self.ending_count += 1
             return
@@ -115,7 +116,7 @@ class ObservedReply:
 
     # -- the Anthropic protocol ----------------------------------------------------------------------------------------
 
-    def _read_message_event(self, event: bytes) -> None:
+    def _read_anthropic_event(self, event: bytes) -> None:
         message = json.loads(event.partition(b"data: ")[2])
         match message["type"]:
             case "error":

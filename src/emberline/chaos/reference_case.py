@@ -1,6 +1,6 @@
-"""ReferenceCase: a request whose answer is known. ReferenceCases: creates and keeps them.
+"""ReferenceCase: a request and its known answer. ReferenceCases: creates such requests and stores them.
 
-A reference server without faults answers each request once beforehand."""
+A reference server, into which no faults are injected, gives the known answer before the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ class ReferenceCase:
     def is_stream(self) -> bool:
         return bool(self.body.get("stream"))
 
-    def encode_with_mark(self, name: str) -> bytes:
-        """Return the body with a mark at its front, where proxies can see it; the mark changes nothing."""
-        mark = {"metadata": {"user_id": name}} if self.path == "/v1/messages" else {"user": name}
+    def encode_with_request_marker(self, marker: str) -> bytes:
+        """Return the JSON body with `marker` as the user's id, its first field, by which proxies recognize the request.
+
+        The user's id does not affect the reply."""
+        mark = {"metadata": {"user_id": marker}} if self.path == "/v1/messages" else {"user": marker}
         return json.dumps({**mark, **self.body}).encode()
 
 
@@ -52,46 +54,50 @@ class ReferenceCases:
         self.cases: list[ReferenceCase] = []
 
     async def measure_token_length(self, pool: HTTPConnectionPool) -> None:
-        """Measure how many characters a token of the model has, to write prompts of a given length."""
-        text = self._text(2000)
+        """Measure the mean number of characters per token, to write prompts with a given number of tokens."""
+        text = self._random_text(2000)
         reply = await self._post(pool, "/tokenize", {"model": self._model, "prompt": text})
         self._characters_per_token = len(text) / int(json.loads(reply.body)["count"])
 
-    async def create(self, pool: HTTPConnectionPool, *, long: bool, stream: bool) -> ReferenceCase:
+    async def create_case(self, pool: HTTPConnectionPool, *, is_long: bool, is_stream: bool) -> ReferenceCase:
         while True:
-            path, body = self._draw_request(long, stream)
+            path, body = self._draw_path_and_body(is_long, is_stream)
             reply = await self._post(pool, path, body)
             raw = reply.body
             expected = (
                 ObservedReply.from_stream(path, raw)
-                if stream and reply.status == 200
+                if is_stream and reply.status == 200
                 else ObservedReply.from_body(reply.status, raw)
             )
             if expected.is_complete and not expected.flaw:
-                self.cases.append(ReferenceCase(path, body, long, expected))
+                self.cases.append(ReferenceCase(path, body, is_long, expected))
                 return self.cases[-1]
             if reply.status not in (400, 404):  # 400, 404: this model does not support the request, another is drawn
-                raise RuntimeError(f"the reference server answered {reply.status}: {raw[:300]!r}")
+                raise RuntimeError(f"the reference server answered with HTTP status {reply.status}: {raw[:300]!r}")
 
     async def _post(self, pool: HTTPConnectionPool, path: str, body: dict[str, Any]) -> FetchedReply:
         headers = {"content-type": "application/json"}
         return await pool.fetch("POST", self._url + path, headers, json.dumps(body).encode())
 
-    def pick(self) -> ReferenceCase:
+    def pick_case(self) -> ReferenceCase:
         return self._rng.choice(self.cases)
 
-    def _draw_request(self, long: bool, stream: bool) -> tuple[str, dict[str, Any]]:
+    def _draw_path_and_body(self, is_long: bool, is_stream: bool) -> tuple[str, dict[str, Any]]:
         dice = self._rng
         self._count += 1
-        tokens = 16 * (LONG_PROMPT_BLOCKS if long else SHORT_PROMPT_BLOCKS) * dice.uniform(0.8, 1.2)
-        text = f"{self._count}. {self._text(int(tokens * self._characters_per_token))}"
+        tokens = 16 * (LONG_PROMPT_BLOCKS if is_long else SHORT_PROMPT_BLOCKS) * dice.uniform(0.8, 1.2)
+        text = f"{self._count}. {self._random_text(int(tokens * self._characters_per_token))}"
         path = dice.choice(("/v1/completions", "/v1/completions", "/v1/chat/completions", "/v1/messages"))
-        body: dict[str, Any] = {"model": self._model, "max_tokens": dice.randint(*OUTPUT_TOKEN_RANGE), "stream": stream}
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": dice.randint(*OUTPUT_TOKEN_RANGE),
+            "stream": is_stream,
+        }
         body |= dice.choice(({"temperature": 0.0}, {"temperature": 0.9, "seed": dice.getrandbits(32)}))
         if path == "/v1/messages":
             body.pop("seed", None)
             return path, body | {"temperature": 0.0, "messages": [{"role": "user", "content": text}]}
-        if stream:
+        if is_stream:
             body["stream_options"] = {"include_usage": True}
         body["ignore_eos"] = True
         if dice.random() < 0.25:
@@ -101,7 +107,7 @@ class ReferenceCases:
         return path, body | {"messages": [{"role": "user", "content": text}]} | self._draw_output_format()
 
     def _draw_output_format(self) -> dict[str, Any]:
-        """Return a grammar or a tool for some of the requests."""
+        """Return the request fields for a random output format: a JSON schema, a tool, or {} for plain text."""
         kind = self._rng.random()
         if kind < 0.25:
             shape = {"type": "json_schema", "json_schema": {"name": "wall", "schema": SCHEMA, "strict": True}}
@@ -111,9 +117,9 @@ class ReferenceCases:
             return {"tools": [{"type": "function", "function": TOOL}], "tool_choice": required, "ignore_eos": False}
         return {}
 
-    def _text(self, length: int) -> str:
+    def _random_text(self, token_count: int) -> str:
         vocabulary, words = WORDS.split(), list[str]()
-        while length > 0:
+        while token_count > 0:
             words.append(self._rng.choice(vocabulary))
-            length -= len(words[-1]) + 1
+            token_count -= len(words[-1]) + 1
         return " ".join(words)

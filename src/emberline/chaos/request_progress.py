@@ -1,6 +1,7 @@
-"""RequestProgress: how far a request has come, as proxies see it. RequestObserver: all requests.
+"""RequestProgress: the stage that one request has reached. RequestObserver: tracks all requests in the proxies'
+traffic.
 
-Each request carries a mark by which its bytes are recognized."""
+Each request carries a marker, by which the proxies recognize its bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ MARK_PATTERN = re.compile(rb"chaos-(\d+)-")
 GROUP_COMMENT_START = b": said "
 
 
-class Stage(IntEnum):
+class RequestStage(IntEnum):
     QUEUED = 0  # sent to the router
     PREFILL = 1  # a worker has the prompt
     TRANSFER = 2  # there is a ticket for the prompt's blocks
@@ -30,25 +31,26 @@ class Stage(IntEnum):
 @dataclass(slots=True)
 class RequestProgress:
     mark: int
-    stage: Stage = Stage.QUEUED
+    stage: RequestStage = RequestStage.QUEUED
     prefill_worker: str | None = None  # the worker that computes the prompt for another
     decode_worker: str | None = None  # the worker that answered last
     group_count: int = 0
-    _stage_waiters: list[tuple[Stage, asyncio.Future[None]]] = field(default_factory=list)
+    _stage_waiters: list[tuple[RequestStage, asyncio.Future[None]]] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        """The mark as it stands in the request; the final dash separates it from what follows."""
+    def marker_text(self) -> str:
+        """The marker text in the request's body. It ends with a dash, so that no marker is the start of a longer
+        one."""
         return f"chaos-{self.mark}-"
 
-    async def wait_for_stage(self, stage: Stage) -> None:
+    async def wait_for_stage(self, stage: RequestStage) -> None:
         """Wait until the request has reached this stage or a later one."""
         if self.stage < stage:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._stage_waiters.append((stage, future))
             await future
 
-    def advance_to(self, stage: Stage) -> None:
+    def advance_to(self, stage: RequestStage) -> None:
         self.stage = max(self.stage, stage)
         for awaited, future in self._stage_waiters:
             if awaited <= self.stage and not future.done():
@@ -65,33 +67,33 @@ class RequestObserver:
         progress = self._by_mark[self._count] = RequestProgress(self._count)
         return progress
 
-    def forget(self, progress: RequestProgress) -> None:
-        progress.advance_to(Stage.ENDED)
+    def stop_tracking(self, progress: RequestProgress) -> None:
+        progress.advance_to(RequestStage.ENDED)
         self._by_mark.pop(progress.mark, None)
 
-    def traffic_filter(self, worker: str) -> TrafficFilter:
-        """Return the filter for the proxy of the router's requests to this worker."""
+    def make_traffic_filter(self, worker_name: str) -> TrafficFilter:
+        """Return a filter that updates the requests' progress, for the proxy between the router and this worker."""
 
         def observe(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
             if is_to_server:
                 if (found := MARK_PATTERN.search(data)) is not None:
                     connection.mark, connection.tail = int(found[1]), b""
-                    self._observe_request(worker, connection.mark, data)
+                    self._observe_request(worker_name, connection.mark, data)
             elif connection.mark is not None and (progress := self._by_mark.get(connection.mark)) is not None:
                 _observe_reply(progress, connection, data)
             return data
 
         return observe
 
-    def _observe_request(self, worker: str, mark: int, data: bytes) -> None:
-        progress = self._by_mark.get(mark)
+    def _observe_request(self, worker_name: str, request_number: int, data: bytes) -> None:
+        progress = self._by_mark.get(request_number)
         if progress is None:
             return
         if data.startswith(b"POST /cluster/prefill"):
-            progress.prefill_worker = worker
+            progress.prefill_worker = worker_name
         else:
-            progress.decode_worker = worker
-        progress.advance_to(Stage.PREFILL)
+            progress.decode_worker = worker_name
+        progress.advance_to(RequestStage.PREFILL)
 
 
 def _observe_reply(progress: RequestProgress, connection: ProxiedConnection, data: bytes) -> None:
@@ -100,7 +102,7 @@ def _observe_reply(progress: RequestProgress, connection: ProxiedConnection, dat
         -len(GROUP_COMMENT_START) + 1 :
     ]  # shorter than the prefix, so that no group is counted twice
     if b'{"ticket"' in received:
-        progress.advance_to(Stage.TRANSFER)
+        progress.advance_to(RequestStage.TRANSFER)
     if count := received.count(GROUP_COMMENT_START):
         progress.group_count += count
-        progress.advance_to(Stage.DECODE if progress.group_count > 3 else Stage.FIRST)
+        progress.advance_to(RequestStage.DECODE if progress.group_count > 3 else RequestStage.FIRST)

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(run_until_stopped())
     seconds = time.monotonic() - started_at
-    print(report.table())
-    total = report.total
+    print(report.format_table())
+    total = report.total_counts
     _print_event(f"{total['count']} faults in {seconds:.0f} s, {report.leak_check_count} checks for leaks")
     _print_event(f"slowest request: {report.slowest_request_s:.1f} s")
     _print_event(

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 LOCAL_NAMES = ("localhost", "localhost.localdomain")
 
 
-def is_unspecified(host: str) -> bool:
-    """Whether the host is the address of all interfaces (0.0.0.0, ::, 0), which no client can call."""
+def is_unspecified_address(host: str) -> bool:
+    """Whether the host stands for all interfaces (0.0.0.0, ::, 0): a server can listen there, no client can connect to
+    it."""
     for parse in (socket.inet_aton, _parse_ipv6):
         try:
             return not any(parse(host))
@@ -19,7 +20,7 @@ def is_unspecified(host: str) -> bool:
 
 
 def outgoing_address(url: str) -> str:
-    """Return this machine's address on the route to a URL; raise OSError if there is no route."""
+    """Return the local IP address from which this machine connects to a URL. Raises OSError if there is no route."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     family, kind, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
@@ -29,7 +30,7 @@ def outgoing_address(url: str) -> str:
 
 
 def refers_to_listener(url: str, host: str, port: int) -> bool:
-    """Whether a URL is that of a listener of this process.
+    """Whether a URL leads to this process, which listens at `host` and `port`.
 
     Host names other than localhost are not resolved."""
     parts = urlsplit(url)
@@ -37,11 +38,11 @@ def refers_to_listener(url: str, host: str, port: int) -> bool:
     if (parts.port or (443 if parts.scheme == "https" else 80)) != port:
         return False
     own = "127.0.0.1" if host in LOCAL_NAMES else host
-    return target == own or (is_unspecified(own) and _is_local(target))
+    return target == own or (is_unspecified_address(own) and _is_local(target))
 
 
 def _is_local(host: str) -> bool:
-    """Whether the address belongs to this machine: only then can it be bound."""
+    """Whether the address belongs to this machine. This is tested by binding a socket to it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

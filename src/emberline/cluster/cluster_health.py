@@ -1,6 +1,6 @@
-"""Checks of a whole cluster: which workers are unavailable, and which resources an idle one holds.
+"""Checks of a whole cluster: which workers are unavailable, and what a cluster without requests still holds.
 
-They use the router's `/cluster/status` and each worker's `/stats`."""
+The checks read the router's `/cluster/status` and each worker's `/stats`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ POLL_INTERVAL_S = 0.1  # seconds between two looks
 StatusDocument = Mapping[str, Any] | None  # None: the process does not answer
 
 
-def find_unavailable(status: StatusDocument, workers: Mapping[str, StatusDocument]) -> dict[str, str]:
-    """Return the names of unavailable workers and the reasons.
+def find_unavailable_workers(
+    router_status: StatusDocument, stats_by_worker: Mapping[str, StatusDocument]
+) -> dict[str, str]:
+    """Return the reason for each unavailable worker, by worker name.
 
-    A worker is available if the router and the worker itself report it as ready and, for a decode worker, if it is
-    paired with all prefill workers."""
-    if status is None:
+    A worker is available if the router and the worker itself report it as ready. A decode worker must also be connected
+    to all prefill workers."""
+    if router_status is None:
         return {"router": "the router does not answer"}
-    rows = {row["name"]: row for row in status["workers"]}
+    rows = {row["name"]: row for row in router_status["workers"]}
     unavailable: dict[str, str] = {}
-    for name, stats in workers.items():
+    for name, stats in stats_by_worker.items():
         health = rows[name]["health"] if name in rows else "unknown"
         if health != "ready":
             unavailable[name] = f"the router reports {name} as {health}"
         elif stats is None or stats["engine_state"] != "ready":
             unavailable[name] = f"{name} reports its engine as {stats and stats['engine_state']}"
-    available = [rows[name] for name in workers if name not in unavailable]
+    available = [rows[name] for name in stats_by_worker if name not in unavailable]
     prefill_names = {row["name"] for row in available if row["role"] == "prefill"}
     for row in available:
         if row["role"] == "decode" and not prefill_names <= {*row["paired"]}:
@@ -38,11 +40,11 @@ def find_unavailable(status: StatusDocument, workers: Mapping[str, StatusDocumen
     return unavailable
 
 
-def find_held_resources(status: StatusDocument, workers: Mapping[str, StatusDocument]) -> str:
-    """Return the resources that the first non-idle process holds, or ""."""
-    if status is None or status["open_requests"]:
-        return "the router has open requests" if status else "the router does not answer"
-    for name, stats in workers.items():
+def describe_held_resources(router_status: StatusDocument, stats_by_worker: Mapping[str, StatusDocument]) -> str:
+    """Return the requests, leases or blocks that the first process which holds any still has, or "" if none does."""
+    if router_status is None or router_status["open_requests"]:
+        return "the router has open requests" if router_status else "the router does not answer"
+    for name, stats in stats_by_worker.items():
         if stats is None:
             return f"{name} does not answer"
         held = {counter: stats[counter] for counter in IDLE_ZERO_COUNTERS} | {
@@ -54,9 +56,9 @@ def find_held_resources(status: StatusDocument, workers: Mapping[str, StatusDocu
     return ""
 
 
-async def wait_until_empty(check: Callable[[], Awaitable[str]], timeout_s: float) -> str:
-    """Call `check` until it returns "", and return its last result."""
+async def wait_until_no_problem(describe_problem: Callable[[], Awaitable[str]], timeout_s: float) -> str:
+    """Call `describe_problem` until it returns "" or the time is over. Return its last result."""
     end = asyncio.get_running_loop().time() + timeout_s
-    while (result := await check()) and asyncio.get_running_loop().time() < end:
+    while (result := await describe_problem()) and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(POLL_INTERVAL_S)
     return result

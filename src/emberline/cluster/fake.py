@@ -1,7 +1,7 @@
 """FakeWorker: a worker without an engine, for tests and benchmarks of the router.
 
-It registers, sends heartbeats, streams, prefills and resumes like a real worker, at a configurable speed, and fails on
-request: `python -m emberline.cluster.fake --router URL`."""
+It registers with a router, sends heartbeats, streams replies, prefills and resumes streams like a real worker, at a
+configurable speed. A test can request that it fails. To start one: `python -m emberline.cluster.fake --router URL`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATUS_BY_MODE = {"bad": 400, "missing": 404, "full": 429, "fail": 500, "refuse"
 
 
 class FakeFault(msgspec.Struct):
-    """The failure that a test has requested."""
+    """The failure that a test has requested from a fake worker."""
 
     mode: str = "well"  # or a key of STATUS_BY_MODE; or break, tear (send half a write), stall, die
     after: int = 3  # writes before the failure
@@ -72,7 +72,7 @@ class FakeWorker:
         self.transfer = TransferStats()
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
-    def registration(self, url: str) -> WorkerRegistration:
+    def build_registration(self, url: str) -> WorkerRegistration:
         numerics = Numerics("fake", self.dtype, "plain", self.dtype, "cpu")
         model = ModelRegistration("fake", "fake", 8192, self.max_running, 65536, 16, self.peer, numerics=numerics)
         return WorkerRegistration(self.name, self.incarnation, url, (model,), self.role)
@@ -80,7 +80,7 @@ class FakeWorker:
     def set_peers(self, peers: PeersByModel) -> None:
         self.paired = tuple(peer["incarnation"] for peer in peers.get("fake", ()) if not self.refuses_pairing)
 
-    def heartbeat(self) -> Heartbeat:
+    def build_heartbeat(self) -> Heartbeat:
         self.step += self.fault.mode != "stall"  # a healthy engine makes steps even if clients read slowly
         return Heartbeat(
             self.name,
@@ -99,16 +99,16 @@ class FakeWorker:
         path, headers = scope["path"], {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         if path == "/fake":  # control endpoint of tests
             self.fault = msgspec.json.decode(body, type=FakeFault) if body else self.fault
-            return await _reply(send, 200, msgspec.json.encode(self._counts()))
+            return await _send_reply(send, 200, msgspec.json.encode(self._counters_by_name()))
         self.asked += 1
         self.seen = [*self.seen[-15:], {**headers, "?": scope["query_string"].decode(), "path": path}]
-        fault = self._take_fault(path)
+        fault = self._take_fault_for(path)
         if (status := STATUS_BY_MODE.get(fault.mode)) is not None:
             error = b'{"error":{"message":"not now","code":"queue_full"}}'
-            return await _reply(send, status, error, [(b"retry-after", b"7")])
+            return await _send_reply(send, status, error, [(b"retry-after", b"7")])
         self.running += 1
         disconnect = asyncio.create_task(_wait_for_disconnect(receive))
-        work = asyncio.create_task(self._handle(path, headers, body, fault, send))
+        work = asyncio.create_task(self._handle_request(path, headers, body, fault, send))
         try:
             await asyncio.wait((disconnect, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
@@ -118,49 +118,53 @@ class FakeWorker:
             work.cancel()
         return await work if work.done() else None
 
-    def _counts(self) -> dict[str, Any]:
+    def _counters_by_name(self) -> dict[str, Any]:
         counters = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled")
         return {name: getattr(self, name) for name in (*counters, "offered_output", "seen")}
 
-    def _take_fault(self, path: str) -> FakeFault:
+    def _take_fault_for(self, path: str) -> FakeFault:
         fault = self.fault
         if fault.mode == "well" or fault.times < 1 or fault.calls not in ("", path):
             return FakeFault()
         fault.times -= 1
         return fault
 
-    async def _handle(self, path: str, headers: dict[str, str], body: bytes, fault: FakeFault, send: Send) -> None:
+    async def _handle_request(
+        self, path: str, headers: dict[str, str], body: bytes, fault: FakeFault, send: Send
+    ) -> None:
         if path == PREFILL_PATH:
             self.prefilled += 1
             self.transfer.published += 1
-            await self._prefill(msgspec.json.decode(body, type=FakeEnvelope), fault, send)
+            await self._handle_prefill(msgspec.json.decode(body, type=FakeEnvelope), fault, send)
         elif path == RESUME_PATH:
             self.resumed += 1
             envelope = msgspec.json.decode(body, type=FakeEnvelope)
-            await self._answer(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
+            await self._handle_completion(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
         else:
             is_tracked = headers.get("x-emberline-track") == "1"
-            await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send)
+            await self._handle_completion(
+                body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send
+            )
 
-    async def _prefill(self, envelope: FakeEnvelope, fault: FakeFault, send: Send) -> None:
+    async def _handle_prefill(self, envelope: FakeEnvelope, fault: FakeFault, send: Send) -> None:
         self.prompts += len(bytes(envelope.body)) // 4
         self.offered_output += sum(len(group.tokens) for group in Handoff.parse(envelope.handoff).groups)
         ticket = {"id": uuid.uuid4().hex, "peer": self.peer}
         lines = ({"ticket": ticket}, {"done": {"token": 1, "cached": 0, "seconds": self.token_interval_s}})
-        await self._write([msgspec.json.encode(line) + b"\n" for line in lines], NDJSON_HEADERS, fault, send)
+        await self._send_chunks([msgspec.json.encode(line) + b"\n" for line in lines], NDJSON_HEADERS, fault, send)
 
-    async def _answer(
-        self, body: bytes, seed: int, envelope: FakeEnvelope | None, tracked: bool, fault: FakeFault, send: Send
+    async def _handle_completion(
+        self, body: bytes, seed: int, envelope: FakeEnvelope | None, is_tracked: bool, fault: FakeFault, send: Send
     ) -> None:
         request = msgspec.json.decode(body, type=FakeRequest)
-        tracked = tracked and not request.untracked
+        is_tracked = is_tracked and not request.untracked
         completion = FakeCompletion(seed if request.seed is None else request.seed, request)
         prompt_tokens, resumed_tokens = len(body) // 4, 0
         if envelope is not None:
             try:
                 resumed_tokens = completion.count_resumed_tokens(envelope)
             except InvalidRequest as e:
-                return await _reply(send, 400, str(e).encode())
+                return await _send_reply(send, 400, str(e).encode())
         if envelope is not None and envelope.handoff["source"]:
             self.pulled += 1
             self.transfer.pulls += 1
@@ -170,19 +174,19 @@ class FakeWorker:
         else:
             self.prompts += prompt_tokens
         if request.stream:
-            return await self._write(
-                completion.chunks(prompt_tokens, resumed_tokens, tracked), SSE_HEADERS, fault, send
+            return await self._send_chunks(
+                completion.stream_chunks(prompt_tokens, resumed_tokens, is_tracked), SSE_HEADERS, fault, send
             )
         await asyncio.sleep(self.token_interval_s * completion.length)
         # A long reply must not delay heartbeats.
         reply_body = await asyncio.to_thread(completion.complete_body, prompt_tokens)
-        return await self._write(
+        return await self._send_chunks(
             [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
         )
 
-    async def _write(self, writes: Iterable[bytes], headers: Headers, fault: FakeFault, send: Send) -> None:
+    async def _send_chunks(self, chunks: Iterable[bytes], headers: Headers, fault: FakeFault, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for i, data in enumerate(writes):
+        for i, data in enumerate(chunks):
             if i == fault.after and fault.mode != "well":
                 await _apply_fault(fault, data, send)
             self.generated += 1
@@ -216,20 +220,20 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _reply(send: Send, status: int, body: bytes, extra_headers: Headers | None = None) -> None:
+async def _send_reply(send: Send, status: int, body: bytes, extra_headers: Headers | None = None) -> None:
     headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *(extra_headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def run_fake_worker(worker: FakeWorker, router: str | None, port: int) -> None:
+async def run_fake_worker(worker: FakeWorker, router_url: str | None, port: int) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     registrar = (
-        Registrar(router, None, lambda: worker.registration(url), worker.heartbeat, worker.set_peers)
-        if router
+        Registrar(router_url, None, lambda: worker.build_registration(url), worker.build_heartbeat, worker.set_peers)
+        if router_url
         else None
     )
     stop = asyncio.Event()
@@ -241,7 +245,7 @@ async def run_fake_worker(worker: FakeWorker, router: str | None, port: int) -> 
         registrar.start()
     await stop.wait()
     if registrar is not None:
-        await registrar.leave()
+        await registrar.announce_shutdown()
     await server.stop(10.0)
 
 

@@ -1,6 +1,6 @@
 """FakeCompletion: the reply of a fake worker.
 
-It depends only on the request's seed, so that every worker which resumes it produces the same tokens."""
+Its tokens depend only on the request's seed, so that any fake worker can resume the stream of a different one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeRequest(msgspec.Struct):
 
 
 class FakeEnvelope(msgspec.Struct):
-    """A router's request to prefill or to resume."""
+    """The body of a router's request to prefill a prompt or to resume a stream."""
 
     path: str
     body: msgspec.Raw
@@ -48,28 +48,28 @@ class FakeCompletion:
         self._seed = seed
         self._is_uneven = request.uneven
 
-    def token(self, position: int) -> int:
+    def token_at(self, position: int) -> int:
         return int.from_bytes(blake2b(b"%d %d" % (self._seed, position), digest_size=2).digest(), "big")
 
-    def text(self, position: int) -> str:
-        return f" word{self.token(position)}"
+    def text_at(self, position: int) -> str:
+        return f" word{self.token_at(position)}"
 
-    def events(self, position: int) -> bytes:
-        """Return the events that the token at this position causes."""
-        text, last = self.text(position), position == self.length - 1
+    def events_for_token(self, position: int) -> bytes:
+        """Return the server-sent events for the token at this position of the reply."""
+        text, last = self.text_at(position), position == self.length - 1
         if self._is_uneven and position % 5 == 3 and not last:
             text = ""  # sent with the next token
         elif self._is_uneven and position % 5 == 4:
-            text = self.text(position - 1) + text
+            text = self.text_at(position - 1) + text
         pieces = [text[:3], text[3:]] if self._is_uneven and position % 7 == 5 else [text]
-        events = b"".join(self._event(b'"content":"%b"' % piece.encode()) for piece in pieces if piece)
-        return events + (self._event(b"", b'"stop"') if last else b"")
+        events = b"".join(self._format_event(b'"content":"%b"' % piece.encode()) for piece in pieces if piece)
+        return events + (self._format_event(b"", b'"stop"') if last else b"")
 
-    def chunks(self, prompt_tokens: int, after: int, is_tracked: bool) -> Iterator[bytes]:
-        """Yield the chunks of the stream after the first `after` tokens."""
-        for at in range(after, self.length):
-            events = self.events(at)
-            group = TokenGroup(0, (self.token(at),), "stop" if at == self.length - 1 else "")
+    def stream_chunks(self, prompt_tokens: int, skipped_tokens: int, is_tracked: bool) -> Iterator[bytes]:
+        """Yield the chunks of the stream, without the first `skipped_tokens` tokens, which the client already has."""
+        for at in range(skipped_tokens, self.length):
+            events = self.events_for_token(at)
+            group = TokenGroup(0, (self.token_at(at),), "stop" if at == self.length - 1 else "")
             yield group.to_comment(len(events)) + events if is_tracked else events
         ending = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(
             {"choices": [], "usage": self._usage(prompt_tokens)}
@@ -77,25 +77,26 @@ class FakeCompletion:
         yield TokenGroup(0, ()).to_comment(len(ending)) + ending if is_tracked else ending
 
     def complete_body(self, prompt_tokens: int) -> bytes:
-        content = "".join(map(self.text, range(self.length)))
+        content = "".join(map(self.text_at, range(self.length)))
         choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
         fields = {"id": self.id, "object": "chat.completion", "created": 1, "model": "fake"}
         return msgspec.json.encode({**fields, "choices": [choice], "usage": self._usage(prompt_tokens)})
 
     def count_resumed_tokens(self, envelope: FakeEnvelope) -> int:
-        """Return the number of tokens sent before; raise InvalidRequest if the handoff is wrong.
+        """Return the number of tokens in the handoff, which the client already has.
 
-        The tokens must be this reply's, and the envelope must have the id and creation time of the reply."""
+        Raises InvalidRequest if those tokens, or the id and creation time in the envelope, are not those of this
+        reply."""
         handoff = Handoff.parse(envelope.handoff)
         tokens = [token for group in handoff.groups for token in group.tokens]
-        if tokens != [self.token(at) for at in range(len(tokens))]:
-            raise InvalidRequest("the handoff's tokens are not those of this request")
+        if tokens != [self.token_at(at) for at in range(len(tokens))]:
+            raise InvalidRequest("the handoff must contain the tokens that this request generates")
         if handoff.started != bool(tokens) or (tokens and (envelope.id, envelope.created) != (self.id, 1)):
-            raise InvalidRequest("the handoff's id or creation time is not that of this reply")
+            raise InvalidRequest("the id and creation time of the handoff must be those of this reply")
         return len(tokens)
 
     def _usage(self, prompt_tokens: int) -> dict[str, int]:
         return {"prompt_tokens": prompt_tokens, "completion_tokens": self.length}
 
-    def _event(self, delta: bytes, finish: bytes = b"null") -> bytes:
-        return CHUNK_TEMPLATE % (self.id.encode(), delta, finish)
+    def _format_event(self, delta_json: bytes, finish_reason_json: bytes = b"null") -> bytes:
+        return CHUNK_TEMPLATE % (self.id.encode(), delta_json, finish_reason_json)

@@ -1,8 +1,9 @@
-"""Membership: which workers are registered, and their health. The caller passes the time.
+"""Membership: which workers are registered, and their health. The caller passes the current time.
 
-If two processes use one name, the one seen first later owns it: replaced incarnations are remembered, so that the older
-process can return only when the newer one is lost. A worker that announced its shutdown never returns. Clocks of
-different machines are not compared."""
+If two processes use the same worker name, the process that registered last owns the name. The incarnation (the id of
+one run of a process) of the older process is remembered, so that the older process can register again only when the
+newer one is lost. A process that announced its shutdown cannot register again. All times are the router's own: clocks
+of different machines are never compared."""
 
 from __future__ import annotations
 
@@ -54,10 +55,10 @@ class Membership:
         return self._members.get(name)
 
     def register(self, registration: WorkerRegistration, now: float) -> bool:
-        """Add or update a worker, and return whether it is accepted.
+        """Add or update a worker, and return whether the registration is accepted.
 
-        A process that a newer live one replaced, or that announced its shutdown, is not. Registering twice only updates
-        the registration."""
+        A process is rejected if a newer live process has its name, or if it announced its shutdown. A process that is
+        registered already only updates its registration."""
         previous = self._members.get(registration.name)
         if (may_return := self._replaced_incarnations.get(registration.incarnation)) is not None:
             if not may_return or (previous is not None and self.health(previous, now) is not WorkerHealth.LOST):
@@ -67,7 +68,7 @@ class Membership:
             previous.registration, previous.last_heartbeat_at = registration, now
             return True
         if previous is not None:
-            self._retire(previous)
+            self._remember_replaced_incarnation(previous)
         self._members[registration.name] = ClusterMember(
             registration,
             Heartbeat(registration.name, registration.incarnation),
@@ -78,9 +79,9 @@ class Membership:
         return True
 
     def record_heartbeat(self, heartbeat: Heartbeat, now: float) -> bool:
-        """Update a worker and return whether this name and incarnation is registered.
+        """Update a worker from its heartbeat, and return whether a worker with this name and incarnation is registered.
 
-        It may not be, if the router was started after the worker."""
+        False tells the worker to register again, for example after a restart of the router."""
         member = self._members.get(heartbeat.name)
         if member is None or member.registration.incarnation != heartbeat.incarnation:
             return False
@@ -95,7 +96,8 @@ class Membership:
         return incarnation in self._replaced_incarnations
 
     def mark_leaving(self, name: str, incarnation: str) -> bool:
-        """Record that a worker shuts down: it gets no new requests and does not return."""
+        """Record that a worker is shutting down, and return whether it is registered. It gets no new requests from now
+        on."""
         member = self._members.get(name)
         if member is None or member.registration.incarnation != incarnation:
             return False
@@ -117,33 +119,35 @@ class Membership:
             return WorkerHealth.STUCK
         return WorkerHealth.DRAINING if member.is_draining else WorkerHealth.READY
 
-    def excuse_silence(self, seconds: float, now: float) -> None:
-        """Move all deadlines by `seconds` during which no heartbeat could be received."""
+    def extend_deadlines(self, seconds: float, now: float) -> None:
+        """Move the deadlines of all workers by `seconds`, because the router could not receive heartbeats for that
+        time."""
         for member in self._members.values():
             member.last_heartbeat_at, member.last_progress_at = (
                 min(member.last_heartbeat_at + seconds, now),
                 min(member.last_progress_at + seconds, now),
             )
 
-    def remove_expired(self, now: float) -> list[str]:
-        """Remove expired workers and return their names.
+    def remove_expired_workers(self, now: float) -> list[str]:
+        """Remove workers that have sent no heartbeat for long, and return their names.
 
-        A worker expires after a long silence, from which it may return, or soon after announcing its shutdown."""
+        A worker that announced its shutdown is removed sooner. A worker that was removed for its silence may register
+        again."""
         expired = [
             name
             for name, member in self._members.items()
-            if now - member.last_heartbeat_at > self._forget_after(member)
+            if now - member.last_heartbeat_at > self._removal_timeout_s(member)
         ]
         for name in expired:
             member = self._members.pop(name)
             if member.is_leaving:
-                self._retire(member)
+                self._remember_replaced_incarnation(member)
         return expired
 
-    def _forget_after(self, member: ClusterMember) -> float:
+    def _removal_timeout_s(self, member: ClusterMember) -> float:
         return self._timeouts.lost_after if member.is_leaving else self._timeouts.forgotten_after
 
-    def _retire(self, member: ClusterMember) -> None:
+    def _remember_replaced_incarnation(self, member: ClusterMember) -> None:
         self._replaced_incarnations[member.registration.incarnation] = not member.is_leaving
         while len(self._replaced_incarnations) > MAX_REPLACED_INCARNATIONS:
             del self._replaced_incarnations[next(iter(self._replaced_incarnations))]

@@ -1,7 +1,8 @@
-"""Registrar: a worker's side of membership.
+"""Registrar: registers a worker with its router and sends the worker's heartbeats.
 
-It registers the worker, sends heartbeats, registers again when the router does not know the worker or the registration
-has changed, and announces the shutdown. A router that does not answer never disturbs the worker."""
+It registers the worker again when the router has forgotten it or the registration has changed, and announces the
+worker's shutdown. If the router does not answer, the worker keeps serving its requests and the registrar tries
+again."""
 
 from __future__ import annotations
 
@@ -53,12 +54,13 @@ class Registrar:
 
     def start(self) -> None:
         assert self._task is None
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._send_messages_until_stopped())
 
-    async def leave(self) -> None:
-        """Announce the shutdown: the router sends no new requests.
+    async def announce_shutdown(self) -> None:
+        """Announce the worker's shutdown, so that the router sends no new requests.
 
-        Open requests and heartbeats continue. A router that is restarted meanwhile gets no registration."""
+        Open requests and heartbeats continue. If the router restarts from now on, the worker does not register
+        again."""
         self._is_leaving = True
         registration = self._registration()
         message = {"name": registration.name, "incarnation": registration.incarnation}
@@ -71,19 +73,19 @@ class Registrar:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _run(self) -> None:
+    async def _send_messages_until_stopped(self) -> None:
         with contextlib.closing(_new_pool()) as pool:
             pause = 0.0
             while True:
                 await asyncio.sleep(pause)
                 try:
-                    pause = await self._send_next(pool)
+                    pause = await self._send_next_message(pool)
                 except (TimeoutError, UpstreamFailed, *JSON_DECODE_ERRORS) as e:
-                    self._log_change(f"{type(e).__name__}: {e}")
+                    self._log_problem_once(f"{type(e).__name__}: {e}")
                     # A timeout has waited already.
                     pause = NOT_READY_INTERVAL_S if isinstance(e, TimeoutError) else RECONNECT_INTERVAL_S
 
-    async def _send_next(self, pool: HTTPConnectionPool) -> float:
+    async def _send_next_message(self, pool: HTTPConnectionPool) -> float:
         """Send the registration or a heartbeat, and return the seconds until the next message."""
         registration = self._registration()
         heartbeat = self._heartbeat() if registration == self._acknowledged or self._is_leaving else None
@@ -94,7 +96,7 @@ class Registrar:
             case 200:
                 reply = msgspec.json.decode(body, type=RegistrationReply)
                 self._acknowledged = registration
-                self._log_change("")
+                self._log_problem_once("")
                 self._on_peers(reply.peers)
                 if heartbeat is None:
                     return 0.0  # the first heartbeat follows at once
@@ -102,22 +104,24 @@ class Registrar:
             case 404 if heartbeat is not None:
                 return REGISTER_INTERVAL_S if self._is_leaving else 0.0  # the router was restarted
             case 409:
-                self._log_change(f"registration rejected, this worker gets no requests: {_error_message(body)}")
+                self._log_problem_once(
+                    f"registration rejected, this worker gets no requests: {_error_message_of_reply(body)}"
+                )
                 return REGISTER_INTERVAL_S
-        self._log_change(
-            f"registration rejected, this worker gets no requests: status {status}, {_error_message(body)}"
+        self._log_problem_once(
+            f"registration rejected, this worker gets no requests: status {status}, {_error_message_of_reply(body)}"
         )
         return REGISTER_INTERVAL_S
 
-    def _log_change(self, problem: str) -> None:
-        """Log a problem, or its end, once."""
+    def _log_problem_once(self, problem: str) -> None:
+        """Log a problem when it begins and when it ends, but not for every message in between."""
         if problem == self._logged_problem:
             return
         self._logged_problem = problem
         if problem:
-            log.warning("Not registered: router=%s reason=%s", self._router_url, problem)
+            log.warning("Worker is not registered: router=%s reason=%s", self._router_url, problem)
         else:
-            log.info("registered: router=%s worker=%s", self._router_url, self._registration().name)
+            log.info("worker is registered: router=%s worker=%s", self._router_url, self._registration().name)
 
     async def _post(self, pool: HTTPConnectionPool, path: str, body: bytes) -> FetchedReply:
         """Send a request to the router. Raises UpstreamFailed, or TimeoutError after REQUEST_TIMEOUT_S."""
@@ -133,8 +137,8 @@ def _new_pool() -> HTTPConnectionPool:
     )
 
 
-def _error_message(body: bytes) -> str:
-    """Return the error message of the router's reply, or the start of its body."""
+def _error_message_of_reply(body: bytes) -> str:
+    """Return the error message in the JSON body of the router's reply. If the body has none, return its start."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (*JSON_DECODE_ERRORS, KeyError, TypeError):

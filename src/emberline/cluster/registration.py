@@ -1,7 +1,7 @@
 """WorkerRegistration and Heartbeat: the messages that a worker sends to its router.
 
-Unknown fields are ignored and missing ones have defaults, so that workers and routers of different releases work
-together and a cluster can be upgraded step by step."""
+The receiver ignores unknown fields and uses defaults for missing fields. Workers and routers of different releases can
+therefore work together, and a cluster can be upgraded one process at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from emberline.cluster.address import is_unspecified
+from emberline.cluster.address import is_unspecified_address
 from emberline.core.config import Role
 from emberline.core.events import TransferStats
 from emberline.core.numerics import Numerics
@@ -32,14 +32,16 @@ class WorkerRegistration(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         # They are sent in headers.
         if not _HEADER_SAFE.fullmatch(self.name) or not _HEADER_SAFE.fullmatch(self.incarnation):
-            raise ValueError("name and incarnation must be 1 to 128 printable ASCII characters")
+            raise ValueError("name and incarnation of a worker must each have 1 to 128 printable ASCII characters")
         if not self.models:
-            raise ValueError("models must not be empty")
+            raise ValueError("models must not be empty: a worker serves at least one model")
         parts = urlsplit(self.url)  # raises ValueError itself, as `parts.port` does
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.port == 0:
             raise ValueError(f"url must be an http or https URL with a host, not {self.url[:200]!r}")
-        if is_unspecified(parts.hostname):
-            raise ValueError(f"url is {self.url}: no client can connect to the address of all interfaces")
+        if is_unspecified_address(parts.hostname):
+            raise ValueError(
+                f"url must not be {self.url}, the address of all interfaces, to which no client can connect"
+            )
 
 
 class ModelRegistration(msgspec.Struct, frozen=True):
@@ -55,7 +57,8 @@ class ModelRegistration(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A worker's state: gauges as of now, and counters since the engine's start, over all models."""
+    """A worker's state, summed over its models: some fields are current values, the others count since the engine's
+    start."""
 
     name: str
     incarnation: str

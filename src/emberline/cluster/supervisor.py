@@ -1,7 +1,8 @@
 """Supervisor: starts processes on this machine and restarts those that end.
 
-The first restarts are immediate, the next ones follow a pause that doubles. On stop, the first process ends before the
-others. If the supervisor itself is killed, its processes end too (core/parent_death.py)."""
+The first restarts of a process are immediate; later restarts wait, each time twice as long. On stop, the first process
+(the router) ends before the other processes. If the supervisor itself is killed, its processes end too
+(core/parent_death.py)."""
 
 from __future__ import annotations
 
@@ -51,10 +52,10 @@ class Supervisor:
     async def start(self, child: SupervisedProcess) -> None:
         await self._spawn(child)
         self._children.append(child)
-        child.watch_task = asyncio.create_task(self._watch(child))
+        child.watch_task = asyncio.create_task(self._restart_whenever_ended(child))
 
     async def stop(self) -> None:
-        """Stop the first process, which takes requests, then all others, which serve them."""
+        """Stop the first process (the router, which accepts requests), then the other processes (the workers)."""
         for child in self._children:
             if child.watch_task is not None:
                 child.watch_task.cancel()
@@ -67,7 +68,7 @@ class Supervisor:
                 os.close(end)
             self._lifeline = None
 
-    async def _watch(self, child: SupervisedProcess) -> None:
+    async def _restart_whenever_ended(self, child: SupervisedProcess) -> None:
         while True:
             assert child.process is not None
             started_at = time.monotonic()
@@ -76,12 +77,12 @@ class Supervisor:
                 child.immediate_restarts_left, child.restart_pause_s = IMMEDIATE_RESTARTS, FIRST_RESTART_PAUSE_S
             when = "now" if child.immediate_restarts_left else f"in {child.restart_pause_s:g} s"
             self._report(child.name, f"{_describe_exit(exit_status)}; restarts {when}, see {child.log_file}")
-            while not await self._respawn(child):
+            while not await self._restart_after_pause(child):
                 pass
             child.restarts += 1
 
-    async def _respawn(self, child: SupervisedProcess) -> bool:
-        """Wait as long as necessary, start the process, and return whether that succeeded."""
+    async def _restart_after_pause(self, child: SupervisedProcess) -> bool:
+        """Wait for the pause before the next restart, start the process, and return whether it could be started."""
         if child.immediate_restarts_left:
             child.immediate_restarts_left -= 1
         else:
@@ -128,11 +129,11 @@ class Supervisor:
         self._report(child.name, "stopped")
 
 
-def _describe_exit(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
+def _describe_exit(exit_status: int) -> str:
+    if exit_status >= 0:
+        return f"ended with status {exit_status}"
     signal_names = {each.value: each.name for each in signal.Signals}
-    return f"ended by {signal_names.get(-status, f'signal {-status}')}"  # real-time signals have no name
+    return f"ended by {signal_names.get(-exit_status, f'signal {-exit_status}')}"  # real-time signals have no name
 
 
 def build_processes(
@@ -149,10 +150,11 @@ def build_processes(
 ) -> list[SupervisedProcess]:
     """Return the processes of a cluster, the router first.
 
-    All get the cluster key in their environment, which only their user can read. `kv_port`: first port for KV
-    transfers, of which each worker gets its own range; 0: any. `listen_fd`: a bound socket for the router. It stays
-    open while the router restarts, so that clients which connect meanwhile wait instead of being refused. `gpus`: names
-    of GPUs that the workers use in turn."""
+    Each process gets the cluster key in its environment, which only processes of the same user can read.
+    `worker_arguments` are added to every worker's command line. `kv_port`: the first port for KV transfers, from which
+    on each worker gets its own range of ports; 0 means any free port. `listen_fd`: a bound socket for the router. The
+    supervisor keeps that socket open while the router restarts, so that new connections wait and are not refused.
+    `gpus`: the names of the GPUs; each worker gets the next one in turn."""
     key_environment = environment_with_cluster_key(cluster_key)
     listen_options = () if listen_fd is None else ("--listen-fd", str(listen_fd))
     processes = [

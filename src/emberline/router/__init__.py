@@ -1,2 +1,3 @@
-"""The router's routing logic: which worker gets a request. Only `worker_client` does I/O; the
-policies are pure."""
+"""The router's choice of a worker for each request, as pure functions and data structures.
+
+Only the module `worker_client` and the package `http` do I/O."""

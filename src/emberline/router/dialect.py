@@ -1,7 +1,8 @@
-"""WorkerDialect: how requests to workers of one kind are written.
+"""WorkerDialect: writes the router's requests for one kind of worker (Emberline, vLLM or SGLang).
 
-There are four: plain, prefill for another worker, decode, resume. A prefill's reply is parsed into messages: a ticket,
-with which another worker fetches the KV blocks, and completion."""
+There are four kinds of requests. A plain request is the client's own. A prefill request computes a prompt for a
+different worker; its reply contains a ticket, with which that worker fetches the KV blocks. A decode request generates
+the reply from such blocks. A resume request continues a stream that a different worker began."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class PrefillReplyParser(Protocol):
     def push(self, data: bytes) -> Iterable[PrefillMessage]: ...
 
     def finish(self) -> Iterable[PrefillMessage]:
-        """Return the messages that are complete at the end of the reply."""
+        """Return the last messages, at the end of the reply."""
 
 
 class WorkerDialect(Protocol):
@@ -45,26 +46,26 @@ class WorkerDialect(Protocol):
 
     @property
     def decode_worker_can_prefill(self) -> bool:
-        """Whether a decode worker can compute the prompt itself when it gets no blocks."""
+        """Whether a decode worker can compute the prompt itself if it receives no KV blocks from a prefill worker."""
 
     @property
     def runs_prefill_to_end(self) -> bool:
-        """Whether a prefill must run to its end after its client disconnected.
+        """Whether a prefill must run to its end even if the client has disconnected.
 
-        Aborting it would leak its blocks on servers of this kind."""
+        Servers of some kinds never free the KV blocks of an aborted prefill."""
 
-    def build_plain_request(self, stream: bool) -> UpstreamRequest: ...
+    def build_plain_request(self, is_stream: bool) -> UpstreamRequest: ...
 
     def build_prefill_request(
-        self, peer: Mapping[str, Any], timeout: float
+        self, prefill_engine: Mapping[str, Any], timeout_s: float
     ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
-        """Return the request, the parser of its reply, and the ticket if it is known in advance.
+        """Return the request, the parser of its reply, and the ticket if it is known before the reply.
 
-        `peer` describes the engine of the worker that gets the request."""
+        `prefill_engine`: the network address of the engine that computes the prompt, as its worker registered it."""
 
-    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest: ...
+    def build_decode_request(self, ticket: Ticket, timeout_s: float) -> UpstreamRequest: ...
 
     def build_resume_request(
-        self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None
+        self, handoff: Handoff, timeout_s: float, reply_id: str | None, created: int | None
     ) -> UpstreamRequest | None:
-        """Return the request that continues a stream; None if this kind of server cannot."""
+        """Return the request that continues a stream, or None if servers of this kind cannot continue one."""

@@ -1,6 +1,6 @@
-"""KVFeed: the KV blocks that one worker holds, according to its block event batches.
+"""KVFeed: the KV blocks that one worker holds, according to the batches of KV events that it has sent.
 
-It is exact only if no batch is missing."""
+The set of blocks is exact only if no batch is missing."""
 
 from __future__ import annotations
 

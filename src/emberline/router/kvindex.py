@@ -1,7 +1,7 @@
-"""KVIndex: which workers hold a prompt's KV blocks now.
+"""KVIndex: which workers hold the KV blocks of a prompt, according to the workers' KV events. It does no I/O.
 
-It answers only for workers of which it has every batch; for the others, routing falls back to what was inferred from
-requests (`router/prefixmap.py`). No I/O."""
+The index is used for workers of which it has received every batch of events. For all other workers, routing uses what
+the requests sent to them suggest (`router/prefixmap.py`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class KVIndexState(Enum):
 
 class KVIndex:
     def __init__(self, max_blocks: int, max_prefixes: int) -> None:
-        """`max_blocks` counts the blocks of all workers together.
+        """`max_blocks` limits the blocks in the index, summed over all workers.
 
-        A worker whose blocks exceed what is left of it is no longer indexed."""
+        A worker whose batch exceeds that limit is removed from the index."""
         self._max_blocks = max_blocks
         self._feeds: dict[str, KVFeed] = {}
         self._too_large: set[str] = set()
@@ -41,7 +41,7 @@ class KVIndex:
         return KVIndexState.EXACT if feed.is_exact else KVIndexState.DEGRADED
 
     def block_count(self, worker_id: str) -> int:
-        """Return the number of blocks that the worker holds; 0 if they are not known exactly."""
+        """Return the number of KV blocks that the worker holds, or 0 if the index is not exact for this worker."""
         feed = self._feeds.get(worker_id)
         return len(feed.held_blocks) if feed is not None and feed.is_exact else 0
 
@@ -49,17 +49,17 @@ class KVIndex:
         return {
             "kv_index": self.state(worker_id).value,
             "kv_blocks": self.block_count(worker_id),
-            "kv_seq": self.last_batch(worker_id)[1],
+            "kv_seq": self.last_applied_batch(worker_id)[1],
         }
 
-    def held_blocks(self, worker_id: str) -> dict[bytes, bytes]:
+    def parent_by_held_block(self, worker_id: str) -> dict[bytes, bytes]:
         feed = self._feeds.get(worker_id)
         return feed.held_blocks if feed is not None else {}
 
-    def last_batch(self, worker_id: str) -> tuple[str, int]:
-        """Return the engine's incarnation and the number of the last batch applied.
+    def last_applied_batch(self, worker_id: str) -> tuple[str, int]:
+        """Return the incarnation (id of one run) of the worker's engine, and the number of its last applied batch.
 
-        ("", 0) means that a snapshot is needed."""
+        Return ("", 0) if the worker has to send a snapshot of all its blocks first."""
         feed = self._feeds.get(worker_id)
         return (feed.incarnation, feed.seq) if feed is not None and feed.is_complete else ("", 0)
 
@@ -72,11 +72,11 @@ class KVIndex:
         return self.state(worker_id)
 
     def has_capacity_for(self, worker_id: str) -> bool:
-        """Whether all blocks that this worker reported fit in the index."""
+        """Whether the worker's blocks still fit in the index. A worker whose blocks did not fit was removed from it."""
         return worker_id not in self._too_large
 
     def mark_disconnected(self, worker_id: str) -> None:
-        """Record that the connection to this worker's block events is down."""
+        """Record that the connection on which the worker sends its KV events is down."""
         if (feed := self._feeds.get(worker_id)) is not None:
             feed.mark_disconnected()
 
@@ -84,25 +84,27 @@ class KVIndex:
         self._feeds.pop(worker_id, None)
         self._too_large.discard(worker_id)
 
-    def record_prompt_end(self, prefixes: Sequence[PromptPrefix], position: BlockPosition) -> None:
-        """Record the last block of a prompt, as the worker that computed it reported."""
+    def record_prompt_end(self, prefixes: Sequence[PromptPrefix], last_block: BlockPosition) -> None:
+        """Record the last KV block of a prompt. The worker that computed the prompt has reported it."""
         if prefixes:
-            self.prefix_blocks.record(prefixes[-1], position)
+            self.prefix_blocks.record_prefix(prefixes[-1], last_block)
 
-    def record_cached_prompt(self, worker_id: str, prefixes: Sequence[PromptPrefix], position: BlockPosition) -> None:
-        """Record the blocks of a prompt's prefixes, if this worker holds the prompt's last block."""
-        held = self.held_blocks(worker_id)
-        if prefixes and position.digest in held:
+    def record_cached_prompt(self, worker_id: str, prefixes: Sequence[PromptPrefix], last_block: BlockPosition) -> None:
+        """Record in which KV block each prefix of a prompt ends, if the worker holds the prompt's last block."""
+        held = self.parent_by_held_block(worker_id)
+        if prefixes and last_block.digest in held:
             size = prefixes[-1].length
-            self.prefix_blocks.record_prefixes(
-                prefixes, size, position, lambda digest: held.get(digest) or self._parent_of(digest)
+            self.prefix_blocks.record_prefixes_of_prompt(
+                prefixes, size, last_block, lambda digest: held.get(digest) or self._parent_block_of(digest)
             )
 
-    def cached_bytes_by_worker(self, prefixes: Sequence[PromptPrefix], inferred: Mapping[str, int]) -> dict[str, int]:
-        """Return worker ids with the bytes of this prompt that they hold, most first.
+    def cached_bytes_by_worker(
+        self, prefixes: Sequence[PromptPrefix], inferred_bytes_by_worker: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Return how many bytes of this prompt each worker has cached, by worker id, the largest number first.
 
-        `inferred` is the same as inferred from requests. It counts for workers that are not indexed exactly, and for
-        prefixes whose last block no worker has reported yet."""
+        `inferred_bytes_by_worker` is the same mapping as earlier requests suggest it (`router/prefixmap.py`). It is
+        used for workers that are not indexed exactly, and for prefixes whose last block no worker has reported yet."""
         positions = [
             (point.length, position)
             for point in reversed(prefixes)
@@ -115,12 +117,14 @@ class KVIndex:
                 cached_bytes[worker] = next(
                     (length for length, position in positions if position.digest in feed.held_blocks), 0
                 )
-        for worker, length in inferred.items():
+        for worker, length in inferred_bytes_by_worker.items():
             if worker not in cached_bytes or length not in lengths:
                 cached_bytes[worker] = max(cached_bytes.get(worker, 0), length)
-        order = {worker: i for i, worker in enumerate(inferred)}
+        order = {worker: i for i, worker in enumerate(inferred_bytes_by_worker)}
         ranked = sorted(cached_bytes.items(), key=lambda item: (-item[1], order.get(item[0], len(order))))
         return {worker: length for worker, length in ranked if length}
 
-    def _parent_of(self, digest: bytes) -> bytes | None:
-        return next((feed.held_blocks[digest] for feed in self._feeds.values() if digest in feed.held_blocks), None)
+    def _parent_block_of(self, block_hash: bytes) -> bytes | None:
+        return next(
+            (feed.held_blocks[block_hash] for feed in self._feeds.values() if block_hash in feed.held_blocks), None
+        )

@@ -1,6 +1,6 @@
-"""NativeDialect: requests to Emberline's own workers.
+"""NativeDialect: writes the router's requests for Emberline's own workers.
 
-All attempts of a request carry the same seed, so that every worker generates the same tokens."""
+All attempts of one request carry the same random seed, so that each worker generates the same tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PREFILL_MESSAGE = msgspec.json.Decoder(PrefillMessage)
 
 
 class NativePrefillReplyParser:
-    """Parses JSON lines, one message per line, sent as the prefill progresses."""
+    """Parses a prefill reply of JSON lines; the worker sends one message per line while it computes the prompt."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -40,7 +40,9 @@ class NativePrefillReplyParser:
     def push(self, data: bytes) -> Iterator[PrefillMessage]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
-            raise InvalidWorkerReply(f"a line of the prefill reply exceeds {MAX_LINE_BYTES} bytes")
+            raise InvalidWorkerReply(
+                f"a line of the prefill worker's reply exceeds the limit of {MAX_LINE_BYTES} bytes"
+            )
         for line in filter(None, lines):
             try:
                 yield _PREFILL_MESSAGE.decode(line)
@@ -61,33 +63,33 @@ class NativeDialect:
     decode_worker_can_prefill: bool = True
     runs_prefill_to_end: bool = False
 
-    def build_plain_request(self, stream: bool) -> UpstreamRequest:
+    def build_plain_request(self, is_stream: bool) -> UpstreamRequest:
         headers = {f"{PRIVATE_HEADER_PREFIX}seed": str(self.seed)}
         if self.cluster_key:  # the worker then accepts the client's own API key, which only the router may know
             headers[CLUSTER_KEY_HEADER] = self.cluster_key
         if self.created is not None:
             headers[f"{PRIVATE_HEADER_PREFIX}created"] = str(self.created)
-        return self.client_request.with_headers(headers | ({f"{PRIVATE_HEADER_PREFIX}track": "1"} if stream else {}))
+        return self.client_request.with_headers(headers | ({f"{PRIVATE_HEADER_PREFIX}track": "1"} if is_stream else {}))
 
     def build_prefill_request(
-        self, peer: Mapping[str, Any], timeout: float
+        self, prefill_engine: Mapping[str, Any], timeout_s: float
     ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
         return (
-            self._cluster_request(PREFILL_PATH, Handoff(self.output_groups), timeout),
+            self._build_cluster_request(PREFILL_PATH, Handoff(self.output_groups), timeout_s),
             NativePrefillReplyParser(),
             None,
         )
 
-    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest:
-        return self._cluster_request(RESUME_PATH, Handoff(source=ticket), timeout)
+    def build_decode_request(self, ticket: Ticket, timeout_s: float) -> UpstreamRequest:
+        return self._build_cluster_request(RESUME_PATH, Handoff(source=ticket), timeout_s)
 
     def build_resume_request(
-        self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None
+        self, handoff: Handoff, timeout_s: float, reply_id: str | None, created: int | None
     ) -> UpstreamRequest:
-        return self._cluster_request(RESUME_PATH, handoff, timeout, reply_id, created)
+        return self._build_cluster_request(RESUME_PATH, handoff, timeout_s, reply_id, created)
 
-    def _cluster_request(
-        self, target: str, handoff: Handoff, timeout: float, id_: str | None = None, created: int | None = None
+    def _build_cluster_request(
+        self, path: str, handoff: Handoff, timeout_s: float, reply_id: str | None = None, created: int | None = None
     ) -> UpstreamRequest:
         headers = {**self.client_request.trace_headers, "content-type": "application/json"}
         headers |= {
@@ -102,8 +104,8 @@ class NativeDialect:
             "body": msgspec.Raw(self.client_request.body),
             "seed": self.seed,
             "handoff": handoff.as_dict(),
-            "timeout": None if math.isinf(timeout) else round(max(timeout, 0.001), 3),
-            "id": id_,
+            "timeout": None if math.isinf(timeout_s) else round(max(timeout_s, 0.001), 3),
+            "id": reply_id,
             "created": self.created if created is None else created,
         }
-        return UpstreamRequest("POST", target, headers, msgspec.json.encode(envelope))
+        return UpstreamRequest("POST", path, headers, msgspec.json.encode(envelope))

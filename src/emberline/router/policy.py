@@ -1,19 +1,19 @@
-"""choose_worker: which worker gets a request. A pure function, without clock or I/O.
+"""choose_worker: chooses the worker for a request. It is a pure function, without clock or I/O.
 
-The cost of a worker is the number of tokens it has to compute, its backlog and this request together, less the prompt
-tokens that it has cached. The worker with the lowest cost is chosen, so cache affinity and load have one unit.
+The cost of a worker is a number of tokens: its open work plus this request's prompt, minus the prompt tokens that the
+worker has cached. The worker with the lowest cost is chosen.
 
-- A prompt that continues a conversation has a preferred worker: the one that has most of the prompt cached. Its cached
-  tokens count twice there, once for the computing they save and once for the cache that a copy elsewhere would occupy.
-  The second count is limited by `allowed_backlog_tokens`: beyond that backlog, load outweighs affinity.
-- A session (by its header) has a preferred worker too, with `allowed_backlog_tokens` whatever is cached.
-- A prefix that many prompts share must not send them all to one worker. Its cached tokens count less, by a quarter of
-  the recent work that this worker was given beyond the least loaded one, so that all workers soon have it cached.
-- A request is never queued while another worker could run it at once, nor sent to a worker whose KV cache has no room
-  for it while another's has.
-- A suspect request, during which several workers failed, may be innocent. It is tried again, but only on a worker
-  without another suspect, and never on the last healthy worker.
-"""
+- If a prompt continues a conversation, the worker that has most of the prompt cached is preferred. The cached tokens
+  are subtracted from its cost a second time, because a copy of them at a different worker would occupy cache there. The
+  second subtraction is limited to `allowed_backlog_tokens`, so that an overloaded worker is not preferred.
+- If a request has a session header, the session's hash determines a preferred worker. `allowed_backlog_tokens` is
+  subtracted from the cost of that worker, even if nothing is cached.
+- If many prompts share a prefix (a system prompt), they must not all go to the worker that has it cached. The saving
+  counts less for a worker that got more work than the others recently, so that soon all workers have the prefix cached.
+- A request does not wait in a worker's queue while a different worker has a free slot. It does not go to a worker whose
+  KV cache is too full for it while a different worker's cache has space.
+- A suspect request, during which several workers crashed, may not have caused the crashes. It is tried again, but only
+  at a worker that serves no other suspect request, and never at the last healthy worker."""
 
 from __future__ import annotations
 
@@ -64,41 +64,47 @@ class RoutingDecision:
 def choose_worker(
     summary: RequestSummary,
     workers: Sequence[Worker],
-    cached_bytes: Mapping[str, int],
+    cached_bytes_by_worker: Mapping[str, int],
     estimator: TokenEstimator,
     rules: RoutingRules,
     now: float,
-    excluded: Collection[str] = (),
-    ignore_limits: bool = False,
+    excluded_worker_ids: Collection[str] = (),
+    ignore_capacity_limits: bool = False,
     is_suspect: bool = False,
     is_shared_prefix: bool = False,
 ) -> RoutingDecision:
-    """Return the worker for this request; raise the client's error if there is none.
+    """Return the worker for this request. Raises the error for the client if no worker can serve the request.
 
-    `cached_bytes`: bytes of the prompt that each worker has cached, by worker id, most first. `excluded`: ids of
-    workers that were tried already. `ignore_limits`: the client has part of the reply, so that full workers are
-    candidates too. `is_suspect`, `is_shared_prefix`: see the module's description."""
-    available = [worker for worker in workers if worker.accepts(summary.model, now) and worker.can_answer]
+    `cached_bytes_by_worker`: bytes of the prompt that each worker has cached, by worker id, the largest number first.
+    `excluded_worker_ids`: workers that must not be chosen. `ignore_capacity_limits`: the request may go to a worker
+    whose queue is full, because it continues a stream. `is_suspect`: workers crashed during this request.
+    `is_shared_prefix`: the cached prefix may be one that many prompts share."""
+    available = [
+        worker for worker in workers if worker.accepts_requests_for(summary.model, now) and worker.can_generate
+    ]
     if not available:
         raise _no_worker_error(summary, workers)
-    candidates = select_answering_workers([worker for worker in available if worker.id not in excluded])
-    if is_suspect and not (candidates := _select_for_suspect(candidates, available)):
+    candidates = select_answering_workers([worker for worker in available if worker.id not in excluded_worker_ids])
+    if is_suspect and not (candidates := _select_workers_for_suspect(candidates, available)):
         raise EngineUnavailable(
-            "workers failed while serving this request, and no other worker is free to risk it", hint=RETRY_HINT
+            "several workers crashed while serving this request, and no other worker may be risked for it",
+            hint=RETRY_HINT,
         )
     prompt, output = estimator.estimate_prompt_tokens(summary.prompt_bytes), estimator.estimate_output_tokens(summary)
-    choices = _select_with_room(candidates, prompt + output, ignore_limits)
+    choices = _select_workers_with_capacity(candidates, prompt + output, ignore_capacity_limits)
     if not choices:
         raise _overloaded_error(available)
-    preferred, reason = _preferred_worker(summary, workers, cached_bytes, select_answering_workers(available))
-    rank = _tie_break_ranks(summary, choices)
+    preferred, reason = _find_preferred_worker(
+        summary, workers, cached_bytes_by_worker, select_answering_workers(available)
+    )
+    rank = _tie_break_rank_by_worker(summary, choices)
 
     is_shared_prefix = is_shared_prefix and not summary.session  # sessions are spread by their hashes
     recent = {w.id: w.recent_work(now, rules.decode_weight) for w in choices} if is_shared_prefix else {}
     least = min(recent.values(), default=0.0)
 
-    def cost(worker: Worker) -> tuple[float, float]:
-        saved = estimator.estimate_prompt_tokens(min(cached_bytes.get(worker.id, 0), summary.prompt_bytes))
+    def worker_cost(worker: Worker) -> tuple[float, float]:
+        saved = estimator.estimate_prompt_tokens(min(cached_bytes_by_worker.get(worker.id, 0), summary.prompt_bytes))
         bonus = 0.0
         if worker is preferred:
             allowed = rules.allowed_backlog_tokens
@@ -108,64 +114,72 @@ def choose_worker(
         work = worker.prefill_tokens + rules.decode_weight * worker.decode_tokens + prompt
         return work - saved - bonus, rank[worker.id]
 
-    best = min(choices, key=cost)
-    cached = min(cached_bytes.get(best.id, 0), summary.prompt_bytes)
+    best = min(choices, key=worker_cost)
+    cached = min(cached_bytes_by_worker.get(best.id, 0), summary.prompt_bytes)
     load = RequestLoad(estimator.estimate_prompt_tokens(summary.prompt_bytes - cached), output, is_suspect)
     if preferred is not None and best is not preferred:
         reason = RoutingReason.PREFERRED_BUSY
     return RoutingDecision(best, load, reason, estimator.estimate_prompt_tokens(cached))
 
 
-def _select_with_room(workers: Sequence[Worker], tokens: float, ignore_limits: bool) -> Sequence[Worker]:
-    """Return the workers with a free slot and KV cache for the request, or else the next best group of workers."""
+def _select_workers_with_capacity(
+    workers: Sequence[Worker], needed_tokens: float, ignore_capacity_limits: bool
+) -> Sequence[Worker]:
+    """Return the workers with a free slot and enough free KV cache for the request.
+
+    If there are none, return the workers with a free slot. If there are none either, return those with space in their
+    queues, or all workers if `ignore_capacity_limits` is set."""
     idle = [w for w in workers if w.open_requests < w.max_running]
-    roomy = [w for w in idle if w.kv_free_tokens >= tokens]
-    return roomy or idle or [w for w in workers if w.open_requests < w.max_requests or ignore_limits]
+    roomy = [w for w in idle if w.kv_free_tokens >= needed_tokens]
+    return roomy or idle or [w for w in workers if w.open_requests < w.max_requests or ignore_capacity_limits]
 
 
 def select_answering_workers(workers: Sequence[Worker]) -> Sequence[Worker]:
-    """Return the workers without those that only prefill, unless there are no others."""
+    """Return the workers that are not prefill workers, or all workers if there are only prefill workers."""
     return [worker for worker in workers if worker.role != "prefill"] or workers
 
 
-def _select_for_suspect(workers: Sequence[Worker], available: Sequence[Worker]) -> Sequence[Worker]:
-    """Return the workers that may get a suspect request.
+def _select_workers_for_suspect(workers: Sequence[Worker], available_workers: Sequence[Worker]) -> Sequence[Worker]:
+    """Return the workers that may get a suspect request, which may crash its worker.
 
-    There is none if that would risk the last healthy worker."""
-    has_spare = sum(worker.is_safe_for_suspect for worker in available) > 1
+    Return [] if only one healthy worker without a suspect request is left, because that worker must not be risked."""
+    has_spare = sum(worker.is_safe_for_suspect for worker in available_workers) > 1
     return [worker for worker in workers if worker.is_safe_for_suspect and has_spare]
 
 
-def _preferred_worker(
-    summary: RequestSummary, workers: Sequence[Worker], cached_bytes: Mapping[str, int], available: Sequence[Worker]
+def _find_preferred_worker(
+    summary: RequestSummary,
+    workers: Sequence[Worker],
+    cached_bytes_by_worker: Mapping[str, int],
+    available_workers: Sequence[Worker],
 ) -> tuple[Worker | None, RoutingReason]:
     if summary.session:
         # Workers that are not ready count too, so that a short outage does not move all of a worker's sessions.
         serving = select_answering_workers([worker for worker in workers if summary.model in worker.models])
         preferred = max(serving, key=lambda worker: rendezvous_hash(summary.session, worker.name))
-        if preferred in available:
+        if preferred in available_workers:
             return preferred, RoutingReason.SESSION
         return max(
-            available, key=lambda worker: rendezvous_hash(summary.session, worker.name)
+            available_workers, key=lambda worker: rendezvous_hash(summary.session, worker.name)
         ), RoutingReason.PREFERRED_UNAVAILABLE
-    by_id = {worker.id: worker for worker in available}
-    for name in cached_bytes:  # most first
+    by_id = {worker.id: worker for worker in available_workers}
+    for name in cached_bytes_by_worker:  # most first
         if name in by_id:
             return by_id[name], RoutingReason.PREFIX
     return None, RoutingReason.LOAD
 
 
-def rendezvous_hash(session: str, name: str) -> bytes:
-    """Return the rendezvous hash: a session belongs to the worker with the highest one.
+def rendezvous_hash(session: str, worker_name: str) -> bytes:
+    """Return the rendezvous hash of a session and a worker; a session belongs to the worker with the highest hash.
 
-    A worker that joins or leaves moves only its own sessions."""
-    return blake2b(name.encode(), key=blake2b(session.encode(), digest_size=32).digest(), digest_size=8).digest()
+    When a worker joins or leaves the cluster, only the sessions of that worker move."""
+    return blake2b(worker_name.encode(), key=blake2b(session.encode(), digest_size=32).digest(), digest_size=8).digest()
 
 
-def _tie_break_ranks(summary: RequestSummary, workers: Sequence[Worker]) -> dict[str, float]:
-    """Return the order of workers of equal cost, by worker id.
+def _tie_break_rank_by_worker(summary: RequestSummary, workers: Sequence[Worker]) -> dict[str, float]:
+    """Return the rank of each worker, by worker id; of workers with equal cost, the lowest rank is chosen.
 
-    It differs from prompt to prompt, which spreads the load."""
+    The ranks depend on load and on a hash of the prompt, so that different prompts go to different workers."""
     key = summary.session or summary.digest.hex()
     order = sorted(
         workers, key=lambda worker: (worker.open_requests / worker.max_running, rendezvous_hash(key, worker.name))

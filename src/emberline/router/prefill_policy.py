@@ -1,8 +1,9 @@
-"""choose_prefill_worker: whether a prefill worker computes a request's prompt, and which.
+"""choose_prefill_worker: decides whether a prefill worker computes a request's prompt, and which one.
 
-A pure function. A prefill worker is used if the prompt has many uncached tokens and the worker finishes them at most
-`max_split_delay_s` later than the answering worker would. The finish time is estimated from the worker's prefill rate.
-While that rate is not known, the worker must have a free slot, or at least be no fuller than the answering worker."""
+It is a pure function. A prefill worker is used if the prompt has many tokens that the answering worker has not cached,
+and if the prefill worker would finish at most `max_split_delay_s` later than the answering worker. The finish time is
+estimated from the prefill worker's measured tokens per second. While that rate is unknown, the prefill worker must have
+a free slot or be no more loaded than the answering worker."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def choose_prefill_worker(
     summary: RequestSummary,
     answer_decision: RoutingDecision,
     workers: Sequence[Worker],
-    cached_bytes: Mapping[str, int],
+    cached_bytes_by_worker: Mapping[str, int],
     estimator: TokenEstimator,
     rules: RoutingRules,
     now: float,
@@ -26,22 +27,22 @@ def choose_prefill_worker(
 ) -> RoutingDecision | None:
     """Return the prefill worker, or None if the answering worker should compute the prompt itself.
 
-    `answer_decision`: the answering worker, whose load already includes the prompt. `is_required`: that worker cannot
-    compute prompts itself."""
+    `answer_decision`: the decision for the answering worker, whose load already includes the prompt. `is_required`: the
+    answering worker cannot compute prompts itself."""
     if not is_required and (
         not summary.is_single_sequence or answer_decision.load.prefill_tokens < rules.min_split_tokens
     ):
         return None
     answering_worker = answer_decision.worker
-    prefillers = [w for w in workers if w.role == "prefill" and w.accepts(summary.model, now)]
+    prefillers = [w for w in workers if w.role == "prefill" and w.accepts_requests_for(summary.model, now)]
 
     def missing_tokens(worker: Worker) -> float:
-        return estimator.estimate_prompt_tokens(max(summary.prompt_bytes - cached_bytes.get(worker.id, 0), 0))
+        return estimator.estimate_prompt_tokens(max(summary.prompt_bytes - cached_bytes_by_worker.get(worker.id, 0), 0))
 
     def is_in_time(worker: Worker) -> bool:
         rate = worker.prefill_rate.tokens_per_s
         if not rate:
-            return worker.open_requests < worker.max_running or not _is_fuller(worker, answering_worker)
+            return worker.open_requests < worker.max_running or not _is_more_loaded(worker, answering_worker)
         return (
             worker.prefill_tokens + missing_tokens(worker) - answering_worker.prefill_tokens
             <= rules.max_split_delay_s * rate
@@ -50,7 +51,7 @@ def choose_prefill_worker(
     choices = [
         w
         for w in prefillers
-        if answering_worker.can_fetch_from(w, summary.model)
+        if answering_worker.can_fetch_blocks_from(w, summary.model)
         and w.open_requests < w.max_requests
         and (is_required or is_in_time(w))
     ]
@@ -59,7 +60,7 @@ def choose_prefill_worker(
     best = min(
         choices, key=lambda worker: (worker.prefill_tokens + missing_tokens(worker), worker.open_requests, worker.name)
     )
-    cached = min(cached_bytes.get(best.id, 0), summary.prompt_bytes)
+    cached = min(cached_bytes_by_worker.get(best.id, 0), summary.prompt_bytes)
     wait = best.prefill_tokens / best.prefill_rate.tokens_per_s if best.prefill_rate.tokens_per_s else 0.0
     return RoutingDecision(
         best,
@@ -70,5 +71,5 @@ def choose_prefill_worker(
     )
 
 
-def _is_fuller(one: Worker, other: Worker) -> bool:
-    return one.open_requests * other.max_running > other.open_requests * one.max_running
+def _is_more_loaded(worker: Worker, other: Worker) -> bool:
+    return worker.open_requests * other.max_running > other.open_requests * worker.max_running

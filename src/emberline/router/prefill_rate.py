@@ -1,4 +1,4 @@
-"""PrefillRate: a worker's prompt tokens per second, from the counters of its heartbeats."""
+"""PrefillRate: how many prompt tokens a worker computes per second, measured from the counters in its heartbeats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class PrefillRate:
     _tokens: int = 0  # counters of the last report
     _seconds: float = 0.0
 
-    def record_report(self, tokens: int, seconds: float) -> int:
-        """Update the rate and return the tokens computed since the last report.
+    def record_heartbeat_counters(self, total_tokens: int, total_seconds: float) -> int:
+        """Update the rate from a heartbeat, and return the number of tokens computed since the previous heartbeat.
 
-        `tokens` and `seconds` count from the engine's start; 0 is returned if the engine was restarted."""
-        new_tokens, new_seconds = tokens - self._tokens, seconds - self._seconds
-        self._tokens, self._seconds = tokens, seconds
+        `total_tokens` and `total_seconds` count from the engine's start. Return 0 if the engine was restarted."""
+        new_tokens, new_seconds = total_tokens - self._tokens, total_seconds - self._seconds
+        self._tokens, self._seconds = total_tokens, total_seconds
         if new_tokens <= 0 or new_seconds <= 0:
             return 0
         self.tokens_per_s += (NEW_REPORT_WEIGHT if self.tokens_per_s else 1.0) * (

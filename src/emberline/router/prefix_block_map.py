@@ -1,8 +1,9 @@
-"""PrefixBlockMap: maps a prefix of a prompt's bytes to the KV block in which it ends.
+"""PrefixBlockMap: maps a prefix of a prompt (in bytes) to the KV block (of tokens) in which the prefix ends.
 
-A worker reports the last full block of each prompt it has computed. The block of a shorter prefix is estimated: it lies
-at the same fraction of the block chain as the prefix does of the bytes, but not beyond the blocks that all prompts with
-this prefix have in common. The map is bounded; the least recently recorded prefix is evicted first."""
+A worker reports the last full block of each prompt that it has computed. The block of a shorter prefix is estimated: a
+prefix with half of the prompt's bytes is assumed to end after half of the prompt's blocks. If several prompts have the
+same prefix, the estimate never goes beyond the blocks that these prompts have in common. The number of prefixes is
+limited; the least recently recorded prefix is evicted first."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ParentLookup = Callable[[bytes], bytes | None]
 
 
 class BlockPosition(NamedTuple):
-    """A block: its hash, and the number of blocks from the start of the prompt up to it."""
+    """The hash of a KV block, and the number of blocks from the start of the prompt to the end of this block."""
 
     digest: bytes
     block_count: int
@@ -30,7 +31,7 @@ class BlockPosition(NamedTuple):
     def parse(text: str) -> BlockPosition:
         digest, blocks = text.split()
         if not 0 < int(blocks) <= MAX_PROMPT_BLOCKS:
-            raise ValueError(f"the block count {blocks} is not between 1 and {MAX_PROMPT_BLOCKS}")
+            raise ValueError(f"the block count {blocks} must be between 1 and {MAX_PROMPT_BLOCKS}")
         return BlockPosition(bytes.fromhex(digest), int(blocks))
 
 
@@ -46,48 +47,51 @@ class PrefixBlockMap:
     def get(self, prefix: PromptPrefix) -> BlockPosition | None:
         return self._positions.get(prefix.digest)
 
-    def record(self, prefix: PromptPrefix, position: BlockPosition) -> None:
-        """Record the block in which this prefix ends."""
-        self._positions[prefix.digest] = position
+    def record_prefix(self, prefix: PromptPrefix, last_block: BlockPosition) -> None:
+        """Record in which KV block this prefix ends."""
+        self._positions[prefix.digest] = last_block
         self._positions.move_to_end(prefix.digest)
         while len(self._positions) > self._max_prefixes:
             self._positions.popitem(last=False)
 
-    def record_prefixes(
-        self, prefixes: Sequence[PromptPrefix], prompt_bytes: int, position: BlockPosition, parent: ParentLookup
+    def record_prefixes_of_prompt(
+        self, prefixes: Sequence[PromptPrefix], prompt_bytes: int, last_block: BlockPosition, find_parent: ParentLookup
     ) -> None:
-        """Record the blocks of all prefixes of a prompt that ends at `position`.
+        """Record the estimated KV block of each prefix of a prompt that ends in `last_block`.
 
-        Nothing is recorded unless all blocks before it are known."""
-        chain = _chain_to(position, parent)
+        Nothing is recorded if one of the prompt's blocks is unknown. `find_parent` returns the hash of the block before
+        a given block."""
+        chain = _block_hashes_up_to(last_block, find_parent)
         for point in prefixes:
-            blocks = position.block_count * point.length // prompt_bytes
+            blocks = last_block.block_count * point.length // prompt_bytes
             if chain and blocks:
                 recorded = self._positions.get(point.digest)
-                common = _last_common_block(recorded, chain, parent) if recorded is not None else None
-                self.record(point, common or BlockPosition(chain[blocks - 1], blocks))
+                common = _last_common_block(recorded, chain, find_parent) if recorded is not None else None
+                self.record_prefix(point, common or BlockPosition(chain[blocks - 1], blocks))
 
 
-def _chain_to(position: BlockPosition, parent: ParentLookup) -> list[bytes]:
-    """Return the hashes of all blocks up to this one, or [] if one of them is unknown."""
-    chain = [position.digest]
-    while len(chain) < position.block_count:
-        digest = parent(chain[-1])
+def _block_hashes_up_to(last_block: BlockPosition, find_parent: ParentLookup) -> list[bytes]:
+    """Return the hashes of all blocks of a prompt that ends in `last_block`, or [] if one of them is unknown."""
+    chain = [last_block.digest]
+    while len(chain) < last_block.block_count:
+        digest = find_parent(chain[-1])
         if digest is None:
             return []
         chain.append(digest)
     return chain[::-1]
 
 
-def _last_common_block(position: BlockPosition, chain: Sequence[bytes], parent: ParentLookup) -> BlockPosition | None:
-    """Return the last block that both chains contain.
+def _last_common_block(
+    block: BlockPosition, block_hashes: Sequence[bytes], find_parent: ParentLookup
+) -> BlockPosition | None:
+    """Return the last block that is in `block_hashes` and among the blocks up to `block`.
 
-    Return None if there is none or a block on the way is unknown."""
-    digest: bytes | None = position.digest
-    for blocks in range(position.block_count, 0, -1):
+    Return None if there is no such block, or if a block on the way to it is unknown."""
+    digest: bytes | None = block.digest
+    for blocks in range(block.block_count, 0, -1):
         if digest is None:
             return None
-        if blocks <= len(chain) and chain[blocks - 1] == digest:
+        if blocks <= len(block_hashes) and block_hashes[blocks - 1] == digest:
             return BlockPosition(digest, blocks)
-        digest = parent(digest)
+        digest = find_parent(digest)
     return None

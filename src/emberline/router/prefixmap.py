@@ -1,6 +1,6 @@
-"""PrefixMap: which workers last received a prompt with a given prefix.
+"""PrefixMap: which workers received a prompt with a given prefix, and therefore probably have the prefix cached.
 
-It is bounded; the least recently seen prefix is evicted first."""
+The number of prefixes is limited; the least recently seen prefix is evicted first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_WORKERS_PER_PREFIX = 4
 
 
 class PromptPrefix(NamedTuple):
-    """A prefix of a prompt: the hash of its bytes, and their number."""
+    """A prefix of a prompt: the hash and the number of its bytes."""
 
     digest: bytes
     length: int
@@ -34,7 +34,7 @@ class PrefixMap:
         return len(self._entries)
 
     def record_prompt(self, prefixes: Sequence[PromptPrefix], worker_id: str) -> None:
-        continued = self._longest_known(prefixes)
+        continued = self._longest_known_prefix(prefixes)
         for point in reversed(prefixes):  # the shortest prefix, which most prompts share, is then evicted last
             entry = self._entries.get(point.digest, PrefixEntry())
             others = (name for name in entry.worker_ids if name != worker_id)
@@ -45,7 +45,9 @@ class PrefixMap:
             self._entries.popitem(last=False)
 
     def cached_bytes_by_worker(self, prefixes: Sequence[PromptPrefix]) -> dict[str, int]:
-        """Return worker ids with the bytes of this prompt they received, most and then latest first."""
+        """Return how many bytes of this prompt each worker has received before, by worker id.
+
+        The largest number comes first; of equal numbers, the worker that received the bytes last."""
         cached_bytes: dict[str, int] = {}
         for point in reversed(prefixes):
             for worker in self._entries.get(point.digest, PrefixEntry()).worker_ids:
@@ -53,11 +55,11 @@ class PrefixMap:
         return cached_bytes
 
     def continues_conversation(self, prefixes: Sequence[PromptPrefix]) -> bool:
-        """Whether this prompt continues exactly one earlier prompt, as a conversation does.
+        """Whether this prompt continues exactly one earlier prompt, like the next turn of a conversation.
 
-        If not, its known prefix may be shared by many prompts, as a system prompt is."""
-        deepest = self._longest_known(prefixes)
+        If not, the part that the router has seen before may be shared by many prompts, like a system prompt."""
+        deepest = self._longest_known_prefix(prefixes)
         return deepest is not None and self._entries[deepest.digest].is_prompt_end
 
-    def _longest_known(self, prefixes: Sequence[PromptPrefix]) -> PromptPrefix | None:
+    def _longest_known_prefix(self, prefixes: Sequence[PromptPrefix]) -> PromptPrefix | None:
         return next((point for point in reversed(prefixes) if point.digest in self._entries), None)

@@ -1,4 +1,4 @@
-"""ReplyUsage: the token counts of a finished reply, found in the relayed bytes of any API protocol."""
+"""ReplyUsage: the token counts in a worker's reply, found by searching the relayed bytes, whatever the API protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ReplyUsage:
 
     @staticmethod
     def parse(*pieces: bytes) -> ReplyUsage:
-        """Return the usage in the first and the last piece of a reply; later values override earlier ones."""
+        """Return the token counts found in these parts of a reply. A later value replaces an earlier one of the same
+        name."""
         found = {_FIELD_BY_KEY[name]: int(number) for piece in pieces for name, number in _FIELD_PATTERN.findall(piece)}
         prompt = found.get("prompt")
         if prompt is not None:

@@ -1,6 +1,6 @@
-"""RequestState: the stages of a client's request in the router, and the one table of its transitions.
+"""RequestState: the states of a client's request in the router, and the table of all transitions between them.
 
-Suspicion: how likely it is that the request crashes the workers that serve it."""
+Suspicion: whether a request is suspected of crashing the workers that serve it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SUSPECT_AFTER_CRASHES = 2
 
 
 class IllegalTransition(RuntimeError):
-    """An event arrived in a state for which the table of transitions does not list it: a bug in the router."""
+    """An event is not listed for the request's current state in the table of transitions. This is a bug in the
+    router."""
 
 
 # StrEnum, because a str is hashed three times as fast as a plain Enum member.
@@ -41,12 +42,12 @@ class RequestState(StrEnum):
 
     @property
     def is_between_attempts(self) -> bool:
-        """Whether the request is open and no worker has it."""
+        """Whether the request is open, but not assigned to a worker."""
         return RequestEvent.WORKER_CHOSEN in TRANSITIONS[self]
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the request has ended; no event may follow."""
+        """Whether the request has ended, so that no event may follow."""
         return not TRANSITIONS[self]
 
 
@@ -130,7 +131,7 @@ _STARTED_STATES = frozenset(
 
 
 def next_state(state: RequestState, event: RequestEvent) -> RequestState:
-    """Return the state that follows `state` after `event`; raise IllegalTransition if the table lists none."""
+    """Return the next state. Raises IllegalTransition if the table does not list this event for this state."""
     following = TRANSITIONS[state].get(event)
     if following is None:
         raise IllegalTransition(f"a routed request in state {state.value!r} cannot handle the event {event.value!r}")
@@ -146,8 +147,8 @@ class Suspicion(Enum):
 def assess_suspicion(crash_count: int, *, is_known_suspect: bool) -> Suspicion:
     """Return the suspicion after `crash_count` workers crashed while serving the request.
 
-    A heartbeat that shows a worker alive lowers the count, and the suspicion may fall with it. `is_known_suspect`: an
-    earlier request with the same prompt was abandoned as a suspect, so one crash is enough to block this one."""
+    The count, and with it the suspicion, falls if a heartbeat shows that a worker did not crash. `is_known_suspect`: an
+    earlier request with the same prompt was abandoned as a suspect, so one crash is enough to block this request."""
     allowed_crashes = 0 if is_known_suspect else SUSPECT_AFTER_CRASHES
     if crash_count > allowed_crashes:
         return Suspicion.BLOCKED

@@ -1,7 +1,7 @@
-"""RequestSummary: the fields of a request that routing depends on.
+"""RequestSummary: the fields of a request that the choice of a worker depends on.
 
-They are read from the body without decoding the rest. The worker validates the body: one with unexpected field types
-is routed by load alone."""
+Only these fields of the JSON body are decoded. The router does not validate them, the worker does: if a field has an
+unexpected type, the router chooses the worker by load alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _ModelField(msgspec.Struct):
     model: str = ""
 
 
-class _Body(_ModelField):
-    """The fields, of all API protocols together, that routing depends on."""
+class _RoutingFields(_ModelField):
+    """The fields that the choice of a worker depends on, for all API protocols together."""
 
     stream: bool | None = None
     n: int | None = None
@@ -43,7 +43,7 @@ class _Body(_ModelField):
 
 
 _MODEL_FIELD = msgspec.json.Decoder(_ModelField)
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = msgspec.json.Decoder(_RoutingFields)
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -59,14 +59,16 @@ class RequestSummary:
     is_single_sequence: bool = False  # one prompt, one choice, no echo and no prompt logprobs
 
     @staticmethod
-    def parse(body: bytes, session: str = "", tenant: str = "") -> RequestSummary:
-        """Return the summary of a JSON body; raise InvalidRequest if it is not JSON or names no model.
+    def parse(body: bytes, session_id: str = "", tenant_id: str = "") -> RequestSummary:
+        """Return the summary of a JSON body. Raises InvalidRequest if the body is not JSON or its model is not a
+        string.
 
-        `tenant` identifies the client's API key, or is "": prompts of different tenants never share a cache."""
+        `tenant_id` identifies the client's API key, or is "". Prompts of different tenants never share cached
+        blocks."""
         try:
             fields = _BODY.decode(body)
         except msgspec.ValidationError:
-            return RequestSummary(_read_model_name(body), len(body), False, None, session)
+            return RequestSummary(_read_model_name(body), len(body), False, None, session_id)
         except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
         parts = [memoryview(part) for part in _prompt_parts(fields)]
@@ -76,8 +78,8 @@ class RequestSummary:
             sum(map(len, parts)),
             bool(fields.stream),
             limit * max(fields.n or 1, 1) if limit and limit > 0 else None,
-            session,
-            *_prompt_prefixes(fields, parts, tenant),
+            session_id,
+            *_prompt_digest_and_prefixes(fields, parts, tenant_id),
             _is_single_sequence(fields),
         )
 
@@ -86,13 +88,13 @@ def _read_model_name(body: bytes) -> str:
     try:
         return _MODEL_FIELD.decode(body).model
     except msgspec.ValidationError as e:
-        raise InvalidRequest(f"the body has no valid field 'model': {e}", param="model") from e
+        raise InvalidRequest(f"the field 'model' must be a string: {e}", param="model") from e
     except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 
-def _prompt_parts(body: _Body) -> Iterator[msgspec.Raw]:
-    """Yield the parts of the prompt in the order of chat templates; a list is yielded item by item."""
+def _prompt_parts(body: _RoutingFields) -> Iterator[msgspec.Raw]:
+    """Yield the parts of the prompt in the order in which chat templates write them. A list is yielded item by item."""
     yield from (part for part in (body.tools, body.system, body.instructions) if len(memoryview(part)))
     yield from body.messages
     for text in (body.prompt, body.input):
@@ -102,7 +104,7 @@ def _prompt_parts(body: _Body) -> Iterator[msgspec.Raw]:
             yield text
 
 
-def _is_single_sequence(body: _Body) -> bool:
+def _is_single_sequence(body: _RoutingFields) -> bool:
     if (body.n or 1) != 1 or body.echo or body.prompt_logprobs is not None:
         return False
     if bytes(memoryview(body.prompt)[:1]) != b"[":
@@ -111,17 +113,19 @@ def _is_single_sequence(body: _Body) -> bool:
     return len(items) == 1 or all(bytes(memoryview(item)[:1]).isdigit() for item in items[:1])
 
 
-def _prompt_prefixes(body: _Body, parts: list[memoryview], tenant: str = "") -> tuple[bytes, tuple[PromptPrefix, ...]]:
-    """Return the digest of the whole prompt and its prefixes.
+def _prompt_digest_and_prefixes(
+    body: _RoutingFields, prompt_parts: list[memoryview], tenant_id: str = ""
+) -> tuple[bytes, tuple[PromptPrefix, ...]]:
+    """Return the hash of the complete prompt, and the prefixes of the prompt.
 
-    A prefix ends at the end of each part, because conversations grow there, and within long parts at lengths that
-    double. Prefixes identify bytes of requests, not blocks of tokens: they tell which worker may have the prompt
-    cached, not what its cache holds."""
+    One prefix ends at the end of each part, for example a message, because the next turn of a conversation adds parts
+    there. Within a long part, prefixes end at 256, 512, 1024 .. bytes. Prefixes consist of bytes, not of token blocks:
+    they show which worker has probably cached the prompt, but not what is in its cache."""
     digest = blake2b(body.model.encode(), digest_size=16)
-    digest.update(b"\0" + bytes(body.cache_salt) + b"\0" + tenant.encode())
+    digest.update(b"\0" + bytes(body.cache_salt) + b"\0" + tenant_id.encode())
     prefixes: list[PromptPrefix] = []
     length, next_end = 0, MIN_PREFIX_BYTES
-    for part in parts:
+    for part in prompt_parts:
         start = 0
         while length + len(part) - start >= next_end:
             taken = next_end - length

@@ -1,7 +1,7 @@
-"""SGLangDialect: requests to SGLang servers started for disaggregation.
+"""SGLangDialect: writes the router's requests for SGLang servers in disaggregation mode.
 
-Prefill and decode worker get the request at the same time and find each other by a room number at the prefill worker's
-bootstrap server. A decode worker cannot compute a prompt itself."""
+The prefill worker and the decode worker get the request at the same time. Both get the same room number, by which they
+find each other at the prefill worker's bootstrap server. A decode worker cannot compute a prompt itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emberline.router.upstream_request import UpstreamRequest
 
 
 class SGLangPrefillReplyParser:
-    """Ignores the body of a prefill's reply: only its end matters."""
+    """Ignores the body of a prefill reply; the end of the reply means that the prefill is complete."""
 
     def push(self, data: bytes) -> Iterator[PrefillMessage]:
         yield from ()
@@ -31,16 +31,16 @@ class SGLangDialect:
     decode_worker_can_prefill: bool = False
     runs_prefill_to_end: bool = True
 
-    def build_plain_request(self, stream: bool) -> UpstreamRequest:
+    def build_plain_request(self, is_stream: bool) -> UpstreamRequest:
         # Only the router sets these fields.
         return self.client_request.without_fields("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
     def build_prefill_request(
-        self, peer: Mapping[str, Any], timeout: float
+        self, prefill_engine: Mapping[str, Any], timeout_s: float
     ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
         bootstrap = {
-            "bootstrap_host": peer["host"],
-            "bootstrap_port": peer["port"],
+            "bootstrap_host": prefill_engine["host"],
+            "bootstrap_port": prefill_engine["port"],
             "bootstrap_room": self.bootstrap_room,
         }
         return (
@@ -49,8 +49,10 @@ class SGLangDialect:
             bootstrap,
         )
 
-    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest:
+    def build_decode_request(self, ticket: Ticket, timeout_s: float) -> UpstreamRequest:
         return self.client_request.with_fields(ticket)
 
-    def build_resume_request(self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None) -> None:
+    def build_resume_request(
+        self, handoff: Handoff, timeout_s: float, reply_id: str | None, created: int | None
+    ) -> None:
         return None

@@ -1,6 +1,7 @@
-"""SSEBuffer: passes server-sent events on only as a whole, so that an error event can follow.
+"""SSEBuffer: holds back an incomplete server-sent event until its end arrives.
 
-Comments are removed, and line ends (LF, CRLF or CR, all of which the format allows) become LF. Nothing else changes."""
+The client thus receives complete events only, and an error event can follow at any time. Comments are removed, and all
+line ends (LF, CRLF or CR) become LF. Nothing else is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class SSEBuffer:
         self._ended_with_cr = False  # an LF that comes next is the second half of a CRLF
 
     def push(self, data: bytes) -> bytes:
-        """Return the bytes that may be sent to the client now."""
+        """Add received bytes, and return the bytes that can be sent to the client now."""
         if self._ended_with_cr or b"\r" in data:
             data = self._normalize_line_ends(data)
         if self._partial_event:
@@ -37,8 +38,8 @@ class SSEBuffer:
         self._ended_with_cr = data.endswith(b"\r")
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
-    def take_rest(self) -> bytes:
-        """Return the buffered bytes at the end of the reply, complete event or not."""
+    def take_remaining_bytes(self) -> bytes:
+        """Return the bytes that are still buffered at the end of the reply, even if they are no complete event."""
         kept, self._partial_event = self._partial_event, b""
         return kept
 
@@ -50,6 +51,6 @@ def remove_comments(events: bytes) -> bytes:
 
 
 def last_event_start(events: bytes) -> int:
-    """Return the index at which the last of these events begins."""
+    """Return the index in `events` at which the last event begins."""
     before = events.rfind(b"\n\n", 0, len(events) - 2)
     return 0 if before < 0 else before + 2

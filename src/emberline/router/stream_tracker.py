@@ -1,10 +1,12 @@
-"""StreamTracker: the part of a streamed reply that one client has received.
+"""StreamTracker: tracks which part of a streamed reply a client has received, so that a different worker can continue
+it.
 
-It splits a tracked stream (`core/handoff.py`) into groups, passes on the events of complete groups only, and keeps the
-groups' token comments, so that another worker can continue the stream after the last complete group.
+An Emberline worker writes its stream in groups (`core/handoff.py`). A group is a comment that lists tokens, and the
+events of these tokens. The tracker passes on the events of complete groups only, and stores the comments. With these
+tokens, a different worker can continue the stream after the last complete group.
 
-A stream without groups, as other servers write it, is passed on in whole events (`router/sse_buffer.py`): an error
-event can end it, but no other worker can continue it."""
+A vLLM or SGLang server writes no groups. Its stream is passed on in complete events (`router/sse_buffer.py`). An error
+event can end such a stream, but no other worker can continue it."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class _ReplyHead(msgspec.Struct):
 
 
 class _FirstEvent(_ReplyHead):
-    """The fields of a reply's first event that identify the reply, in all API protocols."""
+    """The fields that identify a reply, in the first event of its stream, for all API protocols together."""
 
     created: int | None = None
     message: _ReplyHead | None = None
@@ -51,7 +53,7 @@ class StreamTracker:
 
     @property
     def is_mid_event(self) -> bool:
-        """Whether the output ended within an event, so that no error event can follow."""
+        """Whether the client has received only a part of the last event, so that no error event can follow."""
         return self._untracked_events is not None and self._untracked_events.is_mid_event
 
     @property
@@ -59,7 +61,7 @@ class StreamTracker:
         return self._untracked_events is None and not self.has_ended
 
     def push(self, data: bytes) -> bytes:
-        """Return the bytes for the client that are complete now.
+        """Add received bytes, and return the events that can be sent to the client now.
 
         Raises InvalidWorkerReply for a malformed group."""
         untracked = self._untracked_events
@@ -75,18 +77,18 @@ class StreamTracker:
             self.has_ended = output.startswith(FINAL_EVENT_PREFIXES, last_event_start(output)) and not self.is_mid_event
         return output
 
-    def take_rest(self) -> bytes:
-        """Return what is buffered at the end of a stream without groups, complete event or not."""
-        return b"" if self._untracked_events is None else self._untracked_events.take_rest()
+    def take_remaining_bytes(self) -> bytes:
+        """Return the bytes still buffered at the end of a stream without groups, even if they are no complete event."""
+        return b"" if self._untracked_events is None else self._untracked_events.take_remaining_bytes()
 
     def discard_partial_group(self) -> None:
-        """Drop the incomplete group: the worker that continues the stream sends it again."""
+        """Drop the bytes of an incomplete group. The worker that continues the stream generates that group again."""
         assert self._untracked_events is None
         self._partial_group.clear()
         self._missing_bytes = 0
 
     def build_handoff(self) -> Handoff:
-        """Return what the next worker needs to continue the stream."""
+        """Return the tokens that the client has received, with which the next worker continues the stream."""
         try:
             groups = tuple(TokenGroup.from_comment(bytes(line)) for line in self._group_comments.splitlines())
         except ValueError as e:
@@ -125,7 +127,7 @@ class StreamTracker:
         while (end := data.find(b"\n\n", position) + 2) > 1:
             line = data[position : end - 1]
             if line.startswith(b": said "):
-                begin, end = end, end + _parse_number(line.split(b" ", 5), 4)
+                begin, end = end, end + _parse_number_field(line.split(b" ", 5), 4)
                 if end > len(data):
                     self._missing_bytes = end - len(data)
                     break
@@ -133,13 +135,14 @@ class StreamTracker:
                 comments += line
                 confirmed_cached, groups_end = cached, end
             elif line.startswith(b": cached "):
-                cached = _parse_number(line.split(b" "), 2)
+                cached = _parse_number_field(line.split(b" "), 2)
             elif line.startswith(b": chain "):
                 self.prompt_end = parse_block_position(line[8:].decode("latin-1"))
             elif not line.startswith(b":"):
                 if comments or self._group_comments:
                     raise InvalidWorkerReply(
-                        f"an event of the stream belongs to no group: {data[position : position + 80]!r}"
+                        "the worker's stream contains an event that belongs to no token group:"
+                        f" {data[position : position + 80]!r}"
                     )
                 self._untracked_events = SSEBuffer()  # the stream began with keep-alive comments of another server
                 return self._untracked_events.push(data[position:])
@@ -150,10 +153,12 @@ class StreamTracker:
         self.cached_tokens = confirmed_cached
         return b"".join(output)
 
-    def _store_partial_group(self, rest: bytes) -> None:
-        if len(rest) + self._missing_bytes > MAX_GROUP_BYTES:
-            raise InvalidWorkerReply(f"a group of the stream exceeds {MAX_GROUP_BYTES} bytes")
-        self._partial_group.append(rest)
+    def _store_partial_group(self, data: bytes) -> None:
+        if len(data) + self._missing_bytes > MAX_GROUP_BYTES:
+            raise InvalidWorkerReply(
+                f"a token group of the worker's stream exceeds the limit of {MAX_GROUP_BYTES} bytes"
+            )
+        self._partial_group.append(data)
 
 
 def parse_block_position(text: str) -> BlockPosition:
@@ -163,11 +168,15 @@ def parse_block_position(text: str) -> BlockPosition:
         raise InvalidWorkerReply(f"the block position {text[:100]!r} is invalid: {e}") from e
 
 
-def _parse_number(words: list[bytes], at: int) -> int:
+def _parse_number_field(comment_fields: list[bytes], index: int) -> int:
     try:
-        number = int(words[at])
+        number = int(comment_fields[index])
     except (IndexError, ValueError) as e:
-        raise InvalidWorkerReply(f"a group comment has no number in field {at}: {words!r}") from e
+        raise InvalidWorkerReply(
+            f"field {index} in the comment of a token group must be a number: {comment_fields!r}"
+        ) from e
     if not 0 <= number <= MAX_GROUP_BYTES:
-        raise InvalidWorkerReply(f"a number in a group comment is not between 0 and {MAX_GROUP_BYTES}: {words!r}")
+        raise InvalidWorkerReply(
+            f"a number in the comment of a token group must be between 0 and {MAX_GROUP_BYTES}: {comment_fields!r}"
+        )
     return number

@@ -1,7 +1,7 @@
-"""SuspectRequests: prompts of requests that were abandoned because several workers failed.
+"""SuspectRequests: hashes of the prompts of requests during which several workers crashed.
 
-Clients retry failed requests automatically, so the same prompt is treated as suspect from its first attempt for a
-while."""
+Clients often send a failed request again. For `SUSPECT_TTL_S`, a new request with the same prompt is treated as suspect
+from its first attempt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class SuspectRequests:
     def __init__(self) -> None:
         self._expiry: OrderedDict[bytes, float] = OrderedDict()  # by the prompt's digest, the newest last
 
-    def add(self, digest: bytes, now: float) -> None:
-        self._expiry[digest] = now + SUSPECT_TTL_S
-        self._expiry.move_to_end(digest)
+    def add(self, prompt_digest: bytes, now: float) -> None:
+        self._expiry[prompt_digest] = now + SUSPECT_TTL_S
+        self._expiry.move_to_end(prompt_digest)
         if len(self._expiry) > MAX_SUSPECTS:
             self._expiry.popitem(last=False)
 
-    def contains(self, digest: bytes, now: float) -> bool:
-        return self._expiry.get(digest, 0.0) > now
+    def contains(self, prompt_digest: bytes, now: float) -> bool:
+        return self._expiry.get(prompt_digest, 0.0) > now

@@ -1,4 +1,5 @@
-"""TokenEstimator: estimates the tokens of a request from its bytes and earlier requests' usage."""
+"""TokenEstimator: estimates a request's prompt and output tokens from its size and from the usage of earlier
+requests."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ NEW_REPORT_WEIGHT = 0.1  # in the moving averages
 
 @dataclass(slots=True)
 class TokenEstimator:
-    """The moving averages of one model."""
+    """Holds moving averages of bytes per token and output length, for the requests to one model."""
 
     bytes_per_token: float = 4.0
     output_tokens: float = 256.0
@@ -22,7 +23,7 @@ class TokenEstimator:
     def estimate_output_tokens(self, summary: RequestSummary) -> float:
         return self.output_tokens if summary.max_tokens is None else min(self.output_tokens, summary.max_tokens)
 
-    def update(self, summary: RequestSummary, prompt_tokens: int | None, output_tokens: int | None) -> None:
+    def update_averages(self, summary: RequestSummary, prompt_tokens: int | None, output_tokens: int | None) -> None:
         if prompt_tokens and summary.prompt_bytes:
             # The bounds limit outliers: images have many bytes per token, templates add tokens to short prompts.
             bytes_per_token = min(max(summary.prompt_bytes / prompt_tokens, 0.25), 64.0)

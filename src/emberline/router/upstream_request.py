@@ -1,4 +1,4 @@
-"""UpstreamRequest: an HTTP request as a client sent it, or as the router sends it to a worker."""
+"""UpstreamRequest: an HTTP request that a client sent to the router, or that the router sends to a worker."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ class UpstreamRequest:
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """The headers that tie all attempts of one request to one trace."""
+        """The tracing headers of the request, which are sent with each of its attempts."""
         return {name: self.headers[name] for name in FORWARDED_TRACE_HEADERS if name in self.headers}
 
     def with_headers(self, headers: Mapping[str, str]) -> UpstreamRequest:
         return replace(self, headers={**self.headers, **headers})
 
     def without_fields(self, *names: str) -> UpstreamRequest:
-        """Return the request without these fields of its JSON body, unchanged if it has none."""
+        """Return the request without these fields of its JSON body. Return the request itself if the body has none of
+        them."""
         return self.with_fields({}, *names) if not _FIELDS.decode(self.body).keys().isdisjoint(names) else self
 
     def with_fields(self, fields: Mapping[str, Any], *removed: str) -> UpstreamRequest:
-        """Return the request with `fields` set in its JSON body and `removed` left out.
+        """Return the request with `fields` added to its JSON body and the fields in `removed_names` left out.
 
-        All other values keep their bytes."""
+        The values of all other fields stay the same, byte for byte."""
         body: dict[str, Any] = {name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in removed}
         return replace(self, body=msgspec.json.encode(body | dict(fields)))

@@ -1,4 +1,5 @@
-"""Worker: the router's view of one worker process. RequestLoad: the work of one open request."""
+"""Worker: the router's data about one worker process. RequestLoad: the tokens that one open request still needs
+there."""
 
 from __future__ import annotations
 
@@ -58,49 +59,51 @@ class Worker:
     def open_requests(self) -> int:
         return len(self.loads)
 
-    def accepts(self, model: str, now: float) -> bool:
+    def accepts_requests_for(self, model: str, now: float) -> bool:
         return self.is_ready and model in self.models and self.breaker.allows(now)
 
     @property
-    def can_answer(self) -> bool:
-        """Whether it can generate: Emberline's own workers can in every role."""
+    def can_generate(self) -> bool:
+        """Whether the worker can generate replies. Emberline's own workers can in every role; other prefill servers
+        cannot."""
         return self.role != "prefill" or self.dialect == "native"
 
     @property
     def is_safe_for_suspect(self) -> bool:
-        """Whether it is healthy and serves no suspect request."""
+        """Whether the worker has not failed since its last heartbeat and serves no suspect request."""
         return not self.failed_since_heartbeat and not any(load.is_suspect for load in self.loads.values())
 
-    def can_fetch_from(self, other: Worker, model: str) -> bool:
+    def can_fetch_blocks_from(self, other: Worker, model: str) -> bool:
         return other.engine_ids.get(model) in self.paired_engine_ids and self.numerics.get(model) == other.numerics.get(
             model
         )
 
     @property
     def kv_free_tokens(self) -> float:
-        """Free tokens of its KV cache once open requests have reached their estimated lengths."""
+        """The number of tokens that will be free in the KV cache when all open requests have reached their estimated
+        length."""
         return (
             self.kv_capacity_tokens - self.kv_used_tokens - self.uncached_tokens - self.decode_tokens
             if self.kv_capacity_tokens
             else math.inf
         )
 
-    def add_request(self, key: int, load: RequestLoad, now: float) -> None:
-        assert key not in self.loads
+    def add_request(self, attempt_id: int, load: RequestLoad, now: float) -> None:
+        assert attempt_id not in self.loads
         self.breaker.record_start(now)
         self._decay_recent_work(now)
         self._recent_prefill += load.prefill_tokens
         self._recent_decode += load.decode_tokens
-        self.loads[key] = load
+        self.loads[attempt_id] = load
         load.uncached_tokens = load.prefill_tokens
         self.prefill_tokens += load.prefill_tokens
         self.decode_tokens += load.decode_tokens
         self.uncached_tokens += load.uncached_tokens
 
     def recent_work(self, now: float, decode_weight: float) -> float:
-        """Return the work assigned in the last minutes, finished or not, in prompt tokens.
+        """Return the work of all requests assigned to this worker recently, finished or not, in prompt tokens.
 
-        Older work counts less."""
+        A request counts less the longer ago it was assigned."""
         self._decay_recent_work(now)
         return self._recent_prefill + decode_weight * self._recent_decode
 
@@ -109,33 +112,39 @@ class Worker:
         self._recent_prefill, self._recent_decode = factor * self._recent_prefill, factor * self._recent_decode
         self._recent_updated_at = now
 
-    def remove_prefill_load(self, key: int) -> None:
-        """Remove a request's prompt from the load, because another worker computes it."""
-        load = self.loads[key]
+    def remove_prefill_load(self, attempt_id: int) -> None:
+        """Remove a request's prompt tokens from this worker's load, because a prefill worker computes them."""
+        load = self.loads[attempt_id]
         self.prefill_tokens -= load.prefill_tokens
         load.prefill_tokens = 0.0
 
-    def mark_prefilled(self, key: int) -> None:
-        """Record that the request's whole prompt is in this worker's cache."""
-        self.remove_prefill_load(key)
-        load = self.loads[key]
+    def mark_prefilled(self, attempt_id: int) -> None:
+        """Record that the request's prompt has been computed and is in this worker's KV cache."""
+        self.remove_prefill_load(attempt_id)
+        load = self.loads[attempt_id]
         self.uncached_tokens -= load.uncached_tokens
         load.uncached_tokens = 0.0
 
-    def add_prefill_load(self, key: int, tokens: float) -> None:
-        """Add prompt tokens to a request's load, because this worker has to compute them itself."""
-        self.loads[key].prefill_tokens += tokens
+    def add_prefill_load(self, attempt_id: int, tokens: float) -> None:
+        """Add prompt tokens to a request's load, because no prefill worker computes them."""
+        self.loads[attempt_id].prefill_tokens += tokens
         self.prefill_tokens += tokens
 
-    def record_report(self, tokens: int, seconds: float, kv_usage: float = 0.0) -> None:
+    def record_heartbeat_counters(
+        self, total_prompt_tokens: int, total_prefill_s: float, kv_usage: float = 0.0
+    ) -> None:
         """Update the load from the counters of a heartbeat.
 
-        `tokens` and `seconds`: prompt tokens computed and time spent since the engine's start. Workers compute prompts
-        in order of arrival, so the oldest loads shrink first. `kv_usage`: share of the KV cache in use."""
+        `total_prompt_tokens` and `total_prefill_s` count the prompt tokens computed, and the time that took, since the
+        engine's start. Workers compute prompts in the order of arrival, so the new tokens are subtracted from the
+        oldest requests first. `kv_usage`: share of the KV cache in use, from 0 to 1."""
         self.kv_used_tokens = kv_usage * self.kv_capacity_tokens
         if self.role != "prefill":  # the busy time of other roles includes decoding
             return
-        unassigned = max(self.prefill_rate.record_report(tokens, seconds) - self._unreported_tokens, 0.0)
+        unassigned = max(
+            self.prefill_rate.record_heartbeat_counters(total_prompt_tokens, total_prefill_s) - self._unreported_tokens,
+            0.0,
+        )
         self._unreported_tokens = 0.0
         for load in self.loads.values():
             done = min(load.prefill_tokens, unassigned)
@@ -143,25 +152,27 @@ class Worker:
             self.prefill_tokens -= done
             unassigned -= done
 
-    def record_generated(self, key: int, tokens: int) -> None:
-        """Subtract generated tokens from the request's load, which never becomes negative."""
-        load = self.loads[key]
-        done = min(load.decode_tokens, float(tokens))
+    def record_generated_tokens(self, attempt_id: int, token_count: int) -> None:
+        """Subtract generated tokens from the number that the request is expected to generate, down to 0."""
+        load = self.loads[attempt_id]
+        done = min(load.decode_tokens, float(token_count))
         load.decode_tokens -= done
         self.decode_tokens -= done
 
-    def remove_request(self, key: int, seconds: float | None = None) -> None:
-        load = self.loads.pop(key)
-        self._unreported_tokens += load.prefill_tokens if seconds is not None else 0.0
+    def remove_request(self, attempt_id: int, duration_s: float | None = None) -> None:
+        load = self.loads.pop(attempt_id)
+        self._unreported_tokens += load.prefill_tokens if duration_s is not None else 0.0
         self.prefill_tokens -= load.prefill_tokens
         self.decode_tokens -= load.decode_tokens
         self.uncached_tokens -= load.uncached_tokens
         if not self.loads:
             self.prefill_tokens = self.decode_tokens = self.uncached_tokens = 0.0  # removes accumulated rounding errors
-        if seconds is not None:
-            self.mean_request_s += (DURATION_WEIGHT if self.mean_request_s else 1.0) * (seconds - self.mean_request_s)
+        if duration_s is not None:
+            self.mean_request_s += (DURATION_WEIGHT if self.mean_request_s else 1.0) * (
+                duration_s - self.mean_request_s
+            )
 
     @property
     def seconds_to_free_slot(self) -> float:
-        """Estimated seconds until one of its open requests ends, if their ends are spread evenly."""
+        """The estimated seconds until the next open request of this worker ends."""
         return self.mean_request_s / max(self.open_requests, 1)

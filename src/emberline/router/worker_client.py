@@ -1,6 +1,7 @@
-"""WorkerClient: HTTP requests to workers over pooled connections.
+"""WorkerClient: sends HTTP requests to workers over pooled connections.
 
-A request is never repeated here: a lost connection may mean that the worker died, possibly because of this request."""
+It never repeats a failed request, because the request itself may have crashed the worker. The relay decides on
+retries."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ class WorkerClient:
     async def request(self, url: str, request: UpstreamRequest) -> HTTPClientResponse:
         """Send a request and return the reply, which the caller must close.
 
-        `url` is the worker's; a path in it precedes the request's path, as behind a reverse proxy. Raises the errors of
-        `net.errors` if the worker cannot be reached or the connection breaks."""
-        origin, prefix = _split_url(url)
+        `url` is the base URL of the worker; a path in it is put before the request's path. Raises UpstreamUnreachable
+        if the worker cannot be reached, and UpstreamBroken if the connection breaks."""
+        origin, prefix = _split_origin_and_path(url)
         return await self._pool.request(origin, request.method, prefix + request.target, request.headers, request.body)
 
 
 @functools.lru_cache(256)
-def _split_url(url: str) -> tuple[str, str]:
-    """Return the origin to connect to, and the path without a trailing slash."""
+def _split_origin_and_path(url: str) -> tuple[str, str]:
+    """Return the origin (scheme, host and port) of a URL, and its path without a trailing slash."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/")

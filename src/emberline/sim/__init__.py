@@ -1,1 +1,2 @@
-"""A simulated cluster on a virtual clock: production scheduler and router, simulated GPUs."""
+"""A simulated cluster on a virtual clock. Scheduler, KV manager and router are the real ones; only GPUs are
+simulated."""

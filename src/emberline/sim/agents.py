@@ -1,4 +1,4 @@
-"""A workload of long conversations that share a few long system prompts, like coding agents."""
+"""AgentWorkload: long conversations that share a few long system prompts, like those of coding agents."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SimMessage:
     tokens: list[int]
 
     def to_json(self) -> msgspec.Raw:
-        """Return the message as a client would send it, with one word for each token."""
+        """Return the message as JSON, with one word for each token."""
         words = " ".join(f"{token:x}" for token in self.tokens)
         return msgspec.Raw(msgspec.json.encode({"role": self.role, "content": words}))
 
 
 @dataclass(slots=True)
-class Session:
+class AgentSession:
     name: str
     starts_at: float
     turns_left: int
@@ -45,35 +45,39 @@ class Session:
     encoded_messages: list[msgspec.Raw] = field(default_factory=list)
 
     def next_request(self) -> tuple[bytes, list[int], int]:
-        """Return the next turn: the request's body, its tokens, and the length of the reply in tokens."""
-        self.messages.append(SimMessage("user", _random_tokens(self.rng, self._draw_length(self.workload.user_tokens))))
+        """Add a user message to the conversation.
+
+        Return the request's JSON body, the tokens of the prompt, and the number of tokens of the reply."""
+        self.messages.append(
+            SimMessage("user", _draw_tokens(self.rng, self._draw_token_count(self.workload.user_tokens)))
+        )
         self.encoded_messages += [message.to_json() for message in self.messages[len(self.encoded_messages) :]]
-        reply = self._draw_length(self.workload.reply_tokens)
+        reply = self._draw_token_count(self.workload.reply_tokens)
         body = {"model": MODEL_NAME, "messages": self.encoded_messages, "max_tokens": reply, "stream": True}
-        return msgspec.json.encode(body), self.tokens, reply
+        return msgspec.json.encode(body), self.conversation_tokens, reply
 
     @property
-    def tokens(self) -> list[int]:
+    def conversation_tokens(self) -> list[int]:
         return [token for message in self.messages for token in message.tokens]
 
     def record_reply(self, tokens: list[int]) -> None:
         self.turns_left -= 1
         self.messages.append(SimMessage("assistant", tokens))
 
-    def draw_pause(self) -> float:
+    def draw_pause_s(self) -> float:
         return self.rng.expovariate(1.0 / self.workload.think_seconds)
 
-    def _draw_length(self, median: float) -> int:
+    def _draw_token_count(self, median: float) -> int:
         return max(8, round(median * min(16.0, self.rng.lognormvariate(0.0, self.workload.spread))))
 
 
-def make_sessions(workload: AgentWorkload, seed: int) -> list[Session]:
+def create_sessions(workload: AgentWorkload, seed: int) -> list[AgentSession]:
     rng = random.Random(seed)
     systems = [
-        SimMessage("system", _random_tokens(rng, rng.randint(*workload.system_tokens))) for _ in range(workload.systems)
+        SimMessage("system", _draw_tokens(rng, rng.randint(*workload.system_tokens))) for _ in range(workload.systems)
     ]
     return [
-        Session(
+        AgentSession(
             f"session-{i}",
             rng.uniform(0.0, workload.over_seconds),
             rng.randint(*workload.turns),
@@ -85,5 +89,5 @@ def make_sessions(workload: AgentWorkload, seed: int) -> list[Session]:
     ]
 
 
-def _random_tokens(rng: random.Random, count: int) -> list[int]:
+def _draw_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(100_000) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""SimCluster: simulated workers behind the production router, driven by events in virtual time."""
+"""SimCluster: simulated workers behind the real router's dispatcher, run by a queue of events in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from emberline.router.prefix_block_map import BlockPosition
 from emberline.router.reply_usage import ReplyUsage
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker import RequestLoad
-from emberline.sim.agents import MODEL_NAME, Session
+from emberline.sim.agents import MODEL_NAME, AgentSession
 from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import PrefixOracle
 from emberline.sim.worker import SimStore, SimWorker
@@ -55,20 +55,21 @@ class SimResult:
     def cached_share(self) -> float:
         return self.cached_tokens / self.prompt_tokens
 
-    def conversation_imbalance(self, workers: int) -> float:
-        """Return the largest number of conversations of a worker, divided by the mean."""
-        return max(self.conversations_by_worker.values()) * workers / sum(self.conversations_by_worker.values())
+    def conversation_imbalance(self, worker_count: int) -> float:
+        """Return the number of conversations at the worker that has most of them, divided by the mean over all
+        workers."""
+        return max(self.conversations_by_worker.values()) * worker_count / sum(self.conversations_by_worker.values())
 
     @property
-    def oracle_share(self) -> float:
+    def oracle_cached_share(self) -> float:
         return self.oracle_tokens / self.prompt_tokens
 
 
 @dataclass(slots=True)
-class OpenTurn:
-    """A turn whose reply is being generated."""
+class OpenSimTurn:
+    """A turn of a conversation whose reply is being generated."""
 
-    session: Session
+    session: AgentSession
     attempt: WorkerAttempt
     dispatch_context: ExitStack
     sent_at: float
@@ -94,19 +95,18 @@ class SimCluster:
         cluster_config: SimClusterConfig,
         chooser: WorkerChooser,
         *,
-        names_session: bool = False,
+        sends_session_ids: bool = False,
         store: SimStore | None = None,
         kv_events: bool = False,
     ) -> None:
-        """`names_session`: clients send a session id.
-
-        `kv_events`: the router subscribes to the workers' KV cache events."""
+        """`sends_session_ids`: clients send a session header. `kv_events`: the router receives the workers' KV
+        events."""
         self.clock = ManualClock()
         router = RouterConfig(lost_after=NEVER_S, stuck_after=NEVER_S, kv_events=kv_events)
         self.dispatch = Dispatcher(router, self.clock)
         self.result = SimResult()
         self._chooser = chooser
-        self._names_session = names_session
+        self._names_session = sends_session_ids
         config = SchedulerConfig(
             max_running=cluster_config.max_running,
             max_batch_tokens=cluster_config.batch_tokens,
@@ -128,29 +128,29 @@ class SimCluster:
             )
             self.dispatch.register(WorkerRegistration(name, name, f"http://{name}", (model,)))
             self.dispatch.record_heartbeat(Heartbeat(name, name))
-        self._open_turns: dict[str, OpenTurn] = {}
+        self._open_turns: dict[str, OpenSimTurn] = {}
         self._oracle = PrefixOracle(config.block_size)
         self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._event_ids = itertools.count()
 
-    def run(self, sessions: list[Session]) -> SimResult:
+    def run(self, sessions: list[AgentSession]) -> SimResult:
         for session in sessions:
-            self._schedule(session.starts_at, partial(self._start_turn, session))
-        self._schedule(BALANCE_INTERVAL_S, self._sample_balance)
+            self._schedule_callback(session.starts_at, partial(self._start_turn, session))
+        self._schedule_callback(BALANCE_INTERVAL_S, self._record_load_imbalance)
         while self._events:
             self.clock.time, _, event = heapq.heappop(self._events)
             event()
         self.result.seconds = self.clock.time
-        assert not self._open_turns and not self.dispatch.num_open
+        assert not self._open_turns and not self.dispatch.open_attempt_count
         for worker in self._workers.values():
             worker.engine.kv.check_invariants()
         return self.result
 
-    def _schedule(self, when: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._event_ids), event))
+    def _schedule_callback(self, time: float, callback: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._event_ids), callback))
 
-    def _start_turn(self, session: Session) -> None:
+    def _start_turn(self, session: AgentSession) -> None:
         body, tokens, reply = session.next_request()
         summary = RequestSummary.parse(body, session.name if self._names_session else "")
         decision = self._chooser(self.dispatch, summary)
@@ -163,28 +163,28 @@ class SimCluster:
         self._live_tokens[session.name] = len(tokens) + reply
         self.result.working_set = max(self.result.working_set, sum(self._live_tokens.values()))
         worker = self._workers[decision.worker.name]
-        chain_end = worker.chain_end(tokens) if self.dispatch.kv_index is not None else None
-        self._open_turns[name] = OpenTurn(session, attempt, context, now, len(tokens), chain_end)
+        chain_end = worker.last_prompt_block(tokens) if self.dispatch.kv_index is not None else None
+        self._open_turns[name] = OpenSimTurn(session, attempt, context, now, len(tokens), chain_end)
         params = SamplingParams(max_tokens=reply, ignore_eos=True, seed=0)
-        worker.add(Submission(name, tokens, params, timeout=NEVER_S), now)
+        worker.add_submission(Submission(name, tokens, params, timeout=NEVER_S), now)
         if not worker.is_stepping:
-            self._step(worker)
+            self._start_step(worker)
 
-    def _step(self, worker: SimWorker) -> None:
+    def _start_step(self, worker: SimWorker) -> None:
         outputs, ends = worker.step(self.clock.time)
         worker.is_stepping = True
-        self._schedule(ends, partial(self._finish_step, worker, outputs))
+        self._schedule_callback(ends, partial(self._finish_step, worker, outputs))
 
     def _finish_step(self, worker: SimWorker, outputs: list[Output]) -> None:
         if (index := self.dispatch.kv_index) is not None:
             id_ = self.dispatch.workers[worker.name].id
-            for batch in worker.new_batches(*index.last_batch(id_)):
+            for batch in worker.batches_after(*index.last_applied_batch(id_)):
                 index.apply_batch(id_, batch)
         for output in outputs:
             self._receive_output(output)
         worker.is_stepping = False
-        if not worker.idle:
-            self._step(worker)
+        if not worker.is_idle:
+            self._start_step(worker)
 
     def _receive_output(self, output: Output) -> None:
         turn, now = self._open_turns[output.id], self.clock.time
@@ -209,46 +209,48 @@ class SimCluster:
         self.result.cached_tokens += turn.num_cached
         turn.session.record_reply(turn.reply)
         if turn.session.turns_left:
-            self._oracle.count_cached_and_add(turn.session.tokens)
-            self._schedule(now + turn.session.draw_pause(), partial(self._start_turn, turn.session))
+            self._oracle.count_cached_and_add(turn.session.conversation_tokens)
+            self._schedule_callback(now + turn.session.draw_pause_s(), partial(self._start_turn, turn.session))
         else:
             del self._live_tokens[turn.session.name]
 
-    def _sample_balance(self) -> None:
-        work = [worker.tokens_left for worker in self._workers.values()]
+    def _record_load_imbalance(self) -> None:
+        work = [worker.remaining_tokens for worker in self._workers.values()]
         if sum(work) > 0:
             self.result.load_imbalance.append(max(work) * len(work) / sum(work))
         if self._events:
-            self._schedule(self.clock.time + BALANCE_INTERVAL_S, self._sample_balance)
+            self._schedule_callback(self.clock.time + BALANCE_INTERVAL_S, self._record_load_imbalance)
 
 
-def choose_by_policy(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
-    return dispatch.choose_worker(ask, set())
+def choose_by_policy(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
+    return dispatcher.choose_worker(summary, set())
 
 
-def random_chooser(seed: int) -> WorkerChooser:
+def make_random_chooser(seed: int) -> WorkerChooser:
     rng = random.Random(seed)
     return lambda dispatch, ask: _decision_for(dispatch, ask, rng.choice(sorted(dispatch.workers)))
 
 
-def round_robin_chooser() -> WorkerChooser:
+def make_round_robin_chooser() -> WorkerChooser:
     counter = itertools.count()
 
-    def choose(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
-        names = sorted(dispatch.workers)
-        return _decision_for(dispatch, ask, names[next(counter) % len(names)])
+    def choose_next_worker(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
+        names = sorted(dispatcher.workers)
+        return _decision_for(dispatcher, summary, names[next(counter) % len(names)])
 
-    return choose
+    return choose_next_worker
 
 
-def choose_fewest_requests(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
+def choose_fewest_requests(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
     return _decision_for(
-        dispatch, ask, min(dispatch.workers.values(), key=lambda worker: (worker.open_requests, worker.name)).name
+        dispatcher,
+        summary,
+        min(dispatcher.workers.values(), key=lambda worker: (worker.open_requests, worker.name)).name,
     )
 
 
-def _decision_for(dispatch: Dispatcher, ask: RequestSummary, name: str) -> RoutingDecision:
-    """Return the decision that the router would record if it had chosen this worker."""
-    estimate = dispatch.estimators[ask.model]
-    load = RequestLoad(estimate.estimate_prompt_tokens(ask.prompt_bytes), estimate.estimate_output_tokens(ask))
-    return RoutingDecision(dispatch.workers[name], load, RoutingReason.LOAD, 0.0)
+def _decision_for(dispatcher: Dispatcher, summary: RequestSummary, worker_name: str) -> RoutingDecision:
+    """Return a routing decision for the worker with this name, as the router would make it."""
+    estimate = dispatcher.estimators[summary.model]
+    load = RequestLoad(estimate.estimate_prompt_tokens(summary.prompt_bytes), estimate.estimate_output_tokens(summary))
+    return RoutingDecision(dispatcher.workers[worker_name], load, RoutingReason.LOAD, 0.0)

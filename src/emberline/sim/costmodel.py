@@ -1,4 +1,5 @@
-"""CostModel: estimates how long a GPU takes for a step, from memory traffic and arithmetic."""
+"""CostModel: estimates the duration of a step on a GPU from the memory that it reads and the tokens that it
+computes."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ from emberline.core.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The defaults describe an H200 with Llama-3.1-8B in bf16, from benchmarks/results/h200-engine.json.
+    """The defaults are those of an H200 with Llama-3.1-8B in bf16, measured in benchmarks/results/h200-engine.json.
 
-    A step of one row takes 3.9 ms, 8,192 tokens of a prompt 203 ms, and a token of context is 128 KiB at 4.39 TB/s."""
+    There, a step with one token takes 3.9 ms and a prompt of 8,192 tokens takes 203 ms. The keys and values of one
+    token of context are 128 KiB, which are read at 4.39 TB/s."""
 
     step: float = 3.9e-3  # seconds to read the weights once, and all other fixed costs of a step
     token: float = 24.8e-6  # seconds to multiply one token with all weights
     context: float = 30e-9  # seconds to read the keys and values of one token
 
-    def seconds(self, plan: StepPlan) -> float:
-        """Return the seconds that a plan takes.
+    def step_seconds(self, plan: StepPlan) -> float:
+        """Return the estimated duration of a step.
 
-        Weights are read once, in parallel with arithmetic; each request also reads its own context."""
+        The step reads all weights once, while it computes its tokens. After that, each request reads the keys and
+        values of its context."""
         context = sum(work.start + len(work.tokens) for work in plan.work)
         return max(self.step, self.token * plan.num_tokens) + self.context * context

@@ -1,4 +1,5 @@
-"""PrefixOracle: an unlimited cache that all workers share, the upper bound for routing policies."""
+"""PrefixOracle: counts the cache hits of an unlimited cache shared by all workers, which no routing policy can
+exceed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ class PrefixOracle:
         self._seen_hashes: set[bytes] = set()
 
     def count_cached_and_add(self, tokens: list[int]) -> int:
-        """Return how many tokens of a prompt are cached, and add all of its blocks."""
+        """Return how many tokens of a prompt are in the cache, then add the prompt's blocks to the cache."""
         size, parent, cached, is_hit = self._block_size, root_hash("oracle", ""), 0, True
         for at in range(0, len(tokens) - size + 1, size):
             parent = block_hash(parent, tokens[at : at + size])

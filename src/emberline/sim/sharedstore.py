@@ -1,4 +1,4 @@
-"""SharedStore: a simulated KV tier that records block hashes, with LRU eviction, but no content."""
+"""SharedStore: a simulated KV store with LRU eviction. It stores the hashes of blocks, but not their content."""
 
 from __future__ import annotations
 

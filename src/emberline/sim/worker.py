@@ -1,4 +1,4 @@
-"""SimWorker: a production Engine whose runner computes nothing and only advances a virtual clock."""
+"""SimWorker: a real Engine with a simulated GPU, which computes nothing and only advances a virtual clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ MAX_STAGED_BLOCKS = 512  # blocks between the cache and the store
 
 
 class SimRunner:
-    """Advances the worker's clock by the cost of each plan; tokens follow from request id and position."""
+    """Simulates a GPU: it advances the worker's clock by the estimated duration of each step.
+
+    The sampled tokens are hashes of request id and position."""
 
     layout = "sim"
     vocab_size = VOCAB_SIZE
@@ -37,10 +39,10 @@ class SimRunner:
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
-        seconds = self._cost.seconds(plan) if plan.work else 0.0
+        seconds = self._cost.step_seconds(plan) if plan.work else 0.0
         self._clock.advance(seconds)
         ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
-        return StepResult(plan.step, {name: SampledToken(_token(name, end)) for name, end in ends}, seconds=seconds)
+        return StepResult(plan.step, {name: SampledToken(_token_at(name, end)) for name, end in ends}, seconds=seconds)
 
 
 class SimWorker:
@@ -60,11 +62,11 @@ class SimWorker:
         self._block_events = BlockEventLog([name])
         self._store_link_free_at = 0.0
 
-    def add(self, submission: Submission, now: float) -> None:
+    def add_submission(self, submission: Submission, now: float) -> None:
         self.engine.add(submission, arrival=now)
 
     def step(self, now: float) -> tuple[list[Output], float]:
-        """Run a step that begins at `now`; return its outputs and the time when it ends."""
+        """Run a step that begins at `now`. Return the outputs of the step and the virtual time at which it ends."""
         self.clock.time = now
         self._transfer_blocks(now)
         outputs = self.engine.step()
@@ -75,27 +77,29 @@ class SimWorker:
             self.clock.time = max(now, self._store_link_free_at) + self._store.seconds_per_block
         return outputs, self.clock.time
 
-    def new_batches(self, incarnation: str, seq: int) -> list[BlockBatch]:
-        """Return the changes of its cache after this batch."""
+    def batches_after(self, incarnation: str, batch_number: int) -> list[BlockBatch]:
+        """Return the batches of KV events that follow the batch with this number."""
         if (changes := self.engine.kv.take_prefix_changes()) is not None:
             self._block_events.record(self.name, *changes)
-        return self._block_events.batches_after(incarnation, seq)
+        return self._block_events.batches_after(incarnation, batch_number)
 
-    def chain_end(self, tokens: list[int]) -> BlockPosition | None:
+    def last_prompt_block(self, tokens: list[int]) -> BlockPosition | None:
         end = last_full_block(root_hash(SimRunner.layout), tokens, self.engine.config.block_size)
         return BlockPosition(*end) if end is not None else None
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return self.engine.idle
 
     @property
-    def tokens_left(self) -> int:
-        """Number of tokens that all of its requests still have to compute until they end."""
+    def remaining_tokens(self) -> int:
+        """The number of tokens, prompt and output, that all open requests of this worker still have to compute."""
         return sum(request.max_len - request.num_computed for request in self.engine.scheduler.requests.values())
 
     def _transfer_blocks(self, now: float) -> None:
-        """Transfer the blocks that the link to the store had time for until `now`; writes do not delay reads."""
+        """Read as many blocks from the store as its link could transfer until `now`, and write all waiting blocks.
+
+        Writes take no time in the simulation."""
         if self._tiers is None or self._store is None:
             return
         # An idle link saves up one second of transfers at most.
@@ -107,13 +111,13 @@ class SimWorker:
 
 
 class SimStore:
-    """The store that all workers share, and the seconds that reading a block takes."""
+    """The KV store that all simulated workers share, and the seconds that reading one block from it takes."""
 
     def __init__(self, tier: Tier, seconds: float) -> None:
         self.tier = tier
         self.seconds_per_block = seconds
 
 
-def _token(request: str, position: int) -> int:
-    digest = blake2b(f"{request}:{position}".encode(), digest_size=4).digest()
+def _token_at(request_id: str, position: int) -> int:
+    digest = blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB_SIZE

@@ -85,7 +85,7 @@ async def serve(
             async def leaving() -> None:
                 engine.block_events.close()
                 if registrar is not None:
-                    await registrar.leave()
+                    await registrar.announce_shutdown()
 
             guarded = CrossSiteGuard(assembled.app, _cross_site(config, listener))
             await serve_until_stopped(guarded, listener, ready, leaving, server=server)
@@ -175,9 +175,9 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
 
     Raises InvalidRequest if this machine's address towards the router cannot be found.
     """
-    from emberline.cluster.address import is_unspecified, outgoing_address
+    from emberline.cluster.address import is_unspecified_address, outgoing_address
 
-    if worker.worker_url or not is_unspecified(host):
+    if worker.worker_url or not is_unspecified_address(host):
         return worker
     try:
         found = outgoing_address(worker.router)

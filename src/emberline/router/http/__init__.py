@@ -1,2 +1,1 @@
-"""The router's HTTP server: relays clients' requests to workers, and their replies back, across
-worker failures."""
+"""The router's HTTP server, which relays clients' requests to workers and retries them when workers fail."""

@@ -1,4 +1,4 @@
-"""Dispatcher: chooses workers for requests, and records the attempts and what is learned from them."""
+"""Dispatcher: chooses a worker for each request, and records load, token counts and cached prompts of each attempt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIN_HANDOVER_TOKENS = 64  # fewer are recomputed by the next worker rather than 
 
 
 class Dispatcher(WorkerRegistry):
-    """The router's state: its workers, and what it has learned from requests (estimates, cached prefixes)."""
+    """The router's state: its workers, estimates of request sizes, and which worker has which prompt prefix cached."""
 
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         super().__init__(config, clock)
@@ -40,13 +40,18 @@ class Dispatcher(WorkerRegistry):
         self._detached_tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def num_open(self) -> int:
+    def open_attempt_count(self) -> int:
         return sum(map(len, self._open_attempts.values()))
 
     def choose_worker(
-        self, summary: RequestSummary, excluded: set[str], *, ignore_limits: bool = False, is_suspect: bool = False
+        self,
+        summary: RequestSummary,
+        excluded_worker_ids: set[str],
+        *,
+        ignore_capacity_limits: bool = False,
+        is_suspect: bool = False,
     ) -> RoutingDecision:
-        """Return the worker for a request, as `policy.choose_worker` does."""
+        """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers."""
         workers, now = list(self.workers.values()), self._clock.now()
         shared = not self.prefixes.continues_conversation(summary.prefixes)
         return choose_worker(
@@ -55,23 +60,25 @@ class Dispatcher(WorkerRegistry):
             *self._cached_bytes_and_estimator(summary),
             self._rules,
             now,
-            excluded,
-            ignore_limits,
+            excluded_worker_ids,
+            ignore_capacity_limits,
             is_suspect,
             shared,
         )
 
-    def describe_numerics_difference(self, model: str, origin: Worker) -> str:
-        """Return how the other ready workers of this model differ from `origin`.
+    def describe_numerics_difference(self, model: str, origin_worker: Worker) -> str:
+        """Return why no ready worker can continue a stream of `origin_worker`: the difference in numerics (dtype etc.).
 
-        Return "" if one of them agrees or none is ready."""
-        now, others = self._clock.now(), (w for w in self.workers.values() if w.id != origin.id)
-        ready = [w for w in others if w.accepts(model, now) and w.dialect == "native"]
-        differences = [describe_difference(origin.numerics.get(model), other.numerics.get(model)) for other in ready]
+        Return "" if one ready worker has the same numerics, or if no other worker is ready."""
+        now, others = self._clock.now(), (w for w in self.workers.values() if w.id != origin_worker.id)
+        ready = [w for w in others if w.accepts_requests_for(model, now) and w.dialect == "native"]
+        differences = [
+            describe_difference(origin_worker.numerics.get(model), other.numerics.get(model)) for other in ready
+        ]
         return differences[0] if differences and all(differences) else ""
 
-    def reuse_if_available(self, decision: RoutingDecision) -> RoutingDecision | None:
-        """Return the decision if its worker is still available, else None."""
+    def reuse_decision_if_available(self, decision: RoutingDecision) -> RoutingDecision | None:
+        """Return the decision unchanged if its worker is ready or draining, else None."""
         worker = decision.worker
         is_available = self.workers.get(worker.name) is worker and self.health(worker) in (
             WorkerHealth.READY,
@@ -80,21 +87,23 @@ class Dispatcher(WorkerRegistry):
         return decision if is_available and worker.breaker.allows(self._clock.now()) else None
 
     def choose_handover_source(
-        self, summary: RequestSummary, output_tokens: int, answer_decision: RoutingDecision, origin: Worker
+        self, summary: RequestSummary, output_token_count: int, answer_decision: RoutingDecision, origin_worker: Worker
     ) -> RoutingDecision | None:
-        """Return the worker that a stream leaves, as the source of its KV blocks.
+        """Return a decision to fetch a moved stream's KV blocks from the worker that it leaves, `origin_worker`.
 
-        Return None if fetching them is not worthwhile. `output_tokens`: tokens generated so far."""
+        Return None if the blocks cannot be fetched, or if they are so few that computing them again is as fast.
+        `output_token_count`: tokens that the stream has generated."""
         is_worthwhile = (
-            summary.is_single_sequence and answer_decision.load.prefill_tokens + output_tokens >= MIN_HANDOVER_TOKENS
+            summary.is_single_sequence
+            and answer_decision.load.prefill_tokens + output_token_count >= MIN_HANDOVER_TOKENS
         )
-        is_available = self.workers.get(origin.name) is origin and answer_decision.worker.can_fetch_from(
-            origin, summary.model
-        )
+        is_available = self.workers.get(
+            origin_worker.name
+        ) is origin_worker and answer_decision.worker.can_fetch_blocks_from(origin_worker, summary.model)
         if not is_worthwhile or not is_available:
             return None
         return RoutingDecision(
-            origin,
+            origin_worker,
             RequestLoad(0.0, 0.0),
             RoutingReason.SPLIT,
             self.estimators[summary.model].estimate_prompt_tokens(summary.prompt_bytes),
@@ -103,7 +112,7 @@ class Dispatcher(WorkerRegistry):
     def choose_prefill_worker(
         self, summary: RequestSummary, answer_decision: RoutingDecision, *, is_required: bool
     ) -> RoutingDecision | None:
-        """Return the worker that computes the prompt for the answering worker, if worthwhile."""
+        """Return the prefill worker that computes the prompt, or None if the answering worker computes it itself."""
         return choose_prefill_worker(
             summary,
             answer_decision,
@@ -114,19 +123,20 @@ class Dispatcher(WorkerRegistry):
             is_required,
         )
 
-    def engine_peer(self, worker: Worker, model: str) -> dict[str, Any]:
-        """Return the address of this worker's engine for other workers; {} if it has none."""
+    def engine_peer_address(self, worker: Worker, model: str) -> dict[str, Any]:
+        """Return the address at which other workers fetch KV blocks from this worker's engine, or {} if it has none."""
         member = self.membership.get(worker.name)
         models = member.registration.models if member is not None else ()
         return next((each.peer for each in models if each.name == model and each.peer is not None), {})
 
-    def keep_task(self, task: asyncio.Task[None]) -> None:
-        """Keep a reference to a task that no code awaits, so that it is not garbage-collected."""
+    def keep_task_alive(self, task: asyncio.Task[None]) -> None:
+        """Keep a reference to a task that no code awaits; asyncio could otherwise garbage-collect it."""
         self._detached_tasks.add(task)
         task.add_done_callback(self._detached_tasks.discard)
 
-    def with_default_model(self, summary: RequestSummary) -> RequestSummary:
-        """Fill in the model of a request that names none, where only one is possible."""
+    def fill_in_default_model(self, summary: RequestSummary) -> RequestSummary:
+        """Return the summary with the cluster's only model filled in, if the request names none and there is only
+        one."""
         served = [
             model
             for member in self.membership
@@ -145,7 +155,7 @@ class Dispatcher(WorkerRegistry):
 
     @contextmanager
     def open_attempt(self, summary: RequestSummary, decision: RoutingDecision) -> Iterator[WorkerAttempt]:
-        """Account for an attempt at a worker from its start to its end, whatever its outcome."""
+        """Add an attempt to its worker's load and to the metrics, and remove it from the load when the block ends."""
         worker, now = decision.worker, self._clock.now()
         attempt = WorkerAttempt(next(self._attempt_ids), summary, decision, now, now)
         worker.add_request(attempt.id, decision.load, now)
@@ -158,20 +168,20 @@ class Dispatcher(WorkerRegistry):
             self._close_attempt(attempt)
 
     def record_reply_bytes(self, attempt: WorkerAttempt, event_count: int) -> None:
-        """Record that bytes of the reply have arrived, with so many events."""
+        """Record that the worker sent bytes of its reply, which contained `event_count` events."""
         if attempt.first_byte_at is None:
             attempt.decision.worker.mark_prefilled(attempt.id)
         self.record_activity(attempt)
-        attempt.decision.worker.record_generated(attempt.id, event_count)
+        attempt.decision.worker.record_generated_tokens(attempt.id, event_count)
 
-    def record_prompt_end(self, attempt: WorkerAttempt, position: BlockPosition) -> None:
-        """Record the prompt's last block, as the worker reported it."""
-        attempt.prompt_end = position
+    def record_prompt_end(self, attempt: WorkerAttempt, last_block: BlockPosition) -> None:
+        """Record which KV block is the last one of the prompt. The worker has reported it."""
+        attempt.prompt_end = last_block
         if self.kv_index is not None:
-            self.kv_index.record_prompt_end(attempt.summary.prefixes, position)
+            self.kv_index.record_prompt_end(attempt.summary.prefixes, last_block)
 
     def record_activity(self, attempt: WorkerAttempt) -> None:
-        """Record that the worker sent something for this attempt."""
+        """Record that the worker has just sent data for this attempt, so that it is not considered stuck."""
         attempt.last_activity_at = self._clock.now()
         if attempt.first_byte_at is None:
             attempt.first_byte_at = attempt.last_activity_at
@@ -191,7 +201,7 @@ class Dispatcher(WorkerRegistry):
         match outcome:
             case "answered":
                 worker.breaker.record_success()
-                self.estimators[attempt.summary.model].update(
+                self.estimators[attempt.summary.model].update_averages(
                     attempt.summary, attempt.usage.prompt_tokens, attempt.usage.output_tokens
                 )
             case "failed":

@@ -1,6 +1,6 @@
-"""ForeignWorkerPoller: registers vLLM and SGLang servers, which cannot register themselves.
+"""ForeignWorkerPoller: registers vLLM and SGLang servers as workers, because they cannot register themselves.
 
-Each successful health check is recorded as a heartbeat."""
+It checks the health of each server regularly. Each successful check counts as a heartbeat."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ class ForeignWorkerPoller:
         """Poll all servers until cancelled."""
         async with asyncio.TaskGroup() as group:
             for server in self._servers:
-                group.create_task(self._poll_repeatedly(server))
+                group.create_task(self._poll_server_repeatedly(server))
 
-    async def _poll_repeatedly(self, server: ForeignWorkerConfig) -> None:
+    async def _poll_server_repeatedly(self, server: ForeignWorkerConfig) -> None:
         while True:
             started_at = time.monotonic()
             try:
                 async with asyncio.timeout(POLL_TIMEOUT_S):
-                    problem = await self._poll(server)
+                    problem = await self._poll_server(server)
             except TimeoutError:
                 problem = f"no answer within {POLL_TIMEOUT_S:g} s"
             except (UpstreamUnreachable, UpstreamBroken, EmberlineError, *JSON_DECODE_ERRORS, ValueError) as e:
                 problem = f"{type(e).__name__}: {e}"
             (self._unavailable.add if problem else self._unavailable.discard)(server)
-            self._log_change(server, problem)
+            self._log_problem_once(server, problem)
             # A fixed period: a slow answer must not delay the next heartbeat.
             await asyncio.sleep(max(0.0, started_at + self._period - time.monotonic()))
 
-    def _log_change(self, server: ForeignWorkerConfig, problem: str) -> None:
-        """Log a problem, or its end, once."""
+    def _log_problem_once(self, server: ForeignWorkerConfig, problem: str) -> None:
+        """Log a server's problem when it begins and when it ends, but not at every check in between."""
         if self._logged_problems.get(server, "") == problem:
             return
         self._logged_problems[server] = problem
@@ -87,13 +87,13 @@ class ForeignWorkerPoller:
         else:
             log.info("foreign server used again: kind=%s url=%s", server.dialect, server.url)
 
-    async def _poll(self, server: ForeignWorkerConfig) -> str:
-        """Check a server's health, and register it or record its heartbeat.
+    async def _poll_server(self, server: ForeignWorkerConfig) -> str:
+        """Check a server's health, and register the server or record a heartbeat.
 
-        Return why it cannot be used, or ""."""
-        status, _ = await self._get(server, "/health")
+        Return the reason why the server cannot be used, or "" if it can."""
+        status, _ = await self._fetch_status_and_body(server, "/health")
         if status in (404, 405):  # not every server has /health
-            status, _ = await self._get(server, "/v1/models")
+            status, _ = await self._fetch_status_and_body(server, "/v1/models")
         if status in (401, 403):
             return f"the health check answered {status} ({KEY_HINT})"
         if status != 200:
@@ -101,11 +101,15 @@ class ForeignWorkerPoller:
         known = self._registrations.get(server)
         is_unknown = known is None or self._dispatcher.membership.get(known.name) is None
         if known is None or is_unknown or server in self._unavailable:
-            status, body = await self._get(server, "/v1/models")
+            status, body = await self._fetch_status_and_body(server, "/v1/models")
             if status != 200:
                 return f"/v1/models answered {status}" + (f" ({KEY_HINT})" if status == 401 else "")
             registration = _build_registration(server, msgspec.json.decode(body, type=_ModelList))
-            if known is None or is_unknown or _model_limits(registration) != _model_limits(known):
+            if (
+                known is None
+                or is_unknown
+                or _names_and_context_lengths(registration) != _names_and_context_lengths(known)
+            ):
                 known = self._registrations[server] = registration
                 self._dispatcher.register(known)
         self._dispatcher.record_heartbeat(
@@ -114,9 +118,9 @@ class ForeignWorkerPoller:
         return ""
 
     def _paired_incarnations(self, registration: WorkerRegistration) -> tuple[str, ...]:
-        """Return the prefill servers of the same kind.
+        """Return the incarnations of all prefill servers of the same kind.
 
-        These servers find each other, so that all of them count as paired."""
+        vLLM and SGLang servers connect to each other by themselves, so the router treats all of them as paired."""
         others = (
             other
             for other in self._registrations.values()
@@ -124,7 +128,7 @@ class ForeignWorkerPoller:
         )
         return tuple(other.incarnation for other in others if registration.role != "prefill")
 
-    async def _get(self, server: ForeignWorkerConfig, path: str) -> tuple[int, bytes]:
+    async def _fetch_status_and_body(self, server: ForeignWorkerConfig, path: str) -> tuple[int, bytes]:
         reply = await self._client.request(server.url, UpstreamRequest("GET", path, self._headers, b""))
         try:
             return reply.status, await reply.read_all()
@@ -132,16 +136,16 @@ class ForeignWorkerPoller:
             reply.close()
 
 
-def _model_limits(registration: WorkerRegistration) -> list[tuple[str, int]]:
+def _names_and_context_lengths(registration: WorkerRegistration) -> list[tuple[str, int]]:
     return [(model.name, model.max_context) for model in registration.models]
 
 
-def _build_registration(server: ForeignWorkerConfig, listed: _ModelList) -> WorkerRegistration:
+def _build_registration(server: ForeignWorkerConfig, model_list: _ModelList) -> WorkerRegistration:
     parts, incarnation = urlsplit(server.url), uuid.uuid4().hex
     peer: dict[str, Any] = {"incarnation": incarnation, "host": parts.hostname, "port": server.bootstrap}
     models = tuple(
         ModelRegistration(model.id, max_context=model.max_model_len, max_running=ASSUMED_MAX_RUNNING, peer=peer)
-        for model in listed.data
+        for model in model_list.data
     )
     dialect: DialectName = "vllm" if server.dialect == "vllm" else "sglang"
     name = f"{server.dialect} {parts.netloc}{parts.path}"  # one proxy may have several servers at different paths

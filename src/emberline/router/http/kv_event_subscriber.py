@@ -1,4 +1,4 @@
-"""KVEventSubscriber: keeps the KV index up to date with the block events of all workers."""
+"""KVEventSubscriber: receives events about stored and removed KV blocks from all workers, and updates the KV index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH = msgspec.json.Decoder(BlockBatch)
 
 
 class KVEventSubscriber:
-    """Holds one connection to `/cluster/events` of each native worker."""
+    """Reads `/cluster/events` of each Emberline worker over one permanent connection per worker."""
 
     def __init__(self, dispatcher: Dispatcher, index: KVIndex, client: WorkerClient, cluster_key: str | None) -> None:
         self._dispatcher = dispatcher
@@ -39,7 +39,7 @@ class KVEventSubscriber:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by worker id
 
     async def run(self) -> None:
-        """Subscribe to all workers until cancelled."""
+        """Stay subscribed to the KV events of all registered workers until cancelled."""
         try:
             while True:
                 self._update_subscriptions()
@@ -74,32 +74,36 @@ class KVEventSubscriber:
             self._index.mark_disconnected(worker.id)
             if not self._index.has_capacity_for(worker.id):
                 log.warning(
-                    "KV index is full, a worker's cache is inferred from its requests instead: worker=%s", worker.name
+                    "KV index is full, so this worker's cache content is estimated from its requests: worker=%s",
+                    worker.name,
                 )
                 return  # until the worker registers again
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
     async def _read_events(self, worker: Worker) -> None:
-        """Apply batches until the connection ends or a batch is missing."""
-        incarnation, seq = self._index.last_batch(worker.id)
+        """Apply a worker's batches of KV events to the index until the connection ends or a batch is missing."""
+        incarnation, seq = self._index.last_applied_batch(worker.id)
         request = UpstreamRequest("GET", f"/cluster/events?incarnation={incarnation}&since={seq}", self._headers, b"")
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(READ_TIMEOUT_S) as timer:
             with contextlib.closing(await self._client.request(self._dispatcher.worker_url(worker), request)) as reply:
                 if reply.status != 200:
-                    raise UpstreamBroken(f"/cluster/events answered {reply.status}")
+                    raise UpstreamBroken(f"the worker answered /cluster/events with HTTP status {reply.status}")
                 rest = b""
                 while data := await reply.read():
                     timer.reschedule(loop.time() + READ_TIMEOUT_S)
                     *lines, rest = (rest + data).split(b"\n")
                     if len(rest) > MAX_LINE_BYTES:
-                        raise UpstreamBroken(f"a line of /cluster/events exceeds {MAX_LINE_BYTES} bytes")
+                        raise UpstreamBroken(
+                            f"a line of the worker's /cluster/events exceeds the limit of {MAX_LINE_BYTES} bytes"
+                        )
                     if not all(self._apply_batch(worker, _BATCH.decode(line)) for line in lines):
                         return
 
     def _apply_batch(self, worker: Worker, batch: BlockBatch) -> bool:
-        """Apply a batch and return whether to continue.
+        """Apply a batch of KV events, and return whether to keep reading.
 
-        After the last part of a snapshot, or any other batch, the index must be exact."""
+        Return False if a batch is missing: the subscription then starts again with a snapshot of the worker's
+        blocks."""
         state = self._index.apply_batch(worker.id, batch)
         return state is KVIndexState.EXACT or batch.part + 1 < batch.parts or not batch.seq + batch.parts

@@ -1,4 +1,4 @@
-"""run_router: a router process from start to stop."""
+"""run_router: runs the router's process until a signal stops it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ log = logging.getLogger("emberline.router")
 
 
 async def run_router(config: RouterConfig) -> None:
-    """Serve until a signal stops the process; raise InvalidRequest if the address cannot be used."""
+    """Serve requests until a signal stops the process. Raises InvalidRequest if the router cannot listen at its
+    address."""
     is_inherited = config.listen_fd is not None
     listener = socket.socket(fileno=config.listen_fd) if is_inherited else bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
@@ -39,7 +40,7 @@ async def run_router(config: RouterConfig) -> None:
     async with WorkerClient() as client, open_tracing(config.trace, "emberline-router") as spans:
         app = RouterApp(config, client, SystemClock(), load_pages("router.html"), spans)
         poller = ForeignWorkerPoller(app.dispatcher, client, config.foreign, config.beat_seconds, config.foreign_key)
-        coroutines = [app.run_ticks(), poller.run()]
+        coroutines = [app.check_workers_repeatedly(), poller.run()]
         if (index := app.dispatcher.kv_index) is not None:
             coroutines.append(KVEventSubscriber(app.dispatcher, index, client, config.cluster_key).run())
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]

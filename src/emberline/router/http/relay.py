@@ -1,8 +1,8 @@
-"""Relay: passes a client's request to a worker, and the reply back.
+"""Relay: passes a client's request to a worker, and the worker's reply to the client.
 
-If a worker fails before the first byte, another worker is tried. If it fails later and the stream is tracked, another
-worker continues the stream after the client's output. A stream that cannot be continued ends with an error event of its
-API protocol. Every request is answered exactly once."""
+If a worker fails before it has sent output, the request is sent to a different worker. If a worker fails in the middle
+of a stream, a different worker continues the stream where the client's output ended. If no worker can continue the
+stream, it ends with an error event in the format of its API. Every request is answered exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from emberline.core.errors import (
 from emberline.router.dialect import CHAIN_HEADER, PRIVATE_HEADER_PREFIX, TENANT_HEADER, InvalidWorkerReply
 from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.remote_prefill import RemotePrefill
-from emberline.router.http.reply_relay import HOP_BY_HOP_HEADERS, ReplyRelay, reply_headers
+from emberline.router.http.reply_relay import HOP_BY_HOP_HEADERS, ReplyRelay, content_type_and_headers
 from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.native import RESUME_PATH
@@ -57,22 +57,24 @@ class Relay(ReplyRelay):
         self._suspects = SuspectRequests()
         self._waiting_requests = 0
 
-    async def run(self, x: Exchange, summary: RequestSummary, body: bytes) -> None:
-        """Answer the exchange; raise an EmberlineError for the caller to reply with, or to close the
-        connection for."""
-        routed = self._new_request(x, self._dispatcher.with_default_model(summary), body)
+    async def run(self, exchange: Exchange, summary: RequestSummary, body: bytes) -> None:
+        """Answer the client's request.
+
+        Raises an EmberlineError if the request failed. The caller replies with that error; if the reply has already
+        started, the caller closes the connection instead."""
+        routed = self._new_request(exchange, self._dispatcher.fill_in_default_model(summary), body)
         try:
             await self._run_to_end(routed)
         finally:
-            await routed.close()
+            await routed.close_prefill()
             routed.end_trace()
 
     async def _run_to_end(self, routed: RoutedRequest) -> None:
-        """Answer the request, and bring it into the terminal state that matches its ending."""
+        """Answer the request, and move it to the terminal state for the way in which it ended."""
         x, ending = routed.exchange, RequestEvent.EXCEPTION_RAISED
         try:
             async with asyncio.timeout(None) as routed.output_timeout:
-                self._extend_deadline(routed, force=True)
+                self._extend_output_deadline(routed, force=True)
                 ending = await self._try_workers(routed)
         except TimeoutError:  # no failure of the worker: the client may read slowly
             ending = RequestEvent.TIMED_OUT
@@ -91,8 +93,8 @@ class Relay(ReplyRelay):
         finally:
             routed.handle_event(ending)
 
-    def _new_request(self, x: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
-        decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
+    def _new_request(self, exchange: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
+        decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers.items())
         headers = {
             name: value
             for name, value in decoded
@@ -100,15 +102,17 @@ class Relay(ReplyRelay):
         }
         if self._config.kv_events:
             headers[CHAIN_HEADER] = "1"
-        if tenant := tenant_id(x):
+        if tenant := tenant_id(exchange):
             headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
-        client_request = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
+        client_request = UpstreamRequest(
+            exchange.method, exchange.path + (f"?{exchange.query}" if exchange.query else ""), headers, body
+        )
         config, deadline = self._config, self._now() + self._config.request_timeout
         identity = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
         is_known_suspect = self._suspects.contains(summary.digest, self._now())
-        limits, is_generation = (config.attempts, config.migrations), x.path in GENERATION_PATHS
+        limits, is_generation = (config.attempts, config.migrations), exchange.path in GENERATION_PATHS
         return RoutedRequest(
-            x,
+            exchange,
             summary,
             client_request,
             *identity,
@@ -130,11 +134,11 @@ class Relay(ReplyRelay):
         )
 
     async def _try_workers(self, routed: RoutedRequest) -> RequestEvent:
-        """Try one worker after another, and return the ending: the reply is complete, or the router gave up."""
-        while (decision := self._next_decision(routed) or await self._wait_for_worker(routed)) is not None:
+        """Try one worker after another, and return how that ended: REPLY_COMPLETED or GAVE_UP."""
+        while (decision := self._choose_next_worker(routed) or await self._wait_for_worker(routed)) is not None:
             routed.handle_event(RequestEvent.WORKER_CHOSEN)
             routed.exchange.log_fields["worker"] = decision.worker.name
-            failure = await self._attempt_worker(routed, decision)
+            failure = await self._try_worker(routed, decision)
             if failure is None:
                 return RequestEvent.REPLY_COMPLETED
             log.info(
@@ -147,19 +151,22 @@ class Relay(ReplyRelay):
         await self._give_up(routed)
         return RequestEvent.GAVE_UP
 
-    def _next_decision(self, routed: RoutedRequest) -> RoutingDecision | None:
-        """Return the next worker to try; None if none is available or the limit of attempts is reached.
+    def _choose_next_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
+        """Return the next worker to try, or None if no worker is available or the limit of attempts is reached.
 
-        Raises the client's error if no worker can take the first attempt."""
+        Raises the error for the client if no worker may serve the request at all, for example for an unknown model."""
         try:
-            if routed.can_try_worker:
+            if routed.may_try_another_worker:
                 excluded = routed.tried_worker_ids
                 if routed.output_worker is not None:
-                    excluded = excluded | self._dispatcher.workers_unable_to_continue(
+                    excluded = excluded | self._dispatcher.ids_of_workers_unable_to_continue(
                         routed.summary.model, routed.output_worker
                     )
                 decision = self._dispatcher.choose_worker(
-                    routed.summary, excluded, ignore_limits=routed.has_reply_started, is_suspect=routed.is_suspect
+                    routed.summary,
+                    excluded,
+                    ignore_capacity_limits=routed.has_reply_started,
+                    is_suspect=routed.is_suspect,
                 )
                 routed.attempts_since_output += 1
                 if routed.last_failure is None:
@@ -173,13 +180,13 @@ class Relay(ReplyRelay):
                 raise
             routed.no_worker_error, routed.interrupted_at = e, routed.interrupted_at or self._now()
         drained, routed.drained_decision = routed.drained_decision, None
-        return self._dispatcher.reuse_if_available(drained) if drained is not None else None
+        return self._dispatcher.reuse_decision_if_available(drained) if drained is not None else None
 
     async def _wait_for_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
-        """Wait for a worker, at most `migration_wait` seconds, and return it.
+        """Wait up to `migration_wait` seconds until a worker is available, and return it.
 
-        Return None if the request may not wait or no worker becomes available. Workers that were tried before may be
-        tried again."""
+        Return None if the request may not wait or no worker becomes available. A worker that was tried before may be
+        chosen again."""
         self._waiting_requests += 1
         try:
             while self._waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
@@ -187,17 +194,17 @@ class Relay(ReplyRelay):
             ):
                 routed.handle_event(RequestEvent.NO_WORKER_YET)
                 await asyncio.sleep(FIRST_RETRY_PAUSE_S + (self._now() - routed.interrupted_at) / 4)
-                routed.allow_retries_after_wait()
-                if (decision := self._next_decision(routed)) is not None:
+                routed.allow_tried_workers_again()
+                if (decision := self._choose_next_worker(routed)) is not None:
                     return decision
             return None
         finally:
             self._waiting_requests -= 1
 
-    async def _attempt_worker(self, routed: RoutedRequest, decision: RoutingDecision) -> AttemptFailure | None:
+    async def _try_worker(self, routed: RoutedRequest, decision: RoutingDecision) -> AttemptFailure | None:
         routed.total_attempts += 1
         routed.worker_times_out_itself = decision.worker.dialect == "native"
-        self._extend_deadline(routed, force=True)
+        self._extend_output_deadline(routed, force=True)
         with self._dispatcher.open_attempt(routed.summary, decision) as attempt:
             routed.start_attempt_trace(attempt, "resume" if routed.has_reply_started else "plain")
             attempt.is_movable = routed.can_migrate_on_drain
@@ -229,9 +236,10 @@ class Relay(ReplyRelay):
                 )
 
     async def _start_prefill(self, routed: RoutedRequest, attempt: WorkerAttempt) -> AttemptFailure | None:
-        """Have another worker compute the prompt if that is worthwhile, and wait for its ticket.
+        """Let a prefill worker compute the prompt if that is worthwhile, and wait for the ticket for its KV blocks.
 
-        If that worker rejects the request itself, its reply is passed to the client."""
+        If the prefill worker rejects the request as invalid, its reply is passed to the client. Return a failure if the
+        attempt cannot continue without a prefill worker and there is none."""
         worker = attempt.decision.worker
         dialect = routed.dialect_for(worker)
         is_required = worker.role == "decode" and not dialect.decode_worker_can_prefill
@@ -254,12 +262,12 @@ class Relay(ReplyRelay):
             decision = self._dispatcher.choose_prefill_worker(routed.summary, attempt.decision, is_required=is_required)
         if decision is None:
             return AttemptFailure("no prefill") if is_required else None
-        await routed.close()
+        await routed.close_prefill()
         missing_tokens = attempt.decision.load.prefill_tokens
         worker.remove_prefill_load(attempt.id)
         deadline = min(routed.deadline, self._now() + self._config.token_timeout)
-        peer = self._dispatcher.engine_peer(decision.worker, routed.summary.model)
-        prepared = await routed.run_dialect(dialect.build_prefill_request, peer, deadline - self._now())
+        peer = self._dispatcher.engine_peer_address(decision.worker, routed.summary.model)
+        prepared = await routed.run_dialect_method(dialect.build_prefill_request, peer, deadline - self._now())
         prefill = routed.prefill = RemotePrefill(
             self._dispatcher, self._client, routed.summary, decision, dialect, prepared, deadline
         )
@@ -270,7 +278,7 @@ class Relay(ReplyRelay):
         if refusal is not None and not routed.has_reply_started:
             attempt.outcome = "refused"
             routed.handle_event(RequestEvent.FIRST_OUTPUT)
-            await routed.exchange.reply(refusal.status, refusal.body, *reply_headers(refusal.headers))
+            await routed.exchange.reply(refusal.status, refusal.body, *content_type_and_headers(refusal.headers))
         elif prefill.ticket is None:
             worker.add_prefill_load(attempt.id, missing_tokens)
         return None
@@ -287,12 +295,13 @@ class Relay(ReplyRelay):
             if routed.migration_reason and not routed.tracker.has_ended:
                 self._metrics.migrations[routed.migration_reason, "given up"] += 1
             await self._end_broken_reply(
-                routed, _workers_broke_error(routed) if routed.exceeds_crash_limit else self._worker_lost_error(routed)
+                routed,
+                _workers_crashed_error(routed) if routed.exceeds_crash_limit else self._worker_lost_error(routed),
             )
         elif routed.exceeds_crash_limit:
-            raise _workers_broke_error(routed)
+            raise _workers_crashed_error(routed)
         elif failure.status:
-            await x.reply(failure.status, failure.body, *reply_headers(failure.headers or {}))
+            await x.reply(failure.status, failure.body, *content_type_and_headers(failure.headers or {}))
         else:
             raise _no_worker_error(routed, failure)
 
@@ -308,10 +317,10 @@ class Relay(ReplyRelay):
         return WorkerLost(message, hint="retry the request; start all workers of a model with the same settings")
 
     async def _end_broken_reply(self, routed: RoutedRequest, error: EmberlineError) -> None:
-        """End a reply with an error event if the output ends between two events of a stream.
+        """Send an error event to the client, if the reply is a stream and its last event is complete.
 
-        Otherwise raise the error, so that the caller replies with it or closes the connection and the client sees that
-        the reply is incomplete."""
+        Otherwise raise the error. The caller then replies with the error or, if the reply has started, closes the
+        connection, so that the client sees that the reply is incomplete."""
         x, tracker = routed.exchange, routed.tracker
         if not routed.has_reply_started or not tracker.has_output or tracker.is_mid_event:
             raise error
@@ -329,7 +338,7 @@ class Relay(ReplyRelay):
 def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUnavailable:
     if routed.is_suspect:
         message = (
-            f"{routed.crash_count} workers failed while serving this request, and no other worker is free to risk it"
+            f"{routed.crash_count} workers crashed while serving this request, and no other worker may be risked for it"
         )
         return EngineUnavailable(message, hint=RETRY_HINT)
     attempts = "1 attempt" if routed.total_attempts == 1 else f"{routed.total_attempts} attempts"
@@ -337,14 +346,14 @@ def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUn
     return EngineUnavailable(message, hint="retry in a few seconds")
 
 
-def _workers_broke_error(routed: RoutedRequest) -> WorkersCrashed:
+def _workers_crashed_error(routed: RoutedRequest) -> WorkersCrashed:
     workers = "another worker" if routed.is_known_suspect else f"{routed.crash_count} workers"
     hint = "the request may be the cause: see the workers' logs, and do not send it again unchanged"
     return WorkersCrashed(f"{workers} failed while serving this request", hint=hint)
 
 
 def _error_event(path: str, error: EmberlineError, event_count: int) -> bytes:
-    """Return the error event of the path's API protocol, and the protocol's final event."""
+    """Return an error event in the format of the API at this path, and the final event if that API has one."""
     if path == "/v1/messages":
         return sse.named_event("error", anthropic_error(error).body)
     if path == "/v1/responses":

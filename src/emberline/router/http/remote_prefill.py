@@ -1,7 +1,7 @@
-"""RemotePrefill: an attempt at a prefill worker, which computes a prompt for another worker.
+"""RemotePrefill: runs a prompt at a prefill worker, so that a different worker can fetch the KV blocks and answer.
 
-It yields a ticket for the KV blocks as soon as there are any, and then runs beside the answering attempt, which
-detects later failures itself."""
+The prefill worker sends a ticket (the right to fetch the blocks) as soon as the first blocks exist. The answering
+worker then starts, while the prefill continues in a background task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CRASH_REASONS = ("broken", "lost", "stuck", "status 500")
 
 @dataclass(frozen=True, slots=True)
 class PrefillRefusal:
-    """A reply that rejects the request itself: every worker would reject it."""
+    """A prefill worker's error reply to an invalid request, which every worker would reject."""
 
     status: int
     headers: Mapping[str, str]
@@ -62,16 +62,17 @@ class RemotePrefill:
             self._ticket_or_refusal.set_result(None)
         self._dependent_attempt: WorkerAttempt | None = None
         self.is_released = dialect.runs_prefill_to_end  # no attempt depends on it, or it runs to its end in any case
-        self._task = asyncio.create_task(self._run(request))
+        self._task = asyncio.create_task(self._run_prefill(request))
 
     def set_dependent_attempt(self, attempt: WorkerAttempt) -> None:
-        """Abort `attempt` if this prefill fails.
+        """Abort `attempt` when this prefill fails.
 
-        Its worker waits for the blocks and cannot detect the failure itself."""
+        The worker of `attempt` waits for the KV blocks and cannot detect that the prefill has failed."""
         self._dependent_attempt = attempt
 
     async def wait_for_ticket(self, timeout_s: float) -> PrefillRefusal | None:
-        """Wait until there is a ticket or there can be none; return a refusal of the request."""
+        """Wait for the ticket, or until the prefill has failed. Return the reply of a worker that rejects the
+        request."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._ticket_or_refusal)
@@ -80,22 +81,22 @@ class RemotePrefill:
             self._task.cancel()
             return None
 
-    def release(self) -> None:
-        """Cancel the prefill after a grace period: no attempt needs it, but it may be about to end."""
+    def cancel_after_grace_period(self) -> None:
+        """Cancel the prefill after `FINISH_GRACE_S`, unless it ends before. No attempt needs it any longer."""
         if not self.is_released:
             self.is_released = True
             asyncio.get_running_loop().call_later(FINISH_GRACE_S, self._task.cancel)
 
     async def close(self) -> None:
         if self.is_released:  # it ends without help
-            self._dispatcher.keep_task(self._task)
+            self._dispatcher.keep_task_alive(self._task)
             return
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
         self._attempt_scope.close()  # the task may have been cancelled before it started
 
-    async def _run(self, request: UpstreamRequest) -> None:
+    async def _run_prefill(self, request: UpstreamRequest) -> None:
         ending, attempt = "left", self.attempt
         with self._attempt_scope:
             try:
@@ -135,7 +136,7 @@ class RemotePrefill:
             if self._apply_messages(self._parser.push(data)):
                 return
         if not self._apply_messages(self._parser.finish()):
-            raise UpstreamBroken("the prefill reply ended before its completion message")
+            raise UpstreamBroken("the prefill worker's reply ended without its final message")
 
     def _apply_messages(self, messages: Iterable[PrefillMessage]) -> bool:
         """Apply messages of the reply and return whether the prefill is complete."""

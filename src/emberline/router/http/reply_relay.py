@@ -1,4 +1,4 @@
-"""ReplyRelay: passes one worker's reply to the client, as a whole, in chunks or as a stream."""
+"""ReplyRelay: passes one worker's reply to the client: complete, in chunks, or as an event stream."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate"
 
 
 class ReplyRelay:
-    """The part of the relay that passes replies on."""
+    """The base class of Relay with the code that passes replies to the client."""
 
     def __init__(self, dispatcher: Dispatcher, config: RouterConfig) -> None:
         self._dispatcher = dispatcher
         self._config = config
         self._metrics = dispatcher.metrics
 
-    def _extend_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
-        """Give the next part of the reply `token_timeout` from now, within the request's deadline."""
+    def _extend_output_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
+        """Move the deadline for the next part of the reply to `token_timeout` from now, at most to the request's
+        deadline.
+
+        Calls within `DEADLINE_EXTENSION_INTERVAL_S` have no effect, unless `force` is set."""
         now = self._now()
         if routed.output_timeout is None or (
             now < routed.timeout_extended_at + DEADLINE_EXTENSION_INTERVAL_S and not force
@@ -58,17 +61,19 @@ class ReplyRelay:
             return AttemptFailure(reason, reply.status == 500, reply.status, dict(reply.headers), body)
         content_length = reply.headers.get("content-length", "")
         if content_length.isdigit() and int(content_length) <= MAX_BUFFERED_REPLY_BYTES:
-            await self._relay_buffered(routed, reply, attempt)
+            await self._relay_buffered_reply(routed, reply, attempt)
         elif reply.headers.get("content-type", "").startswith("text/event-stream"):
-            await self._relay_stream(routed, reply, attempt)
+            await self._relay_event_stream(routed, reply, attempt)
         else:
-            await self._relay_chunks(routed, reply, attempt)
+            await self._relay_chunked_reply(routed, reply, attempt)
         attempt.outcome = "answered"
         if routed.prefill is not None:
-            routed.prefill.release()
+            routed.prefill.cancel_after_grace_period()
         return None
 
-    async def _relay_buffered(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+    async def _relay_buffered_reply(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
+    ) -> None:
         body = await reply.read_all()
         if routed.has_reply_started:
             raise InvalidWorkerReply("the worker continued a stream with a reply that is not a stream")
@@ -77,28 +82,32 @@ class ReplyRelay:
         if CHAIN_HEADER in reply.headers:
             self._dispatcher.record_prompt_end(attempt, parse_block_position(reply.headers[CHAIN_HEADER]))
         routed.handle_event(RequestEvent.FIRST_OUTPUT)
-        await routed.exchange.reply(reply.status, body, *reply_headers(reply.headers, routed, attempt))
+        await routed.exchange.reply(reply.status, body, *content_type_and_headers(reply.headers, routed, attempt))
 
-    async def _relay_chunks(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+    async def _relay_chunked_reply(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
+    ) -> None:
         if routed.has_reply_started:
             raise InvalidWorkerReply("the worker continued a stream with a reply that is not an event stream")
         while data := await reply.read():
-            self._extend_deadline(routed)
+            self._extend_output_deadline(routed)
             if not routed.has_reply_started:
-                await self._start_reply(routed, reply, attempt, keep_length=True)
+                await self._start_reply(routed, reply, attempt, keep_content_length=True)
             self._dispatcher.record_reply_bytes(attempt, 0)
             await routed.exchange.send(data)
         if not routed.has_reply_started:
-            await self._start_reply(routed, reply, attempt, keep_length=True)
+            await self._start_reply(routed, reply, attempt, keep_content_length=True)
         await routed.exchange.send(last=True)
 
-    async def _relay_stream(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+    async def _relay_event_stream(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
+    ) -> None:
         x, tracker = routed.exchange, routed.tracker
         while data := await reply.read():
             count_before = tracker.event_count
             if not (output := tracker.push(data)):
                 continue
-            self._extend_deadline(routed)
+            self._extend_output_deadline(routed)
             if attempt.first_byte_at is None:
                 await self._handle_first_output(routed, reply, attempt)
             self._dispatcher.record_reply_bytes(attempt, tracker.event_count - count_before)
@@ -108,35 +117,40 @@ class ReplyRelay:
         attempt.usage = ReplyUsage.parse(tracker.first_chunk[:2048], tracker.last_chunk[-2048:])
         if routed.state is not RequestState.RELAYING:  # the stream contained no complete event
             await self._start_reply(routed, reply, attempt)
-        await x.send(tracker.take_rest(), last=True)
+        await x.send(tracker.take_remaining_bytes(), last=True)
 
     async def _handle_first_output(
         self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
     ) -> None:
-        """Start the reply if necessary, and record that this worker now serves the request."""
+        """Start the reply to the client unless it has started, and record that this worker now serves the request."""
         await self._start_reply(routed, reply, attempt)
         if routed.migration_reason:
             self._metrics.migrations[routed.migration_reason, "went on"] += 1
         if routed.prefill is not None:
-            routed.prefill.release()
+            routed.prefill.cancel_after_grace_period()
         if routed.tracker.prompt_end is not None:
             self._dispatcher.record_prompt_end(attempt, routed.tracker.prompt_end)
         routed.record_output_from(attempt.decision.worker)
         attempt.is_movable = routed.can_migrate_on_drain and routed.tracker.is_movable
 
     async def _start_reply(
-        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, keep_length: bool = False
+        self,
+        routed: RoutedRequest,
+        reply: HTTPClientResponse,
+        attempt: WorkerAttempt,
+        *,
+        keep_content_length: bool = False,
     ) -> None:
         """Record the worker's first output, and send status and headers if the client does not have them yet.
 
-        `keep_length`: the body is passed on unchanged, with its content-length."""
+        `keep_content_length`: the body is passed on unchanged, so the worker's content-length header is kept."""
         is_resumed = routed.has_reply_started
         routed.handle_event(RequestEvent.FIRST_OUTPUT)
         if is_resumed:
             return
-        content_type, headers = reply_headers(reply.headers, routed, attempt)
+        content_type, headers = content_type_and_headers(reply.headers, routed, attempt)
         # A compressed body is relayed uncompressed, so its content-length does not apply.
-        if keep_length and "content-length" in reply.headers and "content-encoding" not in reply.headers:
+        if keep_content_length and "content-length" in reply.headers and "content-encoding" not in reply.headers:
             headers["content-length"] = reply.headers["content-length"]
         await routed.exchange.start_reply(reply.status, content_type, headers)
 
@@ -144,13 +158,14 @@ class ReplyRelay:
         return asyncio.get_running_loop().time()
 
 
-def reply_headers(
-    headers: Mapping[str, str], routed: RoutedRequest | None = None, attempt: WorkerAttempt | None = None
+def content_type_and_headers(
+    worker_headers: Mapping[str, str], routed: RoutedRequest | None = None, attempt: WorkerAttempt | None = None
 ) -> tuple[str, dict[str, str]]:
-    """Return the content-type and the other headers for the client.
+    """Return the content-type and the other headers of the reply to the client.
 
-    They are the worker's, without hop-by-hop headers and content-encoding, with the names of the workers."""
-    kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
+    These are the worker's headers without the hop-by-hop headers and content-encoding. Headers that name the answering
+    worker and the prefill worker are added."""
+    kept = {name.lower(): value for name, value in worker_headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
     kept.pop("content-encoding", None)
     if attempt is not None:
         kept[f"{PRIVATE_HEADER_PREFIX}worker"] = attempt.decision.worker.name

@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Why an attempt failed, so that another worker is tried.
+    """The reason why an attempt at a worker failed.
 
-    `status`, `headers` and `body` are those of the worker's reply, if there was one."""
+    `status`, `headers` and `body` hold the worker's error reply, if it sent one."""
 
     reason: str  # also a metric label
     is_crash: bool = False  # the worker may have crashed because of the request
@@ -46,26 +46,26 @@ class AttemptFailure:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """A worker that failed during the request: its process died, or only the connection broke."""
+    """A worker that failed while serving the request. Its process may have died, or only the connection broke."""
 
     worker: Worker
     engine_ids: Mapping[str, str]  # incarnations of its engines at that time, by model
 
     @property
-    def processes(self) -> tuple[str, frozenset[str]]:
+    def process_identity(self) -> tuple[str, frozenset[str]]:
         return self.worker.id, frozenset(self.engine_ids.values())
 
     @property
     def counts_as_crash(self) -> bool:
-        """Whether the process must be assumed dead.
+        """Whether the worker's process is assumed to have crashed.
 
-        It is, until a heartbeat of the same processes shows that they are healthy."""
+        It is assumed to have crashed until a later heartbeat of the same process shows that it is healthy."""
         worker = self.worker
         return worker.failed_since_heartbeat or not worker.is_ready or worker.engine_ids != self.engine_ids
 
     @property
     def awaits_heartbeat(self) -> bool:
-        """Whether only the next heartbeat will tell if the worker survived."""
+        """Whether the worker may still be alive: its next heartbeat, or the lack of one, will show that."""
         return self.worker.failed_since_heartbeat and self.worker.is_ready
 
 
@@ -104,14 +104,15 @@ class RoutedRequest:
     worker_times_out_itself: bool = False  # the current worker itself ends requests that make no progress
 
     def handle_event(self, event: RequestEvent) -> None:
-        """Change the state as the table of transitions says; raise IllegalTransition if it lists no such event."""
+        """Change the state according to the table of transitions. Raises IllegalTransition if the event is not listed
+        there."""
         self.state = next_state(self.state, event)
 
     @property
     def has_visible_progress(self) -> bool:
-        """Whether the router can see that tokens are generated.
+        """Whether the router can see from the reply that the worker makes progress.
 
-        A reply without a stream arrives only at its end."""
+        A reply that is not streamed arrives only when it is complete."""
         return self.summary.stream or not self.is_generation or not self.worker_times_out_itself
 
     @property
@@ -120,20 +121,21 @@ class RoutedRequest:
         return self.state.has_reply_started
 
     @property
-    def can_try_worker(self) -> bool:
-        """Whether another worker may be tried now."""
+    def may_try_another_worker(self) -> bool:
+        """Whether the limits of attempts, migrations and crashes allow one more attempt now."""
         return (
             self.attempts_since_output < self.max_attempts and self._has_retries_left and not self.exceeds_crash_limit
         )
 
     @property
     def crash_count(self) -> int:
-        """Worker processes that failed; one whose connections broke twice counts once."""
-        return len({failure.processes for failure in self.worker_failures if failure.counts_as_crash})
+        """The number of worker processes that crashed during this request. Each process counts once."""
+        return len({failure.process_identity for failure in self.worker_failures if failure.counts_as_crash})
 
     @property
     def suspicion(self) -> Suspicion:
-        """How likely it is that the request crashes workers; a heartbeat of a worker that survived can lower it."""
+        """The suspicion that the request crashes workers. It falls when a heartbeat shows that a worker did not
+        crash."""
         return assess_suspicion(self.crash_count, is_known_suspect=self.is_known_suspect)
 
     @property
@@ -142,12 +144,13 @@ class RoutedRequest:
 
     @property
     def exceeds_crash_limit(self) -> bool:
-        """Whether the request has probably crashed several workers and must not be tried again."""
+        """Whether so many workers crashed during this request that it must not be sent to any worker again."""
         return self.suspicion is Suspicion.BLOCKED
 
     @property
     def _has_retries_left(self) -> bool:
-        """Whether the limits allow one more attempt, if a worker can be found."""
+        """Whether the limits of failures (before the reply has started) or migrations (after that) allow one more
+        attempt."""
         if not self.has_reply_started:
             return len(self.worker_failures) <= self.max_attempts
         return self._is_stream_movable and self.migration_count <= self.max_migrations
@@ -158,16 +161,18 @@ class RoutedRequest:
 
     @property
     def can_migrate_on_drain(self) -> bool:
-        """Whether a drain may move the request to another worker.
+        """Whether draining its worker may move this request to a different worker.
 
-        The last migration is kept for failures: a drain can also wait."""
+        The last allowed migration is reserved for a worker's failure, because a drain can wait for the request to
+        end."""
         return self.summary.stream and self.is_generation and self.migration_count < self.max_migrations
 
     def can_wait_for_worker(self, max_wait_s: float, now: float) -> bool:
-        """Whether the request may wait for a worker, at most `max_wait_s`.
+        """Whether the request may wait for a worker; the wait must be shorter than `max_wait_s`.
 
-        It may wait to continue a stream, and to start if workers were unavailable or none may take a suspect. It may
-        not after a reply that all workers are full or that an engine failed, nor beyond the crash limit."""
+        A started stream may wait for a worker to continue it. A request without output may wait if the workers were
+        unavailable, or if it is a suspect. It may not wait after a reply that all workers are full or that an engine
+        failed. A request that exceeds the crash limit may wait only for a heartbeat that lowers its crash count."""
         was_unavailable = self.last_failure is None or self.last_failure.status in (0, 502, 503)
         if self.exceeds_crash_limit and not any(failure.awaits_heartbeat for failure in self.worker_failures):
             return False
@@ -177,17 +182,17 @@ class RoutedRequest:
             and now - self.interrupted_at < max_wait_s
         )
 
-    def allow_retries_after_wait(self) -> None:
-        """Allow all workers once more, except those that failed and have sent no heartbeat since."""
+    def allow_tried_workers_again(self) -> None:
+        """Allow the workers that were tried to be tried again, except those without a heartbeat since they failed."""
         self.tried_worker_ids = {
             failure.worker.id for failure in self.worker_failures if failure.worker.failed_since_heartbeat
         }
         self.attempts_since_output = 0 if self.has_reply_started else self.max_attempts - 1
 
     def record_output_from(self, worker: Worker) -> None:
-        """Record that a worker has sent output.
+        """Record that a worker has sent output for the client.
 
-        Earlier failed attempts no longer count; workers that failed are still excluded."""
+        The limit of attempts starts anew. Workers that failed during this request are still excluded."""
         self.output_worker = worker
         self.attempts_since_output, self.migration_reason, self.drained_decision = 0, "", None
         self.tried_worker_ids = {failure.worker.id for failure in self.worker_failures}
@@ -199,7 +204,7 @@ class RoutedRequest:
             worker.failed_since_heartbeat = True
 
     def record_failed_attempt(self, failure: AttemptFailure, decision: RoutingDecision, now: float) -> None:
-        """Record a failed attempt, and prepare the stream for another worker if one can continue it."""
+        """Record a failed attempt. If the stream can be continued, prepare it for the next worker."""
         self._trace_failure(failure, decision.worker)
         was_relaying = self.state is RequestState.RELAYING
         self.handle_event(RequestEvent.ATTEMPT_FAILED)
@@ -229,7 +234,7 @@ class RoutedRequest:
                 self.migration_reason = failure.reason
 
     def dialect_for(self, worker: Worker) -> WorkerDialect:
-        """Return the dialect that writes this request for the worker."""
+        """Return the dialect that writes this request in the format of the worker's software."""
         match worker.dialect:
             case "vllm":
                 return VLLMDialect(self._client_request_for(worker))
@@ -242,14 +247,14 @@ class RoutedRequest:
 
     @property
     def output_token_count(self) -> int:
-        """Tokens of the reply so far, all choices together."""
+        """The number of output tokens that the client has received, summed over all choices."""
         return sum(len(group.tokens) for group in self._output_groups())
 
     async def build_worker_request(self, worker: Worker, now: float) -> UpstreamRequest | None:
-        """Return the request for the next worker.
+        """Return the HTTP request for the next worker.
 
-        It is the client's own, or one that continues after the client's output; None if this kind of server cannot
-        continue a stream."""
+        Before the reply has started, it is the client's request. After that, it is a request to continue the stream;
+        None if servers of the worker's kind cannot continue one."""
         remaining_s, ticket = self.deadline - now, self._ticket_for(worker)
         if self.has_reply_started:
             handoff = replace(self.tracker.build_handoff(), source=ticket)
@@ -259,31 +264,33 @@ class RoutedRequest:
         if not self.is_generation:
             return self._client_request_for(worker)
         if self.prefill is None or ticket is None:
-            return await self.run_dialect(self.dialect_for(worker).build_plain_request, self.summary.stream)
-        return await self.run_dialect(self.prefill.dialect.build_decode_request, ticket, remaining_s)
+            return await self.run_dialect_method(self.dialect_for(worker).build_plain_request, self.summary.stream)
+        return await self.run_dialect_method(self.prefill.dialect.build_decode_request, ticket, remaining_s)
 
-    async def run_dialect(self, build: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a dialect's method, in another process if it has to decode a large body.
+    async def run_dialect_method(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a dialect's method; if it has to decode a large body, call it in a child process.
 
-        Only dialects of foreign servers decode the body; Emberline's own workers get the client's bytes."""
-        is_native = isinstance(getattr(build, "__self__", None), NativeDialect)
+        Only the dialects of vLLM and SGLang decode the body. Emberline's own workers get the client's bytes
+        unchanged."""
+        is_native = isinstance(getattr(method, "__self__", None), NativeDialect)
         size = 0 if is_native else len(self.client_request.body)
-        return await offload.run_by_size(size, build, *args, **kwargs)
+        return await offload.run_by_size(size, method, *args, **kwargs)
 
     def _client_request_for(self, worker: Worker) -> UpstreamRequest:
-        """Return the client's request, with the API key of foreign servers where one is configured."""
+        """Return the client's request. For a vLLM or SGLang server, use the API key configured for such servers, if
+        any."""
         if worker.dialect == "native" or self.foreign_key is None:
             return self.client_request
         return self.client_request.with_headers({"authorization": f"Bearer {self.foreign_key}"})
 
     def _ticket_for(self, worker: Worker) -> Ticket | None:
-        """Return the ticket with which the worker fetches the prompt's blocks, if it can use one."""
+        """Return the ticket with which the worker fetches the prompt's KV blocks, or None if it cannot fetch them."""
         prefill = self.prefill
-        if prefill is None or prefill.failure or not worker.can_fetch_from(prefill.worker, self.summary.model):
+        if prefill is None or prefill.failure or not worker.can_fetch_blocks_from(prefill.worker, self.summary.model):
             return None
         return None if self.has_reply_started and prefill.is_released else prefill.ticket
 
-    async def close(self) -> None:
+    async def close_prefill(self) -> None:
         if self.prefill is not None:
             await self.prefill.close()
 
@@ -297,7 +304,7 @@ class RoutedRequest:
             span.add_event(name, worker=worker.name, reason=failure.reason, status=failure.status or None)
 
     def end_trace(self) -> None:
-        """Add the final attributes to the span, which the exchange ends."""
+        """Add the request's final attributes to its trace span. The exchange ends the span."""
         if (span := self.exchange.span) is not None:
             span.attributes |= {
                 "gen_ai.request.model": self.summary.model or None,

@@ -1,4 +1,4 @@
-"""RouterApp: the router's HTTP endpoints: the models' API, the calls of workers, status and metrics."""
+"""RouterApp: the router's HTTP endpoints. They serve the API for clients, calls of workers, status and metrics."""
 
 from __future__ import annotations
 
@@ -68,36 +68,36 @@ class RouterApp:
         self._tracing = tracing
         self._started_at = int(time.time())
         routes = {
-            **{path: HTTPRoute(self._proxy) for path in PROXIED_PATHS},
+            **{path: HTTPRoute(self._relay_request) for path in PROXIED_PATHS},
             **(
-                {path: HTTPRoute(tracing.trace_handler(self._proxy)) for path in OPERATION_BY_PATH}
+                {path: HTTPRoute(tracing.trace_handler(self._relay_request)) for path in OPERATION_BY_PATH}
                 if tracing is not None
                 else {}
             ),
             "/v1/models": HTTPRoute(self._list_models, "GET"),
-            "/cluster/register": HTTPRoute(self._register, required_key="cluster"),
-            "/cluster/beat": HTTPRoute(self._heartbeat, required_key="cluster"),
-            "/cluster/leave": HTTPRoute(self._leave, required_key="cluster"),
-            "/cluster/drain": HTTPRoute(self._drain, required_key="cluster"),
-            "/cluster/status": HTTPRoute(self._status, "GET", "operator"),
-            "/health": HTTPRoute(self._ready, "GET", "nothing"),
-            "/health/live": HTTPRoute(self._live, "GET", "nothing"),
-            "/health/ready": HTTPRoute(self._ready, "GET", "nothing"),
-            "/metrics": HTTPRoute(self._scrape, "GET", "operator"),
+            "/cluster/register": HTTPRoute(self._handle_registration, required_key="cluster"),
+            "/cluster/beat": HTTPRoute(self._handle_heartbeat, required_key="cluster"),
+            "/cluster/leave": HTTPRoute(self._handle_leave, required_key="cluster"),
+            "/cluster/drain": HTTPRoute(self._handle_drain, required_key="cluster"),
+            "/cluster/status": HTTPRoute(self._reply_with_status, "GET", "operator"),
+            "/health": HTTPRoute(self._reply_ready, "GET", "nothing"),
+            "/health/live": HTTPRoute(self._reply_live, "GET", "nothing"),
+            "/health/ready": HTTPRoute(self._reply_ready, "GET", "nothing"),
+            "/metrics": HTTPRoute(self._reply_with_metrics, "GET", "operator"),
         }
         hint = "GET /v1/models lists the models"
         access = AccessPolicy(config.api_keys, config.cluster_key)
         self._routes = RouteTable(routes, HTTPRoute(self._show_model, "GET"), pages, access, hint)
-        self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._proxy_stored_response, method="")
+        self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._relay_stored_response_call, method="")
 
-    async def run_ticks(self) -> None:
-        """Update the workers' state every `TICK_INTERVAL_S` until cancelled."""
+    async def check_workers_repeatedly(self) -> None:
+        """Check the health of all workers every `TICK_INTERVAL_S` until cancelled."""
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             try:
-                self.dispatcher.tick()
+                self.dispatcher.check_workers()
             except Exception:
-                log.exception("Update of the workers' state failed")  # the next tick tries again
+                log.exception("Health check of the workers failed")  # the next check tries again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -111,31 +111,34 @@ class RouterApp:
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
-    async def _proxy(self, x: Exchange) -> None:
-        body = await x.read_body(self._config.max_body)
-        affinity = x.header(SESSION_HEADER), tenant_id(x) if self._config.api_keys else ""
+    async def _relay_request(self, exchange: Exchange) -> None:
+        body = await exchange.read_body(self._config.max_body)
+        affinity = exchange.header(SESSION_HEADER), tenant_id(exchange) if self._config.api_keys else ""
         summary = (
             RequestSummary.parse(body, *affinity)
             if len(body) < LARGE_INPUT_BYTES
             else await offload.run(len(body), RequestSummary.parse, body, *affinity)
         )
-        await x.run_while_connected(self._relay.run(x, summary, body))
+        await exchange.run_while_connected(self._relay.run(exchange, summary, body))
 
-    async def _proxy_stored_response(self, x: Exchange) -> None:
-        """Relay a call for a stored response to any worker: workers of one machine share the file."""
-        await x.read_body(0)
-        await x.run_while_connected(self._relay.run(x, RequestSummary("", 0, False, None), b""))
+    async def _relay_stored_response_call(self, exchange: Exchange) -> None:
+        """Relay a call for a stored response to any worker, because all workers of a machine share one response
+        store."""
+        await exchange.read_body(0)
+        await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 
-    async def _list_models(self, x: Exchange) -> None:
-        await x.reply_json(models.list_models(self._served_models()))
+    async def _list_models(self, exchange: Exchange) -> None:
+        await exchange.reply_json(models.list_models(self._served_models()))
 
-    async def _show_model(self, x: Exchange) -> None:
-        await x.reply_json(models.retrieve_model(self._served_models(), x.path.removeprefix("/v1/models/")))
+    async def _show_model(self, exchange: Exchange) -> None:
+        await exchange.reply_json(
+            models.retrieve_model(self._served_models(), exchange.path.removeprefix("/v1/models/"))
+        )
 
     def _served_models(self) -> list[models.ServedModel]:
         """Return the models of all workers that are not lost.
 
-        A model's context length is the smallest of its workers'."""
+        A model's context length is the smallest one among the workers that serve the model."""
         contexts: dict[str, int] = {}
         generating: set[str] = set()
         sampling: dict[str, dict[str, float]] = {}
@@ -159,44 +162,44 @@ class RouterApp:
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    async def _register(self, x: Exchange) -> None:
-        registration = await self._decode_body(x, WorkerRegistration)
+    async def _handle_registration(self, exchange: Exchange) -> None:
+        registration = await self._decode_body(exchange, WorkerRegistration)
         self.dispatcher.register(registration)
-        await x.reply_json(self._registration_reply(registration.name))
+        await exchange.reply_json(self._registration_reply(registration.name))
 
-    async def _heartbeat(self, x: Exchange) -> None:
-        heartbeat = await self._decode_body(x, Heartbeat)
+    async def _handle_heartbeat(self, exchange: Exchange) -> None:
+        heartbeat = await self._decode_body(exchange, Heartbeat)
         self.dispatcher.record_heartbeat(heartbeat)
-        await x.reply_json(self._registration_reply(heartbeat.name))
+        await exchange.reply_json(self._registration_reply(heartbeat.name))
 
-    def _registration_reply(self, name: str) -> RegistrationReply:
-        return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_for(name))
+    def _registration_reply(self, worker_name: str) -> RegistrationReply:
+        return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_by_model(worker_name))
 
-    async def _leave(self, x: Exchange) -> None:
-        request = await self._decode_body(x, LeaveRequest)
+    async def _handle_leave(self, exchange: Exchange) -> None:
+        request = await self._decode_body(exchange, LeaveRequest)
         self.dispatcher.mark_leaving(request.name, request.incarnation)
-        await x.reply_json({})
+        await exchange.reply_json({})
 
-    async def _drain(self, x: Exchange) -> None:
-        request = await self._decode_body(x, DrainRequest)
+    async def _handle_drain(self, exchange: Exchange) -> None:
+        request = await self._decode_body(exchange, DrainRequest)
         self.dispatcher.set_draining(request.name, request.on)
         if request.on and request.move:
             await self._wait_until_paired(request.name)
             self.dispatcher.set_draining(request.name, is_draining=True, move_streams=True)
-        await x.reply_json({})
+        await exchange.reply_json({})
 
-    async def _wait_until_paired(self, name: str) -> None:
-        """Wait, for a limited time, until other workers can fetch this worker's blocks."""
+    async def _wait_until_paired(self, worker_name: str) -> None:
+        """Wait, for a limited time, until other workers are connected to this worker and can fetch its KV blocks."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.beat_seconds * 2 + PAIRING_TIMEOUT_S):
-                while not self.dispatcher.is_ready_to_move(name):
+                while not self.dispatcher.can_streams_move_from(worker_name):
                     await asyncio.sleep(TICK_INTERVAL_S)
 
-    async def _decode_body(self, x: Exchange, kind: type[Struct]) -> Struct:
+    async def _decode_body(self, exchange: Exchange, struct_type: type[Struct]) -> Struct:
         try:
-            return msgspec.json.decode(await x.read_body(1 << 20), type=kind)
+            return msgspec.json.decode(await exchange.read_body(1 << 20), type=struct_type)
         except JSON_DECODE_ERRORS as e:
-            raise InvalidRequest(f"the body of {x.path} is not valid: {e}") from e
+            raise InvalidRequest(f"the JSON body of {exchange.path} is not valid: {e}") from e
 
     # -- status --------------------------------------------------------------------------------------------------------
 
@@ -208,25 +211,29 @@ class RouterApp:
             views.append((worker, member, self.dispatcher.health(worker)))
         return views
 
-    async def _status(self, x: Exchange) -> None:
+    async def _reply_with_status(self, exchange: Exchange) -> None:
         body = build_status(self._worker_views(), self.dispatcher.metrics, self._clock.now(), self.dispatcher.kv_index)
-        await x.reply_json(
-            {**body, "open_requests": self.dispatcher.num_open, "uptime_seconds": time.time() - self._started_at}
+        await exchange.reply_json(
+            {
+                **body,
+                "open_requests": self.dispatcher.open_attempt_count,
+                "uptime_seconds": time.time() - self._started_at,
+            }
         )
 
-    async def _live(self, x: Exchange) -> None:
-        await x.reply_json({"status": "live"})
+    async def _reply_live(self, exchange: Exchange) -> None:
+        await exchange.reply_json({"status": "live"})
 
-    async def _ready(self, x: Exchange) -> None:
+    async def _reply_ready(self, exchange: Exchange) -> None:
         workers = {worker.name: health.value for worker, _, health in self._worker_views()}
         ready = "ready" in workers.values()
         body = {"status": "ready" if ready else "waiting for workers", "workers": workers}
-        await x.reply_json(body, 200 if ready else 503)
+        await exchange.reply_json(body, 200 if ready else 503)
 
-    async def _scrape(self, x: Exchange) -> None:
-        families = self.dispatcher.metrics.families(
+    async def _reply_with_metrics(self, exchange: Exchange) -> None:
+        families = self.dispatcher.metrics.metric_families(
             self._worker_views(), len(self.dispatcher.prefixes), self.dispatcher.kv_index
         )
         trace_families = self._tracing.families() if self._tracing is not None else ()
         text = render_exposition([*families, self._routes.reply_counter.family(), *trace_families])
-        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

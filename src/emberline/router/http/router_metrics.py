@@ -42,31 +42,43 @@ class RouterMetrics:
         self.cached_tokens += decision.cached_tokens
         self.prompt_tokens += decision.cached_tokens + decision.load.prefill_tokens
 
-    def record_attempt(self, worker: str, outcome: str, seconds: float, first_byte_s: float | None) -> None:
-        self.outcomes[worker, outcome] += 1
+    def record_attempt(self, worker_name: str, outcome: str, duration_s: float, first_byte_s: float | None) -> None:
+        self.outcomes[worker_name, outcome] += 1
         self._first_byte_seconds.observe(first_byte_s)
         if outcome == "answered":
-            self._request_seconds.observe(seconds)
+            self._request_seconds.observe(duration_s)
 
-    def merge_forgotten_worker(self, worker: str) -> None:
-        """Move a removed worker's counts to a common label, so that sums stay and labels do not grow."""
-        for name, outcome in [key for key in self.outcomes if key[0] == worker]:
+    def merge_forgotten_worker(self, worker_name: str) -> None:
+        """Add a removed worker's counts to the label that all removed workers share.
+
+        The sums stay right, and the number of labels does not grow with every restarted worker."""
+        for name, outcome in [key for key in self.outcomes if key[0] == worker_name]:
             self.outcomes[FORGOTTEN_WORKER, outcome] += self.outcomes.pop((name, outcome))
 
-    def families(
-        self, views: Sequence[WorkerView], prefix_count: int, kv_index: KVIndex | None = None
+    def metric_families(
+        self, worker_views: Sequence[WorkerView], prefix_count: int, kv_index: KVIndex | None = None
     ) -> Iterator[MetricFamily]:
-        yield from _worker_gauges(views)
+        yield from _worker_gauges(worker_views)
         if kv_index is not None:
-            yield from _kv_index_gauges(views, kv_index)
+            yield from _kv_index_gauges(worker_views, kv_index)
         for name, help_, labels, counts in (
             ("requests", "Attempts by worker and outcome.", ("worker", "outcome"), self.outcomes),
-            ("decisions", "Why workers were chosen.", ("why",), _as_tuples(self.decisions)),
-            ("retries", "Requests retried at another worker, by reason.", ("reason",), _as_tuples(self.retries)),
+            ("decisions", "Why workers were chosen.", ("why",), _counts_by_label_tuple(self.decisions)),
+            (
+                "retries",
+                "Requests retried at another worker, by reason.",
+                ("reason",),
+                _counts_by_label_tuple(self.retries),
+            ),
             ("migrations", "Streams moved, by reason and outcome.", ("reason", "outcome"), self.migrations),
-            ("prefills", "Prompts computed for other workers, by outcome.", ("outcome",), _as_tuples(self.prefills)),
+            (
+                "prefills",
+                "Prompts computed for other workers, by outcome.",
+                ("outcome",),
+                _counts_by_label_tuple(self.prefills),
+            ),
         ):
-            samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
+            samples = [(_format_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield MetricFamily.from_samples(f"emberline:router_{name}_total", help_, "counter", samples)
         for name, help_, counter in (
             ("refused", "Requests refused because all workers were full.", self.refused),
@@ -83,14 +95,17 @@ class RouterMetrics:
 
 
 def build_status(
-    views: Iterable[WorkerView], metrics: RouterMetrics, now: float, kv_index: KVIndex | None = None
+    worker_views: Iterable[WorkerView], metrics: RouterMetrics, now: float, kv_index: KVIndex | None = None
 ) -> dict[str, Any]:
     """Return the body of /cluster/status."""
-    views = list(views)
-    worker_by_engine = {peer: worker.name for worker, _, _ in views for peer in worker.engine_ids.values()}
-    rows = [_worker_row(worker, member, health, metrics, now, worker_by_engine) for worker, member, health in views]
+    worker_views = list(worker_views)
+    worker_by_engine = {peer: worker.name for worker, _, _ in worker_views for peer in worker.engine_ids.values()}
+    rows = [
+        _build_status_row(worker, member, health, metrics, now, worker_by_engine)
+        for worker, member, health in worker_views
+    ]
     if kv_index is not None:
-        rows = [row | kv_index.status_fields(worker.id) for row, (worker, _, _) in zip(rows, views, strict=True)]
+        rows = [row | kv_index.status_fields(worker.id) for row, (worker, _, _) in zip(rows, worker_views, strict=True)]
     return {
         "workers": rows,
         "decisions": dict(metrics.decisions),
@@ -102,7 +117,7 @@ def build_status(
     }
 
 
-def _worker_row(
+def _build_status_row(
     worker: Worker,
     member: ClusterMember,
     health: WorkerHealth,
@@ -110,7 +125,9 @@ def _worker_row(
     now: float,
     worker_by_engine: Mapping[str, str],
 ) -> dict[str, Any]:
-    """`worker_by_engine`: worker names by the incarnation of their engines."""
+    """Return one worker's row of /cluster/status.
+
+    `worker_by_engine` maps the incarnation (id of one run) of an engine to the name of its worker."""
     heartbeat = member.heartbeat
     return {
         "name": worker.name,
@@ -142,61 +159,77 @@ def _worker_row(
     }
 
 
-def _worker_gauges(views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
+def _worker_gauges(worker_views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
     for name, help_, values in (
-        ("ready", "1 when the worker accepts requests.", [int(health is WorkerHealth.READY) for _, _, health in views]),
-        ("open", "Requests open at the worker.", [worker.open_requests for worker, _, _ in views]),
-        ("prefill_tokens", "Prompt tokens in flight, estimated.", [worker.prefill_tokens for worker, _, _ in views]),
-        ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode_tokens for worker, _, _ in views]),
+        (
+            "ready",
+            "1 when the worker accepts requests.",
+            [int(health is WorkerHealth.READY) for _, _, health in worker_views],
+        ),
+        ("open", "Requests open at the worker.", [worker.open_requests for worker, _, _ in worker_views]),
+        (
+            "prefill_tokens",
+            "Prompt tokens in flight, estimated.",
+            [worker.prefill_tokens for worker, _, _ in worker_views],
+        ),
+        (
+            "decode_tokens",
+            "Tokens still to be generated, estimated.",
+            [worker.decode_tokens for worker, _, _ in worker_views],
+        ),
         (
             "breaker_open",
             "1 while the worker's circuit breaker is not closed.",
-            [int(w.breaker.state != "closed") for w, _, _ in views],
+            [int(w.breaker.state != "closed") for w, _, _ in worker_views],
         ),
-        ("kv_usage", "Share of the worker's KV blocks in use.", [member.heartbeat.kv_usage for _, member, _ in views]),
+        (
+            "kv_usage",
+            "Share of the worker's KV blocks in use.",
+            [member.heartbeat.kv_usage for _, member, _ in worker_views],
+        ),
         (
             "kv_room_tokens",
             "Free tokens of the worker's KV cache, estimated.",
-            [worker.kv_free_tokens for worker, _, _ in views],
+            [worker.kv_free_tokens for worker, _, _ in worker_views],
         ),
         (
             "prefix_queries",
             "Prompt tokens the worker looked up in its prefix cache.",
-            [member.heartbeat.prefix_queries for _, member, _ in views],
+            [member.heartbeat.prefix_queries for _, member, _ in worker_views],
         ),
         (
             "prefix_hits",
             "Prompt tokens the worker found in its prefix cache.",
-            [member.heartbeat.prefix_hits for _, member, _ in views],
+            [member.heartbeat.prefix_hits for _, member, _ in worker_views],
         ),
     ):
-        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in views]
+        labels = [_format_labels(("worker",), (worker.name,)) for worker, _, _ in worker_views]
         yield MetricFamily.from_samples(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
 
 
-def _kv_index_gauges(views: Sequence[WorkerView], kv_index: KVIndex) -> Iterator[MetricFamily]:
+def _kv_index_gauges(worker_views: Sequence[WorkerView], kv_index: KVIndex) -> Iterator[MetricFamily]:
     for name, help_, values in (
         (
             "kv_exact",
             "1 while the router knows all KV blocks of the worker.",
-            [kv_index.state(w.id) is KVIndexState.EXACT for w, _, _ in views],
+            [kv_index.state(w.id) is KVIndexState.EXACT for w, _, _ in worker_views],
         ),
         (
             "kv_blocks",
             "KV blocks that the router knows the worker to hold.",
-            [kv_index.block_count(w.id) for w, _, _ in views],
+            [kv_index.block_count(w.id) for w, _, _ in worker_views],
         ),
     ):
-        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in views]
+        labels = [_format_labels(("worker",), (worker.name,)) for worker, _, _ in worker_views]
         yield MetricFamily.from_samples(
             f"emberline:worker_{name}", help_, "gauge", zip(labels, map(int, values), strict=True)
         )
 
 
-def _as_tuples(counts: Counter[str]) -> dict[tuple[str, ...], int]:
+def _counts_by_label_tuple(counts: Counter[str]) -> dict[tuple[str, ...], int]:
     return {(key,): count for key, count in counts.items()}
 
 
-def _labels(names: Sequence[str], values: Sequence[str]) -> str:
+def _format_labels(names: Sequence[str], values: Sequence[str]) -> str:
     escaped = (value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for value in values)
     return ",".join(f'{name}="{value}"' for name, value in zip(names, escaped, strict=True))

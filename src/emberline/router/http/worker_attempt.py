@@ -1,4 +1,5 @@
-"""WorkerAttempt: one attempt to serve a request at one worker, until its reply ends or is aborted."""
+"""WorkerAttempt: one attempt to serve a request at one worker, from the choice of the worker to the end of its
+reply."""
 
 from __future__ import annotations
 
@@ -49,10 +50,10 @@ class WorkerAttempt:
     async def open_reply(
         self, client: WorkerClient, url: str, request: UpstreamRequest
     ) -> AsyncIterator[HTTPClientResponse]:
-        """Send the request and yield the reply.
+        """Send the request and yield the worker's reply.
 
-        An abort raises the connection error while waiting for the reply or reading it, never while the caller passes on
-        what it has read."""
+        After `abort`, waiting for the reply and reading from it raise UpstreamBroken. Code that passes on data which
+        was already read is not interrupted."""
         try:
             if self.abort_reason:
                 raise TimeoutError
@@ -75,15 +76,15 @@ class WorkerAttempt:
             self._reply = None
 
     def abort(self, reason: str) -> None:
-        """End the attempt at once with a connection error for its reader; the first reason is kept."""
+        """End the attempt: its reader gets a connection error. If it is aborted twice, the first reason counts."""
         self.abort_reason = self.abort_reason or reason
         if self._reply is not None:
             self._reply.abort(reason)
         elif self._reply_timeout is not None and not self._reply_timeout.expired():
             self._reply_timeout.reschedule(0.0)
 
-    def start_trace(self, request_span: Span, kind: str, attempt: int) -> None:
-        """Start a span below the request's own. `kind`: plain, prefill or resume."""
+    def start_trace(self, request_span: Span, kind: str, attempt_number: int) -> None:
+        """Start a trace span for this attempt as a child of the request's span. `kind` is plain, prefill or resume."""
         decision = self.decision
         if decision.reason not in (RoutingReason.SPLIT, RoutingReason.RETRY):
             request_span.attributes |= {
@@ -93,7 +94,7 @@ class WorkerAttempt:
         self.span = request_span.start_child(f"{kind} leg", SpanKind.CLIENT)
         self.span.attributes |= {
             "emberline.leg.kind": kind,
-            "emberline.leg.attempt": attempt,
+            "emberline.leg.attempt": attempt_number,
             "emberline.worker": decision.worker.name,
             "emberline.route.why": decision.reason.value,
             "emberline.route.known_tokens": round(decision.cached_tokens),  # estimated

@@ -1,4 +1,5 @@
-"""WorkerRegistry: the router's registered workers, their health, and the attempts open at each."""
+"""WorkerRegistry: the workers that are registered with the router, their health, and the open attempts at each
+worker."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PAUSE_THRESHOLD_S = 2 * TICK_INTERVAL_S  # a longer gap between ticks means that
 
 
 class WorkerRegistry:
-    """The part of the dispatcher's state that workers change."""
+    """The base class of Dispatcher with the state that registrations and heartbeats of workers change."""
 
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._config = config
@@ -46,8 +47,9 @@ class WorkerRegistry:
     def register(self, registration: WorkerRegistration) -> None:
         """Add or update a worker.
 
-        Raises InvalidRequest if its URL is this router's, and Superseded if its name is in use."""
-        now = self._now_excusing_pauses()
+        Raises InvalidRequest if the worker's URL leads to this router, and Superseded if a live worker has the same
+        name."""
+        now = self._now_after_allowing_for_pause()
         if refers_to_listener(registration.url, self._config.host, self._config.port):
             raise InvalidRequest(
                 f"worker {registration.name!r} registered the URL {registration.url}, which is this router's",
@@ -61,7 +63,7 @@ class WorkerRegistry:
             )
         if not self.membership.register(registration, now):
             raise Superseded(
-                f"the worker name {registration.name!r} belongs to a newer process",
+                f"a newer process has registered under the worker name {registration.name!r}",
                 hint="start this worker with another --worker-name",
             )
         if previous is not None and previous.registration.incarnation == registration.incarnation:
@@ -71,8 +73,8 @@ class WorkerRegistry:
             return
         if previous is not None:
             log.info("worker replaced by another process: worker=%s", registration.name)
-            self._retire(
-                self.workers[registration.name], lost=self.membership.health(previous, now) is WorkerHealth.LOST
+            self._stop_sending_requests_to(
+                self.workers[registration.name], is_lost=self.membership.health(previous, now) is WorkerHealth.LOST
             )
         max_running = max(1, sum(model.max_running for model in registration.models))
         breaker = CircuitBreaker(self._config.breaker_failures, self._config.breaker_pause)
@@ -99,24 +101,26 @@ class WorkerRegistry:
         )
         self._warn_of_different_numerics(self.workers[registration.name])
 
-    def _is_name_taken(self, old: ClusterMember, registration: WorkerRegistration, now: float) -> bool:
-        """Whether the name belongs to another live process.
+    def _is_name_taken(self, current_member: ClusterMember, registration: WorkerRegistration, now: float) -> bool:
+        """Whether a different live process owns the worker name of `registration`.
 
-        That is one at another address (only one process can listen at the same), that sends heartbeats, is not shutting
-        down, and has not failed since its last heartbeat."""
+        A process at the same URL is not different: it must have ended, because only one process can listen there. A
+        process is not live if it sends no heartbeats, is shutting down, or has failed since its last heartbeat."""
         if (
-            old.registration.incarnation == registration.incarnation
-            or old.registration.url == registration.url
-            or old.is_leaving
+            current_member.registration.incarnation == registration.incarnation
+            or current_member.registration.url == registration.url
+            or current_member.is_leaving
         ):
             return False
         return (
-            self.membership.health(old, now) is not WorkerHealth.LOST
+            self.membership.health(current_member, now) is not WorkerHealth.LOST
             and not self.workers[registration.name].failed_since_heartbeat
         )
 
     def _warn_of_different_numerics(self, worker: Worker) -> None:
-        """Log, once per registration and model, that no stream can move between two workers."""
+        """Warn that streams cannot move between this worker and others, because they compute a model differently.
+
+        The warning is logged once for each registration and model."""
         for model in worker.models:
             for other in self.workers.values():
                 if other is worker or model not in other.models or "native" not in (worker.dialect, other.dialect):
@@ -135,27 +139,27 @@ class WorkerRegistry:
     def record_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Update a worker from its heartbeat.
 
-        Raises Superseded or NotFound if the heartbeat's process is not the registered one."""
+        Raises Superseded if a newer process has the worker's name, and NotFound if the worker is not registered."""
         if self.membership.is_replaced(heartbeat.incarnation):
             raise Superseded(
-                f"the worker name {heartbeat.name!r} belongs to a newer process",
+                f"a newer process has registered under the worker name {heartbeat.name!r}",
                 hint="start this worker with another --worker-name",
             )
-        if not self.membership.record_heartbeat(heartbeat, self._now_excusing_pauses()):
+        if not self.membership.record_heartbeat(heartbeat, self._now_after_allowing_for_pause()):
             raise NotFound(
                 f"no worker {heartbeat.name[:200]!r} with incarnation {heartbeat.incarnation[:200]!r} is registered",
                 hint="register again",
             )
         worker = self.workers[heartbeat.name]
         worker.failed_since_heartbeat, worker.paired_engine_ids = False, frozenset(heartbeat.paired)
-        worker.record_report(heartbeat.prompt_tokens, heartbeat.busy_seconds, heartbeat.kv_usage)
+        worker.record_heartbeat_counters(heartbeat.prompt_tokens, heartbeat.busy_seconds, heartbeat.kv_usage)
         self._update_readiness(worker)
 
-    def peers_for(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        """Return, by model, the engines from which this worker may fetch blocks.
+    def peers_by_model(self, worker_name: str) -> dict[str, list[dict[str, Any]]]:
+        """Return the addresses of the engines from which this worker may fetch KV blocks, by model.
 
-        These are the engines of workers that prefill for others or drain."""
-        member = self.membership.get(name)
+        These are the engines of prefill workers and of draining workers."""
+        member = self.membership.get(worker_name)
         assert member is not None
         peers: dict[str, list[dict[str, Any]]] = {}
         if member.registration.role != "prefill":
@@ -190,9 +194,9 @@ class WorkerRegistry:
             self._update_readiness(self.workers[name])
 
     def set_draining(self, name: str, is_draining: bool, move_streams: bool = False) -> None:
-        """Start or end the draining of a worker; raise NotFound for an unknown one.
+        """Start or end the draining of a worker, which then gets no new requests. Raises NotFound for an unknown name.
 
-        With `move_streams`, its streams move to other workers at once where possible."""
+        With `move_streams`, the worker's open streams move to other workers at once, if these can continue them."""
         if not self.membership.set_draining(name, is_draining):
             known = ", ".join(self.workers) or "none"
             raise NotFound(f"no worker is named {name[:200]!r}", hint=f"registered workers: {known}")
@@ -200,43 +204,50 @@ class WorkerRegistry:
         self._update_readiness(self.workers[name])
         if is_draining and move_streams:
             for attempt in list(self._open_attempts.get(self.workers[name].id, {}).values()):
-                if attempt.is_movable and self._can_be_taken_over(attempt):
+                if attempt.is_movable and self._can_attempt_move(attempt):
                     attempt.abort("drained")
 
-    def is_ready_to_move(self, name: str) -> bool:
-        """Whether each worker that could continue this one's streams can fetch its blocks or is known to be unable."""
-        if (worker := self.workers.get(name)) is None:
+    def can_streams_move_from(self, worker_name: str) -> bool:
+        """Whether all workers that can continue this worker's streams are able to fetch its KV blocks."""
+        if (worker := self.workers.get(worker_name)) is None:
             return True
         models = {
             attempt.summary.model for attempt in self._open_attempts.get(worker.id, {}).values() if attempt.is_movable
         }
         return all(
-            other.can_fetch_from(worker, model)
+            other.can_fetch_blocks_from(worker, model)
             for model in models & worker.engine_ids.keys()
             for other in self.workers.values()
             if other.is_ready
             and other.role != "prefill"
             and other.engine_ids.get(model)
-            and self._can_exchange_streams(worker, other, model)
+            and self._can_stream_move_between(worker, other, model)
         )
 
-    def _can_exchange_streams(self, one: Worker, other: Worker, model: str) -> bool:
-        return one.dialect == other.dialect == "native" and one.numerics.get(model) == other.numerics.get(model)
+    def _can_stream_move_between(self, source: Worker, destination: Worker, model: str) -> bool:
+        return source.dialect == destination.dialect == "native" and source.numerics.get(
+            model
+        ) == destination.numerics.get(model)
 
-    def workers_unable_to_continue(self, model: str, origin: Worker) -> set[str]:
-        """Return the ids of workers that cannot continue a stream of `origin`.
+    def ids_of_workers_unable_to_continue(self, model: str, origin_worker: Worker) -> set[str]:
+        """Return the ids of the workers that cannot continue a stream of `origin_worker`.
 
-        These are foreign servers and workers with other numerics."""
-        numerics = origin.numerics.get(model)
+        These are vLLM and SGLang servers, and workers with different numerics (dtype, weight format etc.)."""
+        numerics = origin_worker.numerics.get(model)
         return {w.id for w in self.workers.values() if w.dialect != "native" or w.numerics.get(model) != numerics}
 
-    def _can_be_taken_over(self, attempt: WorkerAttempt) -> bool:
-        """Whether another worker could continue this stream, or start it if there is no output yet."""
+    def _can_attempt_move(self, attempt: WorkerAttempt) -> bool:
+        """Whether a different worker could continue this attempt's stream or, if it has no output yet, start it
+        again."""
         model, now = attempt.summary.model, self._clock.now()
         excluded = (
-            self.workers_unable_to_continue(model, attempt.decision.worker) if attempt.first_byte_at is not None else ()
+            self.ids_of_workers_unable_to_continue(model, attempt.decision.worker)
+            if attempt.first_byte_at is not None
+            else ()
         )
-        return any(worker.accepts(model, now) and worker.id not in excluded for worker in self.workers.values())
+        return any(
+            worker.accepts_requests_for(model, now) and worker.id not in excluded for worker in self.workers.values()
+        )
 
     def health(self, worker: Worker) -> WorkerHealth:
         member = self.membership.get(worker.name)
@@ -244,21 +255,22 @@ class WorkerRegistry:
         return self.membership.health(member, self._clock.now())
 
     def worker_url(self, worker: Worker) -> str:
-        """Return the worker's URL; raise EngineUnavailable if another process has taken its place."""
+        """Return the worker's URL. Raises EngineUnavailable if a newer process has registered under the worker's
+        name."""
         member = self.membership.get(worker.name)
         if member is None or f"{worker.name}/{member.registration.incarnation}" != worker.id:
             raise EngineUnavailable(f"worker {worker.name} was replaced by another process", hint="retry the request")
         return member.registration.url.rstrip("/")
 
-    def tick(self) -> None:
-        """Abort attempts at workers that are lost or stuck, and remove expired workers."""
-        now = self._now_excusing_pauses()
+    def check_workers(self) -> None:
+        """Update the health of all workers, abort the attempts at lost or stuck workers, and remove expired workers."""
+        now = self._now_after_allowing_for_pause()
         for worker in self.workers.values():
             self._update_readiness(worker)
-        for name in self.membership.remove_expired(now):
+        for name in self.membership.remove_expired_workers(now):
             log.info("worker removed: worker=%s", name)
-            self._retire(self.workers.pop(name), lost=True)
-            self._forget_worker_name(name)
+            self._stop_sending_requests_to(self.workers.pop(name), is_lost=True)
+            self._remove_data_of_worker_name(name)
         for worker_id in [
             worker_id for worker_id in self._retired_worker_timeouts if worker_id not in self._open_attempts
         ]:
@@ -268,23 +280,24 @@ class WorkerRegistry:
                 if now - attempt.last_activity_at > timeout_s:
                     attempt.abort(WorkerHealth.STUCK.value)
 
-    def _now_excusing_pauses(self) -> float:
-        """Return the current time, after excusing a pause of the router itself.
+    def _now_after_allowing_for_pause(self) -> float:
+        """Return the current time, after extending the workers' deadlines if the router itself was paused.
 
-        If the router did not run (stopped, starved, a suspended machine), heartbeats could not be received, so the
-        workers' deadlines move by the pause. `TICK_INTERVAL_S` of each pause still counts, so that workers are found
-        lost even during an endless series of pauses."""
+        While the router does not run (stopped, without CPU time, machine suspended), it receives no heartbeats, so the
+        deadlines move by the length of the pause. They move by `TICK_INTERVAL_S` less, so that a dead worker is found
+        even if the router is paused again and again."""
         now = self._clock.now()
         paused_s, self._last_run_at = now - self._last_run_at, now
         if paused_s > PAUSE_THRESHOLD_S:
             log.log(logging.WARNING if paused_s > 1.0 else logging.DEBUG, "router was paused: seconds=%.1f", paused_s)
-            self.membership.excuse_silence(paused_s - TICK_INTERVAL_S, now)
+            self.membership.extend_deadlines(paused_s - TICK_INTERVAL_S, now)
             for attempt in (attempt for attempts in self._open_attempts.values() for attempt in attempts.values()):
                 attempt.last_activity_at = min(attempt.last_activity_at + paused_s - TICK_INTERVAL_S, now)
         return now
 
-    def _forget_worker_name(self, name: str) -> None:
-        """Remove what is kept by worker or model name: names may differ at every start."""
+    def _remove_data_of_worker_name(self, name: str) -> None:
+        """Remove the metrics and estimates of a removed worker and its models; new names would otherwise fill the
+        memory."""
         self.metrics.merge_forgotten_worker(name)
         for model in self.estimators.keys() - {model for worker in self.workers.values() for model in worker.models}:
             del self.estimators[model]
@@ -300,31 +313,32 @@ class WorkerRegistry:
             self._abort_attempts(worker, health)
 
     def _abort_attempts(self, worker: Worker, health: WorkerHealth) -> None:
-        """Abort the worker's attempts.
+        """Abort the open attempts at a lost or stuck worker.
 
-        Streams that still deliver output survive missing heartbeats, which are late on a busy machine."""
+        Streams of a lost worker that still deliver output are kept, because heartbeats can be late on a busy
+        machine."""
         active_since = self._clock.now() - self._config.lost_after
         for attempt in self._open_attempts.get(worker.id, {}).values():
             is_active = attempt.first_byte_at is not None and attempt.last_activity_at >= active_since
             if health is WorkerHealth.STUCK or not is_active:
                 attempt.abort(health.value)
 
-    def _retire(self, worker: Worker, *, lost: bool) -> None:
-        """Send no new requests to this worker.
+    def _stop_sending_requests_to(self, worker: Worker, *, is_lost: bool) -> None:
+        """Stop sending new requests to a worker that was replaced or removed.
 
-        Its open attempts may still finish, as in a rolling restart."""
+        Unless the worker is lost, its open attempts may finish, as in a rolling restart."""
         worker.is_ready = False
         if self.kv_index is not None:
             self.kv_index.remove_worker(worker.id)
-        self._retired_worker_timeouts[worker.id] = self._config.lost_after if lost else self._config.stuck_after
-        if lost:
+        self._retired_worker_timeouts[worker.id] = self._config.lost_after if is_lost else self._config.stuck_after
+        if is_lost:
             self._abort_attempts(worker, WorkerHealth.LOST)
 
 
 def _kv_capacity_tokens(registration: WorkerRegistration) -> int:
-    """Return the size of the KV cache, or 0 if several models have one.
+    """Return the size of the worker's KV cache in tokens, or 0 if the worker has several models.
 
-    Heartbeats report only the joint usage of several caches."""
+    With several models, heartbeats report only the combined usage of their caches."""
     caches = [model.kv_tokens for model in registration.models if model.max_running]
     return caches[0] if len(caches) == 1 else 0
 
