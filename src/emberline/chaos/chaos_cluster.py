@@ -1,5 +1,4 @@
-"""ChaosCluster: a router and workers, started by the same commands as a user's cluster, with a proxy on each
-connection.
+"""ChaosCluster: a router and workers, started with the usual commands, with a proxy on each connection.
 
 The proxies inject faults. A supervisor restarts processes that die. A reference server, into which no faults are
 injected, runs beside the cluster."""
@@ -167,8 +166,7 @@ class ChaosCluster:
     def worker_arguments(
         self, process: ChaosProcess, host: str, port: int, public_host: str, router_url: str
     ) -> list[str]:
-        """Return a worker's command line. `public_host`: the address at which the router and other workers reach the
-        worker."""
+        """Return a worker's command line. `public_host`: the address at which other processes reach the worker."""
         settings, store = self.settings, self.store
         store_options = (
             ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
@@ -255,14 +253,12 @@ class ChaosCluster:
             return None
 
     async def describe_first_problem(self) -> str:
-        """Return a description of the first problem that keeps the cluster from being healthy, or "" if it is
-        healthy."""
+        """Return the first problem that keeps the cluster from being healthy, or "" if the cluster is healthy."""
         absent = await self.find_unavailable_processes()
         return next(iter(absent.values()), "")
 
     async def find_unavailable_processes(self, excluded_names: Collection[str] = ()) -> dict[str, str]:
-        """Return the reason for each unavailable process, by process name. Processes in `excluded_names` are left
-        out."""
+        """Return the reason for each unavailable process, by name, without the processes in `excluded_names`."""
         started_at = asyncio.get_running_loop().time()
         status = await self.fetch_json(f"{self.router.url}/cluster/status")
         if status is None:
@@ -311,8 +307,7 @@ class ChaosCluster:
         return any(len(outage) == 1 or outage[1] >= since for outage in self.router.outages)
 
     async def wait_until_healthy(self) -> str:
-        """Wait until the cluster is healthy, and return "". If it does not become healthy in time, return the
-        problem."""
+        """Wait until the cluster is healthy. Return "", or the remaining problem after `RESTART_TIMEOUT_S`."""
         return await wait_until_no_problem(self.describe_first_problem, RESTART_TIMEOUT_S)
 
     async def describe_held_resources(self) -> str:
@@ -325,8 +320,7 @@ class ChaosCluster:
         return await wait_until_no_problem(self.describe_held_resources, IDLE_TIMEOUT_S)
 
     async def count_detected_faults(self, counter_name_part: str) -> Counter[str]:
-        """Return the workers' own counters of detected faults whose metric name or label contains
-        `counter_name_part`."""
+        """Return the workers' metrics of detected faults whose name or label contains `counter_name_part`."""
         counts: Counter[str] = Counter()
         for worker in self.workers:
             for name, count in FAULT_COUNTER_PATTERN.findall(await self._fetch_metrics_text(worker)):

@@ -1,5 +1,6 @@
-"""ChaosRun: injects faults, several at a time, into a cluster that serves requests; one worker always stays without
-fault."""
+"""ChaosRun: injects faults, several at a time, into a cluster that serves requests.
+
+One worker that can answer is always left without a fault."""
 
 from __future__ import annotations
 
@@ -93,8 +94,7 @@ class ChaosRun:
                     scheduler.pending.clear()
 
     async def _next_fault(self, scheduler: FaultScheduler) -> ScheduledFault | None:
-        """Return the next fault to inject. Return None if all were injected or the cluster does not recover from
-        one."""
+        """Return the next fault to inject, or None if none is left or the cluster has not recovered in time."""
         now = asyncio.get_running_loop().time
         end = now() + RESTART_TIMEOUT_S
         while scheduler.pending:
@@ -193,7 +193,7 @@ class ChaosRun:
                 await asyncio.gather(
                     asyncio.wait((task,), timeout=fault.max_duration_s), asyncio.sleep(fault.min_duration_s)
                 )
-            outcome = await (_outcome_after_disconnect(task, started_at) if fault.disconnects_client else task)
+            outcome = await (_wait_for_outcome(task, started_at) if fault.disconnects_client else task)
         detected = (
             await cluster.count_detected_faults(fault.counter_label) - before if fault.counter_label else before
         ).total()
@@ -247,7 +247,7 @@ class ChaosRun:
         self._clients_may_send.set()
 
 
-async def _outcome_after_disconnect(task: asyncio.Task[RequestOutcome], started_at: float) -> RequestOutcome:
+async def _wait_for_outcome(task: asyncio.Task[RequestOutcome], started_at: float) -> RequestOutcome:
     """Wait until the request ends, and return its outcome: LEFT if the fault disconnected its client before the end."""
     await asyncio.wait((task,))
     if not task.cancelled():

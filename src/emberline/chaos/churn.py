@@ -245,11 +245,11 @@ def run_churn_bench(model: str, plan: ChurnPlan, log_dir: Path, print_line: Call
     return report
 
 
-async def _create_reference_cases(url: str, count: int, rng: random.Random) -> ReferenceCases:
+async def _create_reference_cases(url: str, case_count: int, rng: random.Random) -> ReferenceCases:
     cases = ReferenceCases(url, SERVED_MODEL_NAME, rng)
     with closing(_new_pool()) as pool:
         await cases.measure_token_length(pool)
-        for i in range(count):
+        for i in range(case_count):
             await cases.create_case(pool, is_long=i % 2 == 0, is_stream=i % 4 != 0)
     return cases
 

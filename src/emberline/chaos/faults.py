@@ -1,5 +1,4 @@
-"""Fault: a temporary failure of a process, a connection or a disk that serves a request, and functions that inject
-it."""
+"""Fault: a temporary failure of a process, connection or disk, and the functions that inject such failures."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ class Fault:
 
 def kill_process(target: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def inject(context: FaultContext) -> AsyncIterator[None]:
+    async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         process = context.process_at(target)
         if engine_only:
             process.send_signal(signal.SIGKILL, engine_only=True)
@@ -104,12 +103,12 @@ def kill_process(target: FaultTarget, *, engine_only: bool = False) -> FaultInje
             context.cluster.kill_process(process)
         yield
 
-    return inject
+    return inject_fault
 
 
 def freeze_process(target: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def inject(context: FaultContext) -> AsyncIterator[None]:
+    async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         process = context.process_at(target)
         pids = [process.engine_pid] if engine_only else [process.pid, process.engine_pid]
         _send_signal(signal.SIGSTOP, pids)
@@ -118,7 +117,7 @@ def freeze_process(target: FaultTarget, *, engine_only: bool = False) -> FaultIn
         finally:
             _send_signal(signal.SIGCONT, pids)
 
-    return inject
+    return inject_fault
 
 
 def _send_signal(signal_number: signal.Signals, pids: Iterable[int | None]) -> None:
@@ -133,7 +132,7 @@ def disturb_connections(connection_kind: str, target: FaultTarget, disturbance: 
     `disturbance` is "cut" (reset), "hold" (forward nothing), "slow" or "spoil" (corrupt bytes)."""
 
     @asynccontextmanager
-    async def inject(context: FaultContext) -> AsyncIterator[None]:
+    async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         proxy: FaultProxy | None = getattr(context.process_at(target), connection_kind)
         assert proxy is not None
         match disturbance:
@@ -150,14 +149,14 @@ def disturb_connections(connection_kind: str, target: FaultTarget, disturbance: 
         finally:
             proxy.end_faults()
 
-    return inject
+    return inject_fault
 
 
 def disturb_link(disturbance: LinkDisturbance, target: FaultTarget) -> FaultInjector:
     """Return an injector that disturbs the virtual network link which carries all traffic of a worker."""
 
     @asynccontextmanager
-    async def inject(context: FaultContext) -> AsyncIterator[None]:
+    async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         link = context.process_at(target).link
         assert link is not None
         await asyncio.to_thread(link.disturb, disturbance)
@@ -166,7 +165,7 @@ def disturb_link(disturbance: LinkDisturbance, target: FaultTarget) -> FaultInje
         finally:
             await asyncio.to_thread(link.end_disturbance)
 
-    return inject
+    return inject_fault
 
 
 @asynccontextmanager
@@ -187,12 +186,12 @@ async def fill_disk(context: FaultContext) -> AsyncIterator[None]:
 
 def damage_files(damage: str) -> FaultInjector:
     @asynccontextmanager
-    async def inject(context: FaultContext) -> AsyncIterator[None]:
+    async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         assert context.answering_worker.disk is not None
         await asyncio.to_thread(_damage_files_in, context.answering_worker.disk, damage)
         yield
 
-    return inject
+    return inject_fault
 
 
 def _damage_files_in(directory: Path, damage: str) -> None:
@@ -257,11 +256,11 @@ async def _registered_incarnation(cluster: ChaosCluster, process: ChaosProcess) 
 
 def shift_clock(target: FaultTarget) -> FaultInjector:
     @asynccontextmanager
-    async def inject(context: FaultContext) -> AsyncIterator[None]:
+    async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         context.process_at(target).clock.set_offset(context.rng.choice((-1, 1)) * context.rng.uniform(60, 1e6))
         yield
 
-    return inject
+    return inject_fault
 
 
 def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:

@@ -106,8 +106,8 @@ class ChaosNetwork:
             link.namespace_process.wait()
 
 
-def _run_ip_command(*words: str) -> None:
-    _run_command("ip", *words)
+def _run_ip_command(*arguments: str) -> None:
+    _run_command("ip", *arguments)
 
 
 def _run_command(*command: str, must_succeed: bool = True) -> None:

@@ -1,5 +1,4 @@
-"""ObservedReply: the parts of a reply (text, tool calls, usage, error) that must be equal each time a request is
-sent."""
+"""ObservedReply: the parts of a reply (text, tool calls, usage) that must be equal every time a request is sent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""RequestProgress: the stage that one request has reached. RequestObserver: tracks all requests in the proxies'
-traffic.
+"""RequestProgress: the stage that a request has reached. RequestObserver: finds it from the proxies' traffic.
 
 Each request carries a marker, by which the proxies recognize its bytes."""
 
@@ -39,8 +38,7 @@ class RequestProgress:
 
     @property
     def marker_text(self) -> str:
-        """The marker text in the request's body. It ends with a dash, so that no marker is the start of a longer
-        one."""
+        """The marker in the request's body. It ends with a dash, so that no marker begins with a different marker."""
         return f"chaos-{self.mark}-"
 
     async def wait_for_stage(self, stage: RequestStage) -> None:
@@ -74,7 +72,7 @@ class RequestObserver:
     def make_traffic_filter(self, worker_name: str) -> TrafficFilter:
         """Return a filter that updates the requests' progress, for the proxy between the router and this worker."""
 
-        def observe(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
+        def observe_traffic(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
             if is_to_server:
                 if (found := MARK_PATTERN.search(data)) is not None:
                     connection.mark, connection.tail = int(found[1]), b""
@@ -83,7 +81,7 @@ class RequestObserver:
                 _observe_reply(progress, connection, data)
             return data
 
-        return observe
+        return observe_traffic
 
     def _observe_request(self, worker_name: str, request_number: int, data: bytes) -> None:
         progress = self._by_mark.get(request_number)

@@ -9,8 +9,7 @@ LOCAL_NAMES = ("localhost", "localhost.localdomain")
 
 
 def is_unspecified_address(host: str) -> bool:
-    """Whether the host stands for all interfaces (0.0.0.0, ::, 0): a server can listen there, no client can connect to
-    it."""
+    """Whether the host stands for all interfaces (0.0.0.0, ::, 0). A server can listen there; no client can connect."""
     for parse in (socket.inet_aton, _parse_ipv6):
         try:
             return not any(parse(host))
@@ -38,10 +37,10 @@ def refers_to_listener(url: str, host: str, port: int) -> bool:
     if (parts.port or (443 if parts.scheme == "https" else 80)) != port:
         return False
     own = "127.0.0.1" if host in LOCAL_NAMES else host
-    return target == own or (is_unspecified_address(own) and _is_local(target))
+    return target == own or (is_unspecified_address(own) and _is_local_address(target))
 
 
-def _is_local(host: str) -> bool:
+def _is_local_address(host: str) -> bool:
     """Whether the address belongs to this machine. This is tested by binding a socket to it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -41,7 +41,9 @@ def find_unavailable_workers(
 
 
 def describe_held_resources(router_status: StatusDocument, stats_by_worker: Mapping[str, StatusDocument]) -> str:
-    """Return the requests, leases or blocks that the first process which holds any still has, or "" if none does."""
+    """Return what a process of a cluster without requests still holds (requests, leases, blocks), or "".
+
+    Only the first such process is described."""
     if router_status is None or router_status["open_requests"]:
         return "the router has open requests" if router_status else "the router does not answer"
     for name, stats in stats_by_worker.items():

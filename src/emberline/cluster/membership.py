@@ -96,8 +96,7 @@ class Membership:
         return incarnation in self._replaced_incarnations
 
     def mark_leaving(self, name: str, incarnation: str) -> bool:
-        """Record that a worker is shutting down, and return whether it is registered. It gets no new requests from now
-        on."""
+        """Record that a worker is shutting down and gets no new requests. Return whether it is registered."""
         member = self._members.get(name)
         if member is None or member.registration.incarnation != incarnation:
             return False
@@ -120,8 +119,7 @@ class Membership:
         return WorkerHealth.DRAINING if member.is_draining else WorkerHealth.READY
 
     def extend_deadlines(self, seconds: float, now: float) -> None:
-        """Move the deadlines of all workers by `seconds`, because the router could not receive heartbeats for that
-        time."""
+        """Move all workers' deadlines by the `seconds` during which the router could not receive heartbeats."""
         for member in self._members.values():
             member.last_heartbeat_at, member.last_progress_at = (
                 min(member.last_heartbeat_at + seconds, now),

@@ -57,8 +57,7 @@ class ModelRegistration(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A worker's state, summed over its models: some fields are current values, the others count since the engine's
-    start."""
+    """A worker's state, summed over its models. The fields are current values, or counts since the engine's start."""
 
     name: str
     incarnation: str

@@ -38,7 +38,7 @@ class PrefillReplyParser(Protocol):
     def push(self, data: bytes) -> Iterable[PrefillMessage]: ...
 
     def finish(self) -> Iterable[PrefillMessage]:
-        """Return the last messages, at the end of the reply."""
+        """Return the messages that become complete when the reply ends."""
 
 
 class WorkerDialect(Protocol):

@@ -87,7 +87,7 @@ def choose_worker(
     candidates = select_answering_workers([worker for worker in available if worker.id not in excluded_worker_ids])
     if is_suspect and not (candidates := _select_workers_for_suspect(candidates, available)):
         raise EngineUnavailable(
-            "several workers crashed while serving this request, and no other worker may be risked for it",
+            "several workers failed while serving this request, and no other worker may be risked for it",
             hint=RETRY_HINT,
         )
     prompt, output = estimator.estimate_prompt_tokens(summary.prompt_bytes), estimator.estimate_output_tokens(summary)

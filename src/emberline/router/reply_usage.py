@@ -23,10 +23,11 @@ class ReplyUsage:
     cached_tokens: int | None = None
 
     @staticmethod
-    def parse(*pieces: bytes) -> ReplyUsage:
-        """Return the token counts found in these parts of a reply. A later value replaces an earlier one of the same
-        name."""
-        found = {_FIELD_BY_KEY[name]: int(number) for piece in pieces for name, number in _FIELD_PATTERN.findall(piece)}
+    def parse(*reply_parts: bytes) -> ReplyUsage:
+        """Return the token counts found in these parts of a reply. Of two counts of one kind, the later is used."""
+        found = {
+            _FIELD_BY_KEY[name]: int(number) for part in reply_parts for name, number in _FIELD_PATTERN.findall(part)
+        }
         prompt = found.get("prompt")
         if prompt is not None:
             prompt += found.get("read", 0)  # Anthropic's input_tokens excludes tokens read from the cache

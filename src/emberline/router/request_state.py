@@ -12,8 +12,7 @@ SUSPECT_AFTER_CRASHES = 2
 
 
 class IllegalTransition(RuntimeError):
-    """An event is not listed for the request's current state in the table of transitions. This is a bug in the
-    router."""
+    """An event occurred that the table of transitions does not allow in the request's state: a bug."""
 
 
 # StrEnum, because a str is hashed three times as fast as a plain Enum member.

@@ -1,5 +1,4 @@
-"""StreamTracker: tracks which part of a streamed reply a client has received, so that a different worker can continue
-it.
+"""StreamTracker: tracks the output that a client has received, so that a different worker can continue the stream.
 
 An Emberline worker writes its stream in groups (`core/handoff.py`). A group is a comment that lists tokens, and the
 events of these tokens. The tracker passes on the events of complete groups only, and stores the comments. With these

@@ -1,5 +1,4 @@
-"""TokenEstimator: estimates a request's prompt and output tokens from its size and from the usage of earlier
-requests."""
+"""TokenEstimator: estimates a request's tokens from its size and from the token counts of earlier requests."""
 
 from __future__ import annotations
 

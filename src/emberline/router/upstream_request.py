@@ -35,13 +35,14 @@ class UpstreamRequest:
         return replace(self, headers={**self.headers, **headers})
 
     def without_fields(self, *names: str) -> UpstreamRequest:
-        """Return the request without these fields of its JSON body. Return the request itself if the body has none of
-        them."""
+        """Return the request without these fields of its JSON body, or unchanged if the body has none of them."""
         return self.with_fields({}, *names) if not _FIELDS.decode(self.body).keys().isdisjoint(names) else self
 
-    def with_fields(self, fields: Mapping[str, Any], *removed: str) -> UpstreamRequest:
+    def with_fields(self, fields: Mapping[str, Any], *removed_names: str) -> UpstreamRequest:
         """Return the request with `fields` added to its JSON body and the fields in `removed_names` left out.
 
         The values of all other fields stay the same, byte for byte."""
-        body: dict[str, Any] = {name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in removed}
+        body: dict[str, Any] = {
+            name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in removed_names
+        }
         return replace(self, body=msgspec.json.encode(body | dict(fields)))

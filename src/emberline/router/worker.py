@@ -1,5 +1,4 @@
-"""Worker: the router's data about one worker process. RequestLoad: the tokens that one open request still needs
-there."""
+"""Worker: the router's data about one worker process. RequestLoad: the tokens that an open request still needs."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Worker:
 
     @property
     def can_generate(self) -> bool:
-        """Whether the worker can generate replies. Emberline's own workers can in every role; other prefill servers
-        cannot."""
+        """Whether the worker can generate replies. Only prefill servers of vLLM and SGLang cannot."""
         return self.role != "prefill" or self.dialect == "native"
 
     @property
@@ -80,8 +78,7 @@ class Worker:
 
     @property
     def kv_free_tokens(self) -> float:
-        """The number of tokens that will be free in the KV cache when all open requests have reached their estimated
-        length."""
+        """The tokens that will be free in the KV cache when all open requests have their estimated length."""
         return (
             self.kv_capacity_tokens - self.kv_used_tokens - self.uncached_tokens - self.decode_tokens
             if self.kv_capacity_tokens

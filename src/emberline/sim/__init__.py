@@ -1,2 +1,1 @@
-"""A simulated cluster on a virtual clock. Scheduler, KV manager and router are the real ones; only GPUs are
-simulated."""
+"""A simulated cluster on a virtual clock, with the real scheduler, KV manager and router. GPUs are simulated."""

@@ -56,8 +56,7 @@ class SimResult:
         return self.cached_tokens / self.prompt_tokens
 
     def conversation_imbalance(self, worker_count: int) -> float:
-        """Return the number of conversations at the worker that has most of them, divided by the mean over all
-        workers."""
+        """Return the largest number of conversations at one worker, divided by the mean over all workers."""
         return max(self.conversations_by_worker.values()) * worker_count / sum(self.conversations_by_worker.values())
 
     @property
@@ -99,8 +98,7 @@ class SimCluster:
         store: SimStore | None = None,
         kv_events: bool = False,
     ) -> None:
-        """`sends_session_ids`: clients send a session header. `kv_events`: the router receives the workers' KV
-        events."""
+        """`sends_session_ids`: clients send a session header. `kv_events`: the router uses workers' KV events."""
         self.clock = ManualClock()
         router = RouterConfig(lost_after=NEVER_S, stuck_after=NEVER_S, kv_events=kv_events)
         self.dispatch = Dispatcher(router, self.clock)

@@ -1,5 +1,4 @@
-"""CostModel: estimates the duration of a step on a GPU from the memory that it reads and the tokens that it
-computes."""
+"""CostModel: estimates the duration of a GPU step from the memory it reads and the tokens it computes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""PrefixOracle: counts the cache hits of an unlimited cache shared by all workers, which no routing policy can
-exceed."""
+"""PrefixOracle: counts the hits of an unlimited cache that all workers share: the most any policy can reach."""
 
 from __future__ import annotations
 

@@ -135,8 +135,7 @@ class Dispatcher(WorkerRegistry):
         task.add_done_callback(self._detached_tasks.discard)
 
     def fill_in_default_model(self, summary: RequestSummary) -> RequestSummary:
-        """Return the summary with the cluster's only model filled in, if the request names none and there is only
-        one."""
+        """Return the summary with the cluster's only model filled in, if the request names no model."""
         served = [
             model
             for member in self.membership

@@ -113,11 +113,11 @@ class ForeignWorkerPoller:
                 known = self._registrations[server] = registration
                 self._dispatcher.register(known)
         self._dispatcher.record_heartbeat(
-            Heartbeat(known.name, known.incarnation, paired=self._paired_incarnations(known))
+            Heartbeat(known.name, known.incarnation, paired=self._incarnations_of_prefill_servers(known))
         )
         return ""
 
-    def _paired_incarnations(self, registration: WorkerRegistration) -> tuple[str, ...]:
+    def _incarnations_of_prefill_servers(self, registration: WorkerRegistration) -> tuple[str, ...]:
         """Return the incarnations of all prefill servers of the same kind.
 
         vLLM and SGLang servers connect to each other by themselves, so the router treats all of them as paired."""

@@ -103,7 +103,6 @@ class KVEventSubscriber:
     def _apply_batch(self, worker: Worker, batch: BlockBatch) -> bool:
         """Apply a batch of KV events, and return whether to keep reading.
 
-        Return False if a batch is missing: the subscription then starts again with a snapshot of the worker's
-        blocks."""
+        Return False if a batch is missing. The caller then reads a snapshot of all blocks of the worker."""
         state = self._index.apply_batch(worker.id, batch)
         return state is KVIndexState.EXACT or batch.part + 1 < batch.parts or not batch.seq + batch.parts

@@ -22,8 +22,7 @@ log = logging.getLogger("emberline.router")
 
 
 async def run_router(config: RouterConfig) -> None:
-    """Serve requests until a signal stops the process. Raises InvalidRequest if the router cannot listen at its
-    address."""
+    """Serve requests until a signal stops the process. Raises InvalidRequest if the address is in use."""
     is_inherited = config.listen_fd is not None
     listener = socket.socket(fileno=config.listen_fd) if is_inherited else bind_listener(config.host, config.port)
     port = listener.getsockname()[1]

@@ -338,7 +338,7 @@ class Relay(ReplyRelay):
 def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUnavailable:
     if routed.is_suspect:
         message = (
-            f"{routed.crash_count} workers crashed while serving this request, and no other worker may be risked for it"
+            f"{routed.crash_count} workers failed while serving this request, and no other worker may be risked for it"
         )
         return EngineUnavailable(message, hint=RETRY_HINT)
     attempts = "1 attempt" if routed.total_attempts == 1 else f"{routed.total_attempts} attempts"

@@ -71,8 +71,7 @@ class RemotePrefill:
         self._dependent_attempt = attempt
 
     async def wait_for_ticket(self, timeout_s: float) -> PrefillRefusal | None:
-        """Wait for the ticket, or until the prefill has failed. Return the reply of a worker that rejects the
-        request."""
+        """Wait for the ticket, or until the prefill fails. Return the prefill worker's reply if it is a rejection."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._ticket_or_refusal)

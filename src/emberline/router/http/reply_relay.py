@@ -33,8 +33,7 @@ class ReplyRelay:
         self._metrics = dispatcher.metrics
 
     def _extend_output_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
-        """Move the deadline for the next part of the reply to `token_timeout` from now, at most to the request's
-        deadline.
+        """Move the deadline for the next output to `token_timeout` from now, but not beyond the request's own.
 
         Calls within `DEADLINE_EXTENSION_INTERVAL_S` have no effect, unless `force` is set."""
         now = self._now()

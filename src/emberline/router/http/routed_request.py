@@ -104,8 +104,7 @@ class RoutedRequest:
     worker_times_out_itself: bool = False  # the current worker itself ends requests that make no progress
 
     def handle_event(self, event: RequestEvent) -> None:
-        """Change the state according to the table of transitions. Raises IllegalTransition if the event is not listed
-        there."""
+        """Change the state by the table of transitions. Raises IllegalTransition if the event is not allowed."""
         self.state = next_state(self.state, event)
 
     @property
@@ -134,8 +133,7 @@ class RoutedRequest:
 
     @property
     def suspicion(self) -> Suspicion:
-        """The suspicion that the request crashes workers. It falls when a heartbeat shows that a worker did not
-        crash."""
+        """The suspicion that the request crashes workers. A heartbeat of a worker that did not crash lowers it."""
         return assess_suspicion(self.crash_count, is_known_suspect=self.is_known_suspect)
 
     @property
@@ -149,8 +147,7 @@ class RoutedRequest:
 
     @property
     def _has_retries_left(self) -> bool:
-        """Whether the limits of failures (before the reply has started) or migrations (after that) allow one more
-        attempt."""
+        """Whether the limit of failures, or of migrations once the reply has started, allows one more attempt."""
         if not self.has_reply_started:
             return len(self.worker_failures) <= self.max_attempts
         return self._is_stream_movable and self.migration_count <= self.max_migrations
@@ -277,8 +274,7 @@ class RoutedRequest:
         return await offload.run_by_size(size, method, *args, **kwargs)
 
     def _client_request_for(self, worker: Worker) -> UpstreamRequest:
-        """Return the client's request. For a vLLM or SGLang server, use the API key configured for such servers, if
-        any."""
+        """Return the client's request, with the API key that is configured for vLLM and SGLang servers, if any."""
         if worker.dialect == "native" or self.foreign_key is None:
             return self.client_request
         return self.client_request.with_headers({"authorization": f"Bearer {self.foreign_key}"})

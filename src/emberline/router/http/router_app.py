@@ -122,8 +122,7 @@ class RouterApp:
         await exchange.run_while_connected(self._relay.run(exchange, summary, body))
 
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
-        """Relay a call for a stored response to any worker, because all workers of a machine share one response
-        store."""
+        """Relay a call for a stored response to any worker, because all workers share one response store."""
         await exchange.read_body(0)
         await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 
@@ -192,7 +191,7 @@ class RouterApp:
         """Wait, for a limited time, until other workers are connected to this worker and can fetch its KV blocks."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.beat_seconds * 2 + PAIRING_TIMEOUT_S):
-                while not self.dispatcher.can_streams_move_from(worker_name):
+                while not self.dispatcher.are_streams_ready_to_move_from(worker_name):
                     await asyncio.sleep(TICK_INTERVAL_S)
 
     async def _decode_body(self, exchange: Exchange, struct_type: type[Struct]) -> Struct:

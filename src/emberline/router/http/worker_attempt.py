@@ -1,5 +1,4 @@
-"""WorkerAttempt: one attempt to serve a request at one worker, from the choice of the worker to the end of its
-reply."""
+"""WorkerAttempt: one attempt to serve a request at one worker, until the worker's reply ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""WorkerRegistry: the workers that are registered with the router, their health, and the open attempts at each
-worker."""
+"""WorkerRegistry: the workers registered with the router, their health, and the open attempts at each worker."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class WorkerRegistry:
 
         Raises InvalidRequest if the worker's URL leads to this router, and Superseded if a live worker has the same
         name."""
-        now = self._now_after_allowing_for_pause()
+        now = self._extend_deadlines_after_pause()
         if refers_to_listener(registration.url, self._config.host, self._config.port):
             raise InvalidRequest(
                 f"worker {registration.name!r} registered the URL {registration.url}, which is this router's",
@@ -145,7 +144,7 @@ class WorkerRegistry:
                 f"a newer process has registered under the worker name {heartbeat.name!r}",
                 hint="start this worker with another --worker-name",
             )
-        if not self.membership.record_heartbeat(heartbeat, self._now_after_allowing_for_pause()):
+        if not self.membership.record_heartbeat(heartbeat, self._extend_deadlines_after_pause()):
             raise NotFound(
                 f"no worker {heartbeat.name[:200]!r} with incarnation {heartbeat.incarnation[:200]!r} is registered",
                 hint="register again",
@@ -204,10 +203,10 @@ class WorkerRegistry:
         self._update_readiness(self.workers[name])
         if is_draining and move_streams:
             for attempt in list(self._open_attempts.get(self.workers[name].id, {}).values()):
-                if attempt.is_movable and self._can_attempt_move(attempt):
+                if attempt.is_movable and self._can_other_worker_take_over(attempt):
                     attempt.abort("drained")
 
-    def can_streams_move_from(self, worker_name: str) -> bool:
+    def are_streams_ready_to_move_from(self, worker_name: str) -> bool:
         """Whether all workers that can continue this worker's streams are able to fetch its KV blocks."""
         if (worker := self.workers.get(worker_name)) is None:
             return True
@@ -236,9 +235,8 @@ class WorkerRegistry:
         numerics = origin_worker.numerics.get(model)
         return {w.id for w in self.workers.values() if w.dialect != "native" or w.numerics.get(model) != numerics}
 
-    def _can_attempt_move(self, attempt: WorkerAttempt) -> bool:
-        """Whether a different worker could continue this attempt's stream or, if it has no output yet, start it
-        again."""
+    def _can_other_worker_take_over(self, attempt: WorkerAttempt) -> bool:
+        """Whether a different worker could continue this attempt's stream, or start it if there is no output."""
         model, now = attempt.summary.model, self._clock.now()
         excluded = (
             self.ids_of_workers_unable_to_continue(model, attempt.decision.worker)
@@ -255,8 +253,7 @@ class WorkerRegistry:
         return self.membership.health(member, self._clock.now())
 
     def worker_url(self, worker: Worker) -> str:
-        """Return the worker's URL. Raises EngineUnavailable if a newer process has registered under the worker's
-        name."""
+        """Return the worker's URL. Raises EngineUnavailable if a newer process has taken the worker's name."""
         member = self.membership.get(worker.name)
         if member is None or f"{worker.name}/{member.registration.incarnation}" != worker.id:
             raise EngineUnavailable(f"worker {worker.name} was replaced by another process", hint="retry the request")
@@ -264,13 +261,13 @@ class WorkerRegistry:
 
     def check_workers(self) -> None:
         """Update the health of all workers, abort the attempts at lost or stuck workers, and remove expired workers."""
-        now = self._now_after_allowing_for_pause()
+        now = self._extend_deadlines_after_pause()
         for worker in self.workers.values():
             self._update_readiness(worker)
         for name in self.membership.remove_expired_workers(now):
             log.info("worker removed: worker=%s", name)
             self._stop_sending_requests_to(self.workers.pop(name), is_lost=True)
-            self._remove_data_of_worker_name(name)
+            self._remove_worker_statistics(name)
         for worker_id in [
             worker_id for worker_id in self._retired_worker_timeouts if worker_id not in self._open_attempts
         ]:
@@ -280,7 +277,7 @@ class WorkerRegistry:
                 if now - attempt.last_activity_at > timeout_s:
                     attempt.abort(WorkerHealth.STUCK.value)
 
-    def _now_after_allowing_for_pause(self) -> float:
+    def _extend_deadlines_after_pause(self) -> float:
         """Return the current time, after extending the workers' deadlines if the router itself was paused.
 
         While the router does not run (stopped, without CPU time, machine suspended), it receives no heartbeats, so the
@@ -295,9 +292,8 @@ class WorkerRegistry:
                 attempt.last_activity_at = min(attempt.last_activity_at + paused_s - TICK_INTERVAL_S, now)
         return now
 
-    def _remove_data_of_worker_name(self, name: str) -> None:
-        """Remove the metrics and estimates of a removed worker and its models; new names would otherwise fill the
-        memory."""
+    def _remove_worker_statistics(self, name: str) -> None:
+        """Remove the metrics and estimates that are kept for a removed worker and for its models."""
         self.metrics.merge_forgotten_worker(name)
         for model in self.estimators.keys() - {model for worker in self.workers.values() for model in worker.models}:
             del self.estimators[model]
