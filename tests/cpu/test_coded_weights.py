@@ -446,7 +446,7 @@ def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:
         ("packed", "cpu", "bfloat16", False),
         ("wide", "cuda", "float32", False),
     ):
-        found = WeightEstimate.of(EngineConfig.build(str(tmp_path / name), device=device))
+        found = WeightEstimate.from_config(EngineConfig.build(str(tmp_path / name), device=device))
         size = memory.weight_bytes(shape, memory.DTYPE_BYTES[dtype], packed=ours)
         assert (found.dtype, found.is_packed, found.weight_bytes) == (dtype, ours, size)
     configs = {name: EngineConfig.build(str(tmp_path / name), device="cuda") for name in ("plain", "packed")}

@@ -114,7 +114,7 @@ def test_missing_gpu_is_rejected(configs: dict[str, EngineConfig], names: str) -
 
 
 def test_too_little_main_memory_is_rejected_before_loading(configs: dict[str, EngineConfig]) -> None:
-    weights = sum(WeightEstimate.of(config).weight_bytes for config in configs.values())
+    weights = sum(WeightEstimate.from_config(config).weight_bytes for config in configs.values())
     assert kv_bytes_per_model(configs, weights + 6000) == 1000  # half of the free memory for all models
     with pytest.raises(ModelError, match=r"do not fit into main memory: .*\(a .*, b .*, c .*\); .* are free"):
         kv_bytes_per_model(configs, weights - 1)
@@ -131,9 +131,9 @@ def test_too_little_main_memory_is_rejected_before_loading(configs: dict[str, En
 def test_weight_estimate_equals_loaded_weights(checkpoints: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
     for name, home in checkpoints.items():
         model = on_host.booted(home).runner.model
-        found = WeightEstimate.of(configs[name])
+        found = WeightEstimate.from_config(configs[name])
         assert found.dtype == "float32" and abs(found.weight_bytes / model.weight_bytes - 1) < 0.01
-        assert WeightEstimate.of(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
+        assert WeightEstimate.from_config(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
 
 
 def fail_to_load(name: str, settings: EngineConfig) -> BootedGPUEngine:
@@ -150,7 +150,7 @@ def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None
     sizes = [member.nbytes for member in members.values()]
     assert space == model_memory(total) and 0 <= space - sum(sizes) < space / 1000
     kv = [
-        plan_engine_memory(WeightEstimate.of(c).config, gpu_config(max_running=8), total, "float32").kv_bytes
+        plan_engine_memory(WeightEstimate.from_config(c).config, gpu_config(max_running=8), total, "float32").kv_bytes
         for c in configs.values()
     ]
     assert max(sizes) < max(kv) / 2

@@ -43,8 +43,8 @@ def test_padded_batch_has_the_same_work(singles: list[int], chunks: list[tuple[i
     if not work:
         return
     alone, parts = DeviceBatch.split(work)
-    plain = DeviceBatch.of(alone, parts, rows, BLOCK)
-    shape = StepShape.of(alone, parts)
+    plain = DeviceBatch.from_work(alone, parts, rows, BLOCK)
+    shape = StepShape.for_work(alone, parts)
     assert shape is not None
     shaped = plain.pad_to(shape, rows.padding_row)
     assert len(shaped.rows) == shape.rows and len(shaped.tokens) == shape.singles + shape.tokens
@@ -65,7 +65,7 @@ def test_padded_batch_has_the_same_work(singles: list[int], chunks: list[tuple[i
 
 def test_slots_follow_the_block_table() -> None:
     rows, work = step([17], [(15, 3, True)])
-    batch = DeviceBatch.of(*DeviceBatch.split(work), rows, BLOCK)
+    batch = DeviceBatch.from_work(*DeviceBatch.split(work), rows, BLOCK)
     assert batch.slots.tolist() == [1 * BLOCK + 1, 100 * BLOCK + 15, 101 * BLOCK, 101 * BLOCK + 1]
     assert batch.logit_rows.tolist() == [0, 3]
 
@@ -73,7 +73,7 @@ def test_slots_follow_the_block_table() -> None:
 def test_tokens_of_chunks_follow_those_of_singles() -> None:
     rows, work = step([17], [(15, 3, True), (0, 2, False)])
     work[1].tokens = [8, 9, PENDING_TOKEN]
-    assert DeviceBatch.of(*DeviceBatch.split(work), rows, BLOCK).tokens.tolist() == [
+    assert DeviceBatch.from_work(*DeviceBatch.split(work), rows, BLOCK).tokens.tolist() == [
         PENDING_TOKEN,
         8,
         9,
@@ -93,7 +93,11 @@ def test_uncapturable_work_has_no_shape() -> None:
     long = [WorkItem("a", 0, [1] * (MAX_CHUNK_TOKENS + 1), [], samples=True)]
     scored = [WorkItem("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
     crowd = [WorkItem(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
-    assert StepShape.of([], long) is None and StepShape.of([], scored) is None and StepShape.of([], crowd) is None
+    assert (
+        StepShape.for_work([], long) is None
+        and StepShape.for_work([], scored) is None
+        and StepShape.for_work([], crowd) is None
+    )
 
 
 def test_row_of_absent_request_is_reused_and_its_table_sent_again() -> None:

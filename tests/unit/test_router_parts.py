@@ -156,26 +156,26 @@ def test_usage_is_found_in_every_protocol() -> None:
 def test_breaker_opens_pauses_and_probes() -> None:
     breaker = CircuitBreaker(failure_limit=2, first_pause_s=1.0)
     breaker.record_failure(0.0)
-    assert breaker.allows(0.0)
+    assert breaker.allows_request(0.0)
     breaker.record_failure(0.0)
-    assert not breaker.allows(0.9) and breaker.state == "open" and breaker.allows(1.0)
+    assert not breaker.allows_request(0.9) and breaker.state == "open" and breaker.allows_request(1.0)
     breaker.record_start(1.0)
-    assert not breaker.allows(1.0) and breaker.state == "trying"
+    assert not breaker.allows_request(1.0) and breaker.state == "trying"
     breaker.record_failure(1.0)
-    assert not breaker.allows(2.9) and breaker.allows(3.0), "the pause doubles"
+    assert not breaker.allows_request(2.9) and breaker.allows_request(3.0), "the pause doubles"
     breaker.record_start(3.0)
     breaker.record_cancellation()
-    assert breaker.allows(3.0), "a client that left proves nothing"
+    assert breaker.allows_request(3.0), "a client that left proves nothing"
     breaker.record_start(3.0)
     breaker.record_success()
-    assert breaker.allows(3.0) and breaker.state == "closed"
+    assert breaker.allows_request(3.0) and breaker.state == "closed"
 
 
 def test_earlier_failures_do_not_extend_breaker_pause() -> None:
     breaker = CircuitBreaker(failure_limit=1, first_pause_s=1.0)
     for _ in range(5):
         breaker.record_failure(0.0)
-    assert breaker.allows(1.0)
+    assert breaker.allows_request(1.0)
 
 
 # Events

@@ -74,22 +74,25 @@ def run(args: argparse.Namespace) -> int:
 
         draw_plot(args.files, args.out)
         return 0
-    runs = {"cpu": _run_cpu, "serve": _run_serve, "soak": _run_soak, "overhead": _run_overhead, "start": _run_start}
     return {
-        **runs,
-        "unweight": _run_unweight,
-        "router": _run_router,
-        "routing": _run_routing,
-        "split": _run_split,
+        "cpu": _run_cpu_bench,
+        "serve": _run_serve_bench,
+        "soak": _run_soak_bench,
+        "overhead": _run_overhead_bench,
+        "start": _run_start_bench,
+        "unweight": _run_unweight_bench,
+        "router": _run_router_bench,
+        "routing": _run_routing_bench,
+        "split": _run_split_bench,
         "drain": bench_drain.run,
         "churn": bench_churn.run,
-        "transfer": _run_transfer,
-        "tiers": _run_tiers,
-        "kv-codec": _run_kv_codec,
+        "transfer": _run_transfer_bench,
+        "tiers": _run_tiers_bench,
+        "kv-codec": _run_kv_codec_bench,
         "gateway": bench_gateway.run_gateway,
         "gateway-logs": bench_gateway.run_gateway_logs,
         "gateway-crash": bench_crash.run,
-        "event-loop": _run_event_loop,
+        "event-loop": _run_event_loop_bench,
     }[args.what](args)
 
 
@@ -114,7 +117,7 @@ def _add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run_cpu(args: argparse.Namespace) -> int:
+def _run_cpu_bench(args: argparse.Namespace) -> int:
     from emberline.bench import cpu
 
     tasks = args.tasks or list(cpu.TASKS)
@@ -135,7 +138,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, default=64, help="Generated tokens of each request.")
 
 
-def _run_serve(args: argparse.Namespace) -> int:
+def _run_serve_bench(args: argparse.Namespace) -> int:
     from emberline.bench import serve
 
     requests = serve.make_uniform_job(args.requests, args.input_len, args.output_len, args.vocab)
@@ -154,7 +157,7 @@ def _add_soak_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--abandon", type=float, default=0.05, help="Share of streams, 0 to 1, that the client aborts.")
 
 
-def _run_soak(args: argparse.Namespace) -> int:
+def _run_soak_bench(args: argparse.Namespace) -> int:
     from emberline.bench.soak import run_soak
 
     client = _make_client(args)
@@ -173,7 +176,7 @@ def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
     _add_threads_option(parser)
 
 
-def _run_overhead(args: argparse.Namespace) -> int:
+def _run_overhead_bench(args: argparse.Namespace) -> int:
     from emberline.bench import overhead
 
     batches = [int(batch) for batch in args.batches]
@@ -187,7 +190,7 @@ def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
     _add_local_engine_arguments(parser)
 
 
-def _run_start(args: argparse.Namespace) -> int:
+def _run_start_bench(args: argparse.Namespace) -> int:
     from emberline.bench import start
 
     start.bench(args.model, args.rounds, args.peers_dir).print_and_save(args.json, args.commit)
@@ -200,7 +203,7 @@ def _add_unweight_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_unweight(args: argparse.Namespace) -> int:
+def _run_unweight_bench(args: argparse.Namespace) -> int:
     from emberline.bench import unweight
 
     unweight.bench(args.rounds, args.peers_dir).print_and_save(args.json, args.commit)
@@ -220,7 +223,7 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_transfer(args: argparse.Namespace) -> int:
+def _run_transfer_bench(args: argparse.Namespace) -> int:
     from emberline.bench import transfer
 
     sizes = [int(size) << 10 for size in args.blocks]
@@ -237,7 +240,7 @@ def _add_routing_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_routing(args: argparse.Namespace) -> int:
+def _run_routing_bench(args: argparse.Namespace) -> int:
     from emberline.bench import routing
     from emberline.sim.agents import AgentWorkload
     from emberline.sim.cluster import SimClusterConfig
@@ -268,7 +271,7 @@ def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
     add_logs_option(parser)
 
 
-def _run_split(args: argparse.Namespace) -> int:
+def _run_split_bench(args: argparse.Namespace) -> int:
     from emberline.bench import split
     from emberline.hub.source import resolve_model
     from emberline.models.config import ModelConfig
@@ -295,7 +298,7 @@ def _add_tiers_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_tiers(args: argparse.Namespace) -> int:
+def _run_tiers_bench(args: argparse.Namespace) -> int:
     from emberline.bench import tiers
 
     lengths = [int(length) for length in args.tokens]
@@ -316,7 +319,7 @@ def _add_kv_codec_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_kv_codec(args: argparse.Namespace) -> int:
+def _run_kv_codec_bench(args: argparse.Namespace) -> int:
     from emberline.bench import kvcodec
 
     rates = [float(rate) for rate in args.links]
@@ -331,7 +334,7 @@ def _add_event_loop_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_event_loop(args: argparse.Namespace) -> int:
+def _run_event_loop_bench(args: argparse.Namespace) -> int:
     from emberline.bench import event_loop
 
     event_loop.bench(args.model, args.bytes, args.rounds).print_and_save(args.json, args.commit)
@@ -349,7 +352,7 @@ def _add_router_arguments(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def _run_router(args: argparse.Namespace) -> int:
+def _run_router_bench(args: argparse.Namespace) -> int:
     from emberline.bench import router
 
     plan = router.RouterBenchPlan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
@@ -374,9 +377,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Use only standard fields: text prompts instead of token ids, no ignore_eos.",
     )
-    parser.add_argument(
-        "--vocab", type=int, default=32000, help="Vocabulary size: prompts are random token ids below it."
-    )
+    parser.add_argument("--vocab", type=int, default=32000, help="Vocabulary size: prompts are token ids below it.")
     reports.add_report_arguments(parser)
 
 

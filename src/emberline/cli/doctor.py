@@ -298,7 +298,7 @@ def _check_gpu_memory(
     yield DoctorFinding(
         "gpu memory", f"{_format_gib(gpu_bytes)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}"
     )
-    for name, part in plan.rows():
+    for name, part in plan.named_sizes():
         tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
         yield DoctorFinding(f"  {name}", f"{_format_gib(part):>10}{tokens if name == 'kv cache' else ''}")
     if plan.kv_tokens < context:

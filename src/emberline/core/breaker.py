@@ -20,11 +20,11 @@ class CircuitBreaker:
     retry_at: float = 0.0  # time at which the next trial may start, also while another trial is still running
     is_trial_running: bool = False
 
-    def allows(self, now: float) -> bool:
+    def allows_request(self, now: float) -> bool:
         return not self.times_opened or now >= self.retry_at
 
     def record_start(self, now: float) -> None:
-        assert self.allows(now)
+        assert self.allows_request(now)
         if self.times_opened:  # a trial can take very long: after the pause another one may start
             self.is_trial_running, self.retry_at = True, now + MAX_PAUSE_S
 

@@ -65,7 +65,7 @@ class WeightEstimate:
     is_packed: bool  # whether a GPU keeps the weights in 12 bits
 
     @staticmethod
-    def of(config: EngineConfig) -> WeightEstimate:
+    def from_config(config: EngineConfig) -> WeightEstimate:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_checkpoint(checkpoint)
         dtype = memory.weight_dtype(checkpoint, config.dtype)
@@ -110,7 +110,7 @@ def boot_engine_group(
 
 def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> int:
     """Return the bytes of each model's KV cache on a CPU. Raises ModelError if the models do not fit."""
-    weights = {name: WeightEstimate.of(config).weight_bytes for name, config in configs.items()}
+    weights = {name: WeightEstimate.from_config(config).weight_bytes for name, config in configs.items()}
     configured = sum((config.kv_cache.kv_memory or 0) + config.tiers.kv_host_memory for config in configs.values())
     left = free_bytes - sum(weights.values()) - configured
     if left < 0:
@@ -130,23 +130,23 @@ def plan_time_sharing(
 
     Return the models, which are not loaded yet, and the bytes for all models that are awake at the same time. Raises
     ModelError if the models do not fit. `load`: loads the model with this name and these settings."""
-    weighed = {name: WeightEstimate.of(config) for name, config in configs.items()}
+    weighed = {name: WeightEstimate.from_config(config) for name, config in configs.items()}
     settings = {name: config.with_gpu_defaults() for name, config in configs.items()}
 
-    def plans() -> dict[str, memory.MemoryPlan]:
+    def plan_all_models() -> dict[str, memory.MemoryPlan]:
         return {
             name: memory.plan_engine_memory(w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed)
             for name, w in weighed.items()
         }
 
-    planned, space = plans(), model_memory(device_bytes)
+    planned, space = plan_all_models(), model_memory(device_bytes)
     if all(s.kv_cache.kv_memory is None for s in settings.values()):
         part = equal_kv_share(planned.values(), space)
         if part is not None:
             for name, plan in planned.items():
                 block = plan.kv_bytes // plan.kv_blocks
                 settings[name] = settings[name].with_settings(kv_memory=part // block * block)
-            planned = plans()
+            planned = plan_all_models()
     members = {name: SwappedEngine(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
     weights = {name: w.weight_bytes for name, w in weighed.items()}
     kv_bytes = sum(config.tiers.kv_host_memory for config in configs.values())

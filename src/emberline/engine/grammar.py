@@ -132,7 +132,7 @@ class GrammarCompiler:
     def _compile_uncached(self, grammar: GrammarSpec, param: str) -> GrammarMatcher:
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise _grammar_error(
-                grammar.kind, f"it has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}", param
+                grammar.kind, f"the text has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}", param
             )
         try:
             spec = _SPECS[grammar.kind](grammar.text)
@@ -163,7 +163,7 @@ def _choice_spec(text: str) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("a choice must be a JSON array of one or more strings, none of them empty")
     if len(choices) > MAX_CHOICES:
-        raise ValueError(f"it has {len(choices)} choices; the limit is {MAX_CHOICES}")
+        raise ValueError(f"the array has {len(choices)} choices; the limit is {MAX_CHOICES}")
     return llguidance.grammar_from("choice", text)
 
 
@@ -208,7 +208,7 @@ def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _grammar_error(kind: GrammarKind, reason: str, param: str) -> InvalidRequest:

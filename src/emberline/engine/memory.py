@@ -65,7 +65,7 @@ class MemoryPlan:
     def kv_blocks(self) -> int:
         return self.kv_tokens // self.block_size
 
-    def rows(self) -> list[tuple[str, int]]:
+    def named_sizes(self) -> list[tuple[str, int]]:
         parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
         return [
             *((name, getattr(self, name)) for name in parts),
@@ -74,7 +74,7 @@ class MemoryPlan:
         ]
 
     def __str__(self) -> str:
-        lines = [f"{name:<12}{format_gib(size):>9} GiB" for name, size in [*self.rows(), ("total", self.total)]]
+        lines = [f"{name:<12}{format_gib(size):>9} GiB" for name, size in [*self.named_sizes(), ("total", self.total)]]
         contexts = self.kv_tokens / self.max_context
         return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
 
@@ -241,7 +241,7 @@ def usable_bytes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.of(sum(n * k for n, k in _layer_matrix_shapes(config)), max_batch_tokens)
+    return ShapeGrid.for_model(sum(n * k for n, k in _layer_matrix_shapes(config)), max_batch_tokens)
 
 
 def _layer_matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:

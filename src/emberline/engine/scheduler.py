@@ -252,7 +252,7 @@ class Scheduler:
         while not self.kv.extend_block_table(request, tokens):
             victim = self._choose_victim(request)
             planned.pop(victim.id, None)
-            self._preempt(victim)
+            self._preempt_request(victim)
             if victim is request:
                 return False
         return True
@@ -272,7 +272,7 @@ class Scheduler:
         ]
         return min(candidates)[-1] if candidates else request
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt_request(self, request: Request) -> None:
         self.kv.free_request(request)
         self.running.remove(request)
         self._loading.pop(request.id, None)
@@ -343,12 +343,12 @@ class Scheduler:
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _finish_reason(self, request: Request, stop: bool = False) -> FinishReason | None:
+    def _finish_reason(self, request: Request, is_grammar_complete: bool = False) -> FinishReason | None:
         """Return why the request ends with its newest token; None if it continues.
 
-        `stop`: whether the request's grammar is complete."""
+        `is_grammar_complete`: whether the request's grammar is complete."""
         token, params = request.tokens[-1], request.params
-        if stop or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
+        if is_grammar_complete or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= request.max_len else None
 

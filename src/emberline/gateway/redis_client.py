@@ -151,7 +151,7 @@ class RedisClient:
     @property
     def is_healthy(self) -> bool:
         """Whether commands are sent at present: there is a connection, and the circuit breaker is closed."""
-        return self._connection is not None and self._breaker.allows(self._clock.now())
+        return self._connection is not None and self._breaker.allows_request(self._clock.now())
 
     def send_command(self, *command: str | bytes | int) -> asyncio.Future[Any]:
         """Send a command and return the future of its reply. Raise RedisUnavailable without a connection."""
@@ -164,7 +164,7 @@ class RedisClient:
     async def run_command(self, *command: str | bytes | int) -> Any:
         """Send a command and return Redis's reply. Raise RedisUnavailable after the timeout."""
         now = self._clock.now()
-        if not self._breaker.allows(now):
+        if not self._breaker.allows_request(now):
             self.stats.rejected += 1
             raise RedisUnavailable("Redis command was not sent: the circuit breaker is open after several timeouts")
         answer = self.send_command(*command)

@@ -59,7 +59,7 @@ class Worker:
         return len(self.loads)
 
     def accepts_requests_for(self, model: str, now: float) -> bool:
-        return self.is_ready and model in self.models and self.breaker.allows(now)
+        return self.is_ready and model in self.models and self.breaker.allows_request(now)
 
     @property
     def can_generate(self) -> bool:

@@ -38,7 +38,9 @@ class DeviceBatch:
         return [w for w in work if len(w.tokens) == 1 and w.samples and not w.prompt_logprobs], chunks
 
     @staticmethod
-    def of(singles: Sequence[WorkItem], chunks: Sequence[WorkItem], rows: DeviceRows, block_size: int) -> DeviceBatch:
+    def from_work(
+        singles: Sequence[WorkItem], chunks: Sequence[WorkItem], rows: DeviceRows, block_size: int
+    ) -> DeviceBatch:
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
         index = np.array([row.index for row in rows.rows_of(work)], np.int64)

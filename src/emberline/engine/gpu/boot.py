@@ -299,7 +299,7 @@ def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
 
 
 def _zero_weight_model(model: DecoderModel) -> DecoderModel:
-    """Return a model with zero weights that runs the same kernels; weights of equal shape share memory."""
+    """Return a model with zero weights that runs the same kernels. Weights of equal shape share one tensor."""
     device = model.layers[0].attention.layer.cos_sin.device
 
     @cache

@@ -189,13 +189,13 @@ class GPURunner:
         can_capture = self.graphs and (
             not chunks or (self._attention_planner.has_static_shapes and self._attention_planner.can_widen(ends))
         )
-        return StepShape.of(singles, chunks, self._grid) if can_capture else None
+        return StepShape.for_work(singles, chunks, self._grid) if can_capture else None
 
     def _prepare_model_step(self, singles: list[WorkItem], chunks: list[WorkItem]) -> ModelStep:
         """Queue the copy of a step's inputs to the device, and return the model's part of the step."""
         graphs = self._graphs
         shape = self._captured_shape(singles, chunks)
-        batch = DeviceBatch.of(singles, chunks, self._rows, self._block_size)
+        batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size)
         if shape is not None:
             batch = batch.pad_to(shape, self._rows.padding_row)
         staged = graphs.inputs.new_inputs()
@@ -256,7 +256,7 @@ class GPURunner:
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
         """Return inputs that consist of padding only. Such a step writes nothing but logits that are not used."""
-        batch = DeviceBatch.of([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
+        batch = DeviceBatch.from_work([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker)
         staged.send()

@@ -31,7 +31,7 @@ class ShapeGrid:
     coarse_grain: int = TOKEN_GRAIN  # grain of steps with more than MAX_CHUNK_TOKENS
 
     @staticmethod
-    def of(parameters: int, max_batch_tokens: int) -> ShapeGrid:
+    def for_model(parameters: int, max_batch_tokens: int) -> ShapeGrid:
         """Return the sizes for a model with `parameters` weights in its layers.
 
         A step is worth capturing if launching it takes longer than computing it. Padding costs a small model little,
@@ -41,10 +41,10 @@ class ShapeGrid:
             return ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
         return ShapeGrid(min(worth, max_batch_tokens), (MAX_CHUNKS,), 2 * TOKEN_GRAIN, MAX_CHUNK_TOKENS)
 
-    def pad_tokens(self, total: int) -> int:
-        """Return the padded number of tokens of a step with `total` tokens."""
-        grain = self.grain if total <= MAX_CHUNK_TOKENS + self.grain else self.coarse_grain
-        return -(-total // grain) * grain
+    def pad_tokens(self, token_count: int) -> int:
+        """Return the padded number of tokens of a step with `token_count` tokens."""
+        grain = self.grain if token_count <= MAX_CHUNK_TOKENS + self.grain else self.coarse_grain
+        return -(-token_count // grain) * grain
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ class StepShape:
     tokens: int  # in addition to one for each of `singles`
 
     @staticmethod
-    def of(singles: Sequence[WorkItem], chunks: Sequence[WorkItem], grid: ShapeGrid | None = None) -> StepShape | None:
+    def for_work(
+        singles: Sequence[WorkItem], chunks: Sequence[WorkItem], grid: ShapeGrid | None = None
+    ) -> StepShape | None:
         """Return the shape of a step with this work; None if the step cannot be captured.
 
         A step with too many chunks or tokens, or with prompts whose log-probabilities were requested, cannot."""

@@ -211,19 +211,19 @@ def equal_kv_share(plans: Collection[MemoryPlan], memory: int) -> int | None:
     return part if fits else None
 
 
-def sleep_runner(runner: GPURunner, previous: SleepingMemory | None = None) -> SleepingMemory:
+def sleep_runner(runner: GPURunner, previous_sleep: SleepingMemory | None = None) -> SleepingMemory:
     """Free the device memory of a runner, after all its results were read.
 
-    `previous`: the return value of the runner's last sleep; None at its first."""
+    `previous_sleep`: the return value of the runner's last sleep; None at its first."""
     from torch import Tensor
 
     from emberline.models.sleep import iter_instances, sleep
 
     _forget_addresses(runner)
-    if previous is None:
+    if previous_sleep is None:
         return sleep(iter_instances(Tensor, runner.model), zeroed=runner.device_buffers())
-    previous.sleep_again()
-    return previous
+    previous_sleep.sleep_again()
+    return previous_sleep
 
 
 def wake_runner(sleeping: SleepingMemory) -> None:

@@ -70,7 +70,7 @@ class ProviderBreakers:
         breaker = self._breakers.get(_breaker_key(call, provider, key)) if self._breakers else None
         if breaker is not None:
             now = self._clock.now()
-            if not breaker.allows(now):
+            if not breaker.allows_request(now):
                 remaining_s = max(0.0, breaker.retry_at - now)
                 raise CircuitBreakerOpen(
                     f"{provider.slug} failed {breaker.failures} times in a row for this model and key,"

@@ -84,7 +84,7 @@ class Dispatcher(WorkerRegistry):
             WorkerHealth.READY,
             WorkerHealth.DRAINING,
         )
-        return decision if is_available and worker.breaker.allows(self._clock.now()) else None
+        return decision if is_available and worker.breaker.allows_request(self._clock.now()) else None
 
     def choose_handover_source(
         self, summary: RequestSummary, output_token_count: int, answer_decision: RoutingDecision, origin_worker: Worker
