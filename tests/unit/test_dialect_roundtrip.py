@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.adapt import merge_adjacent_messages
 from emberline.gateway.dialects.canonical import (
     CanonicalRequest,
     ImageContent,
@@ -525,7 +525,7 @@ def content_of(request: CanonicalRequest) -> list[Any]:
     """Return the content of a canonical request in a form that is equal for all wire formats."""
     rows: list[Any] = [("system", part.text) for part in request.system if isinstance(part, TextContent)]
     calls: dict[str, int] = {}
-    for message in merge_adjacent(request.messages, roles=("user", "assistant")):
+    for message in merge_adjacent_messages(request.messages, roles=("user", "assistant")):
         for part in message.parts:
             match part:
                 case TextContent():

@@ -45,7 +45,7 @@ from emberline.wire.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.wire.event_splitter import EventSplitter, event_data
+from emberline.wire.event_splitter import EventSplitter, read_event_data
 from emberline.wire.reply_context import ReplyContext
 from emberline.wire.usage import Usage
 
@@ -284,7 +284,7 @@ def test_continuation_at_same_provider(sent: str, prefill: AssistantPrefill) -> 
 def read(dialect: ChatDialect, data: bytes) -> list[Delta]:
     reader = CODECS[dialect].make_reader()
     deltas_read = [
-        delta for event in EventSplitter(UpstreamBroken).push(data) for delta in reader.read(event_data(event))
+        delta for event in EventSplitter(UpstreamBroken).push(data) for delta in reader.read(read_event_data(event))
     ]
     return [*deltas_read, *reader.end()]
 
@@ -309,7 +309,7 @@ def cut_reply(dialect: ChatDialect, sent: int, more: int, restart: bool) -> tupl
     deltas_read = [
         delta
         for event in EventSplitter(UpstreamBroken).push(b"".join(kept))
-        for delta in reader.read(event_data(event))
+        for delta in reader.read(read_event_data(event))
     ]
     return BrokenReply(kept, UpstreamBroken("cut")), max(sent, begin + len(text_of(deltas_read).split()))
 

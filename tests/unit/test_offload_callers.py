@@ -396,8 +396,8 @@ def test_window_scans_a_long_text_in_pieces() -> None:
 def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:
     for data in (b"a\n\nb\r\n\r\nc\r\rd\n\r\ne\n\n\nf", b"\r\n\r\n\r\n", b"\n\r\n\n", b"", b"a\r\r\n\r\n\n"):
         for searched in range(len(data) + 1):
-            assert list(event_splitter._event_ends(data, searched)) == list(
-                event_splitter._event_ends_in_large(data, searched)
+            assert list(event_splitter._find_event_ends(data, searched)) == list(
+                event_splitter._find_event_ends_in_large_data(data, searched)
             )
     monkeypatch.setattr(event_splitter, "LARGE_CHUNK_BYTES", 0)
     assert event_splitter.EventSplitter(UpstreamBroken).push(b"data: a\n\ndata: b\r\n\r\nrest") == [

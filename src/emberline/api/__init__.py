@@ -1,1 +1,1 @@
-"""Parse the JSON of each wire protocol into calls, and write replies from deltas. No I/O."""
+"""Parses the requests of each HTTP API (OpenAI, Anthropic) and splits generated text into reply deltas. No I/O."""

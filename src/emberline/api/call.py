@@ -1,4 +1,4 @@
-"""Parsed API calls, independent of the wire protocol: what the parsers return and the generator takes."""
+"""Parsed API requests ("calls"), in the same form for all protocols. The worker generates replies from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class CommonFields:
-    """The fields that every kind of call has."""
+    """The fields of chat, completion and embedding calls alike."""
 
     model: str  # empty: the server's only model
     priority: Priority = Priority.INTERACTIVE
@@ -38,7 +38,7 @@ class CommonFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCall:
-    """The fields that chats and text completions share."""
+    """The fields that chat calls and text completion calls share."""
 
     bad_words: Sequence[str] = ()  # texts that the output must not contain
     truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as the context holds

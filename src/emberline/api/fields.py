@@ -1,11 +1,11 @@
-"""Types of request fields that have no effect on this server, for all protocols.
+"""Types for request fields that the server accepts although they have no effect on it.
 
     store: IgnoredField = None                                  accepts any value; a reply header lists the field
     length_penalty: Annotated[Any, accepts_only(1.0)] = None    accepts only values that ask for the default behaviour
     web_search_options: None = None                             known and not supported: accepts only null (`parse`)
 
-Fields of other types have an effect. Null is accepted for every optional field (`remove_nulls`). Every other field is
-rejected by name.
+Fields of all other types have an effect. Null is accepted for every optional field (`remove_nulls`). A field that the
+request's struct does not declare is rejected, with its name in the error.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ OnlyEmpty = Annotated[Any, accepts_only("", [], {})]
 
 
 def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
-    """Return the names of the fields without effect. Raises InvalidRequest for a value that is not accepted."""
+    """Return the names of the request's fields that are set and have no effect.
+
+    Raises InvalidRequest for a field whose value would have an effect."""
     found: list[str] = []
-    rules, nested = _rules_of(type(request))
+    rules, nested = _find_field_rules(type(request))
     for attribute, name, accepted in rules:
         value = getattr(request, attribute)
         if value is None:
@@ -63,13 +65,13 @@ def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
 
 
 def remove_nulls(value: Any, declared_type: Any) -> Any:
-    """Remove the nulls of optional and unknown fields from decoded JSON, wherever its declared type is a struct."""
+    """Return decoded JSON without the fields that are null and that the declared struct does not require."""
     if isinstance(value, list):
         items = [each for each in _union_members(declared_type) if get_origin(each) is list]
         return [remove_nulls(item, get_args(items[0])[0]) for item in value] if items else value
     if not isinstance(value, dict) or (struct := _select_struct(value, declared_type)) is None:
         return value
-    fields, hints = {field.encode_name: field for field in msgspec.structs.fields(struct)}, _hints(struct)
+    fields, hints = {field.encode_name: field for field in msgspec.structs.fields(struct)}, _resolve_type_hints(struct)
     result = {}
     for name, inner in value.items():
         field = fields.get(name)
@@ -83,10 +85,10 @@ FieldRules = tuple[list[tuple[str, str, tuple[Any, ...] | None]], list[tuple[str
 
 
 @cache
-def _rules_of(struct: type[msgspec.Struct]) -> FieldRules:
-    """Return the struct's fields that have a rule, and its fields that hold structs with such fields."""
+def _find_field_rules(struct: type[msgspec.Struct]) -> FieldRules:
+    """Return the struct's fields that accept only some values, and its fields that hold structs with such fields."""
     rules, nested = [], []
-    hints = _hints(struct)
+    hints = _resolve_type_hints(struct)
     for field in msgspec.structs.fields(struct):
         kind = hints[field.name]
         accepts = [
@@ -94,39 +96,41 @@ def _rules_of(struct: type[msgspec.Struct]) -> FieldRules:
         ]
         if accepts:
             rules.append((field.name, field.encode_name, accepts[0]))
-        elif any(any(_rules_of(inner)) for inner in _structs_in(kind)):
+        elif any(any(_find_field_rules(inner)) for inner in _find_structs(kind)):
             nested.append((field.name, field.encode_name))
     return rules, nested
 
 
 @cache
-def _hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
+def _resolve_type_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)
 
 
-def _union_members(kind: Any) -> Iterator[Any]:
+def _union_members(declared_type: Any) -> Iterator[Any]:
     """Yield the members of a union without their annotations."""
-    if get_origin(kind) is Annotated:
-        yield from _union_members(get_args(kind)[0])
-    elif get_origin(kind) in (list, dict) or not get_args(kind):
-        yield kind
+    if get_origin(declared_type) is Annotated:
+        yield from _union_members(get_args(declared_type)[0])
+    elif get_origin(declared_type) in (list, dict) or not get_args(declared_type):
+        yield declared_type
     else:
-        for inner in get_args(kind):
+        for inner in get_args(declared_type):
             if inner is not NoneType:
                 yield from _union_members(inner)
 
 
-def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
-    for part in _union_members(kind):
+def _find_structs(declared_type: Any) -> Iterator[type[msgspec.Struct]]:
+    for part in _union_members(declared_type):
         if get_origin(part) is list:
-            yield from _structs_in(get_args(part)[0])
+            yield from _find_structs(get_args(part)[0])
         elif isinstance(part, type) and issubclass(part, msgspec.Struct):
             yield part
 
 
-def _select_struct(value: dict[str, Any], kind: Any) -> type[msgspec.Struct] | None:
-    """Return the struct that the value's tag selects among those that `kind` allows."""
-    structs = [part for part in _union_members(kind) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+def _select_struct(value: dict[str, Any], declared_type: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that the JSON value's tag (such as its `type`) selects in `declared_type`."""
+    structs = [
+        part for part in _union_members(declared_type) if isinstance(part, type) and issubclass(part, msgspec.Struct)
+    ]
     if len(structs) == 1:
         return structs[0]
     for struct in structs:

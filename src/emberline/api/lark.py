@@ -26,8 +26,8 @@ def match_pattern(regex: str) -> str:
     return f"/{escaped}/"
 
 
-def grammar_parts(grammar: GrammarSpec) -> list[dict[str, Any]]:
-    """Convert a grammar to llguidance's list of grammars; the first is the start."""
+def to_llguidance_grammars(grammar: GrammarSpec) -> list[dict[str, Any]]:
+    """Convert a grammar to the list of grammars that llguidance takes; matching starts with the first of them."""
     match grammar.kind:
         case "json_object":
             return [{"json_schema": {"type": "object"}}]
@@ -46,9 +46,12 @@ def grammar_parts(grammar: GrammarSpec) -> list[dict[str, Any]]:
 
 
 def match_either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
-    """Return a grammar that matches either one. At most one of them may have named parts."""
-    a, *rest_a = grammar_parts(first)
-    b, *rest_b = grammar_parts(second)
+    """Return a grammar that matches what `first` or `second` matches.
+
+    Only one of the two may refer to named grammars.
+    """
+    a, *rest_a = to_llguidance_grammars(first)
+    b, *rest_b = to_llguidance_grammars(second)
     top = {"lark_grammar": "start: @first | @second"}
     named = [{**a, "name": "first"}, {**b, "name": "second"}]
     return GrammarSpec("grammar", json.dumps({"grammars": [top, *named, *rest_a, *rest_b]}))

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server's API, generated from the structs that decode the requests."""
+"""Generates the server's OpenAPI document from the structs that decode requests."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ _SERVER_ERRORS = {
 }
 
 
-def _pattern(endpoint: ApiEndpoint) -> str:
+def _endpoint_regex(endpoint: ApiEndpoint) -> str:
     """Return a regular expression for "METHOD PATH"; `{name}` in the path matches any text, slashes included."""
     path = re.sub(r"\\{\w+\\}", ".+", re.escape(endpoint.path))
     return f"{endpoint.method.upper()} {path}"
 
 
 # Endpoints that generate, count, embed or list models. Health, statistics and metrics are for the operator.
-_MODEL_API = re.compile("|".join(_pattern(endpoint) for endpoint in ENDPOINTS if endpoint.reply is not None))
+_MODEL_API = re.compile("|".join(_endpoint_regex(endpoint) for endpoint in ENDPOINTS if endpoint.reply is not None))
 
 
-def is_model_api(method: str, path: str) -> bool:
-    """Return whether a client that may use the models may call this endpoint, also through a gateway."""
+def is_model_endpoint(method: str, path: str) -> bool:
+    """Return whether the endpoint is open to every client with an API key, not only to administrators."""
     return _MODEL_API.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}") is not None
 
 
@@ -108,7 +108,7 @@ def build_document(version: str) -> Json:
     schemas["TokenizeRequest"]["oneOf"] = [_requires(name) for name in ("prompt", "messages")]
     paths: dict[str, Json] = {}
     for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint, ref_of)
+        paths.setdefault(endpoint.path, {})[endpoint.method] = _render_operation(endpoint, ref_of)
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -129,13 +129,13 @@ def _requires(name: str) -> Json:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
-def _operation(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
+def _render_operation(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
     operation: Json = {
         "operationId": endpoint.method + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
         "summary": endpoint.summary,
         # The empty entry: keys are required only if the server was started with API keys.
         "security": [{}, {"bearer": []}, {"x-api-key": []}] if endpoint.needs_key else [],
-        "responses": _responses(endpoint, ref_of),
+        "responses": _render_responses(endpoint, ref_of),
     }
     if endpoint.request is not None:
         content = {"application/json": {"schema": ref_of[endpoint.request]}}
@@ -145,7 +145,7 @@ def _operation(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
     return operation
 
 
-def _responses(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
+def _render_responses(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
     schema = {} if endpoint.reply is None else {"schema": ref_of[endpoint.reply]}
     content: Json = {endpoint.content_type: schema}
     if endpoint.streams:

@@ -2,13 +2,13 @@
 
     [reasoning]  text | call | text | call ...
 
-- The result does not depend on where the input is cut, once pieces of the same kind are joined. The parser holds back
-  only text that may still become a marker, and a call's head until its name is complete and its arguments begin.
-- Text that begins like a call and turns out not to be one is passed on as text. Once a call has been announced it is
-  not withdrawn: its arguments are passed on as written up to the closing brace, or up to the end of the output. If the
-  call does not close as its style requires, the text in place of the closing marker is passed on as text.
+- The result does not depend on how the input is split, once adjacent deltas of the same kind are joined. The parser
+  holds back only text that may still become a marker, and a call's head: the part before its arguments.
+- Text that begins like a call and turns out not to be a call is passed on as text. A call whose ToolCallStart was
+  sent is not withdrawn: its arguments are passed on as written up to the closing brace, or up to the end of the output.
+  If the closing marker of the model's tool call format is missing, the text in its place is passed on as text.
 - If max_tokens cuts the output off within the head of a call, the head is dropped: it is not part of the answer.
-- White space (and Llama's `;`) between and after calls, and around the reasoning, is syntax and dropped.
+- White space (and Llama's `;`) between calls, after calls and around the reasoning is dropped.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class OutputParser:
         self._argument_scanner = JsonValueScanner()
         self._pieces: list[Piece] = []
         # The state: a function that reads input and returns whether parsing can continue; false: more input is needed.
-        self._state: Callable[[], bool] = self._answer_state()
+        self._state: Callable[[], bool] = self._first_answer_state()
         if reasoning is not None:
-            self._state = self._skip_reasoning_space if starts_in_reasoning else self._before_reasoning
+            self._state = self._skip_reasoning_space if starts_in_reasoning else self._parse_before_reasoning
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
-        return self._state in (self._skip_reasoning_space, self._in_reasoning)
+        """Whether the text parsed until now ends inside the reasoning."""
+        return self._state in (self._skip_reasoning_space, self._parse_reasoning)
 
     def push(self, text: str) -> list[Piece]:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -70,37 +70,37 @@ class OutputParser:
         return self._take_pieces()
 
     def flush(self, was_cut_off: bool = False) -> list[Piece]:
-        """Return the deltas that were held back, after the end of the output.
+        """Return the deltas that were held back; called after the end of the output.
 
-        The unfinished end of a call is dropped. `was_cut_off`: the model did not end the output itself, so an
-        unfinished head of a call is dropped too.
+        An unfinished closing marker is dropped. If `was_cut_off` (by max_tokens, not ended by the model), a call that
+        has no arguments yet is dropped too.
         """
         rest = self._text[self._at :]
         self._text, self._at = "", 0
-        if self._state == self._in_reasoning:
+        if self._state == self._parse_reasoning:
             self._pieces.append(ReasoningDelta(rest, self._index))
-        elif was_cut_off and self._is_in_head(rest):
+        elif was_cut_off and self._is_in_call_head(rest):
             pass
         elif not self._is_ending_call(rest):
             self._emit_text(self._gap + self._raw + rest)
         return self._take_pieces()
 
-    def _is_ending_call(self, rest: str) -> bool:
-        if self._state == self._in_call:
+    def _is_ending_call(self, unread_text: str) -> bool:
+        if self._state == self._parse_call:
             return self._reader.is_confirmed
-        if self._state == self._at_boundary:
-            return self.num_calls > 0 and not rest
-        return self._state in (self._after_call, self._close, self._after_list_element)
+        if self._state == self._parse_call_boundary:
+            return self.num_calls > 0 and not unread_text
+        return self._state in (self._parse_after_call, self._parse_closing_marker, self._parse_after_list_element)
 
-    def _is_in_head(self, rest: str) -> bool:
-        """Return whether the output ends within a call that is not announced yet, or within its opening marker."""
-        if self._state == self._in_call:
+    def _is_in_call_head(self, unread_text: str) -> bool:
+        """Return whether the output ends before a call's arguments: in its opening marker or its name."""
+        if self._state == self._parse_call:
             return self._reader.has_marker or self.num_calls > 0 or self._reader.is_likely_call
-        if self._state in (self._at_boundary, self._in_text):
+        if self._state in (self._parse_call_boundary, self._parse_text):
             assert self._style is not None
-            min_chars = 1 if self._state == self._at_boundary and self.num_calls else MIN_MARKER_CHARS
-            return len(rest) >= min_chars and self._style.begin.startswith(rest)
-        return self._state in (self._after_marker, self._list_element, self._plain_name)
+            min_chars = 1 if self._state == self._parse_call_boundary and self.num_calls else MIN_MARKER_CHARS
+            return len(unread_text) >= min_chars and self._style.begin.startswith(unread_text)
+        return self._state in (self._parse_after_marker, self._parse_list_element, self._parse_plain_name)
 
     def _take_pieces(self) -> list[Piece]:
         pieces, self._pieces = merge_pieces(self._pieces), []
@@ -108,7 +108,7 @@ class OutputParser:
 
     # -- reasoning
 
-    def _before_reasoning(self) -> bool:
+    def _parse_before_reasoning(self) -> bool:
         assert self._reasoning is not None
         self._gap += self._skip_chars(WHITESPACE)
         found = self._skip_marker(self._reasoning.begin)
@@ -117,17 +117,17 @@ class OutputParser:
         if found:
             self._gap, self._state = "", self._skip_reasoning_space
         else:
-            self._push_back(self._gap)
-            self._gap, self._state = "", self._answer_state()
+            self._push_back_text(self._gap)
+            self._gap, self._state = "", self._first_answer_state()
         return True
 
     def _skip_reasoning_space(self) -> bool:
         self._skip_chars(WHITESPACE)
         if self._at < len(self._text):
-            self._state = self._in_reasoning
+            self._state = self._parse_reasoning
         return True
 
-    def _in_reasoning(self) -> bool:
+    def _parse_reasoning(self) -> bool:
         assert self._reasoning is not None
         end = self._reasoning.end
         found = self._text.find(end, self._at)
@@ -137,27 +137,27 @@ class OutputParser:
         self._at += len(reasoning_text)
         if found >= 0:
             self._at = found + len(end)
-            self._state = self._after_reasoning
+            self._state = self._parse_after_reasoning
         return found >= 0
 
-    def _after_reasoning(self) -> bool:
+    def _parse_after_reasoning(self) -> bool:
         self._skip_chars(WHITESPACE)
         if self._at < len(self._text):
-            self._state = self._answer_state()
+            self._state = self._first_answer_state()
         return True
 
-    def _answer_state(self) -> Callable[[], bool]:
-        return self._at_boundary if self._style is not None else self._plain_text
+    def _first_answer_state(self) -> Callable[[], bool]:
+        return self._parse_call_boundary if self._style is not None else self._parse_plain_text
 
     # -- text, and the head of a call
 
-    def _plain_text(self) -> bool:
-        """Pass on text in which no marker is looked for."""
+    def _parse_plain_text(self) -> bool:
+        """Pass on text that cannot contain calls, without looking for markers."""
         self._emit_text(self._text[self._at :])
         self._at = len(self._text)
         return False
 
-    def _in_text(self) -> bool:
+    def _parse_text(self) -> bool:
         assert self._style is not None
         begin = self._style.begin
         found = self._text.find(begin, self._at)
@@ -166,72 +166,72 @@ class OutputParser:
         self._at = stop
         if found >= 0:
             self._at += len(begin)
-            self._raw, self._state = begin, self._after_marker
+            self._raw, self._state = begin, self._parse_after_marker
         return found >= 0
 
-    def _at_boundary(self) -> bool:
-        """Read at the start of the answer or after a call, where a further or a bare call may begin."""
+    def _parse_call_boundary(self) -> bool:
+        """Parse the start of the answer or the text after a call, where a call may begin, even without a marker."""
         assert self._style is not None
         self._gap += self._skip_chars(self._gap_chars)
         if self._at == len(self._text):
             return False
         if self._style.allows_bare_call and self._text[self._at] == "{":
-            return self._start_call(marked=False)
+            return self._start_call(has_marker=False)
         found = self._skip_marker(self._style.begin)
         if found is None:
             return False
         if found:
-            self._raw, self._state = self._style.begin, self._after_marker
+            self._raw, self._state = self._style.begin, self._parse_after_marker
         else:
             self._emit_text(self._gap)
-            self._gap, self._state = "", self._in_text
+            self._gap, self._state = "", self._parse_text
         return True
 
-    def _after_marker(self) -> bool:
-        """Read what follows the opening marker."""
+    def _parse_after_marker(self) -> bool:
+        """Parse the text after the opening marker of a call."""
         assert self._style is not None
         char = self._read_char()
         if char in WHITESPACE and len(self._raw) <= MAX_HEAD_CHARS:
             return True
         if char == "{":
             self._unread_char()
-            return self._start_call(marked=True)
+            return self._start_call(has_marker=True)
         if char == "[" and self._style.allows_plain_name:
-            self._state = self._list_element
+            self._state = self._parse_list_element
         elif self._style.allows_plain_name and (char.isalnum() or char == "_"):
             self._name_at = len(self._raw) - 1
-            self._state = self._plain_name
+            self._state = self._parse_plain_name
         else:
             self._reject_call()
         return True
 
-    def _list_element(self) -> bool:
+    def _parse_list_element(self) -> bool:
         char = self._read_char()
         if char == "{":
             self._in_list = True
             self._unread_char()
-            return self._start_call(marked=True)
+            return self._start_call(has_marker=True)
         if char not in WHITESPACE or len(self._raw) > MAX_HEAD_CHARS:
             self._reject_call()
         return True
 
-    def _plain_name(self) -> bool:
+    def _parse_plain_name(self) -> bool:
         char = self._read_char()
         if char == "{" and (head := _NAMED.fullmatch(self._raw, self._name_at, len(self._raw) - 1)):
             self._unread_char()
             self._emit_call_start(head[1])
-            self._argument_scanner, self._state = JsonValueScanner(), self._in_arguments
+            self._argument_scanner, self._state = JsonValueScanner(), self._parse_arguments
         elif not _NAMED_CHAR.match(char) or len(self._raw) > MAX_HEAD_CHARS:
             self._reject_call()
         return True
 
     # -- inside a call
 
-    def _start_call(self, marked: bool) -> bool:
-        self._reader, self._state = ToolCallParser(marked), self._in_call
+    def _start_call(self, has_marker: bool) -> bool:
+        self._reader, self._state = ToolCallParser(has_marker), self._parse_call
         return True
 
-    def _in_call(self) -> bool:
+    def _parse_call(self) -> bool:
         reader, begun = self._reader, self._reader.is_confirmed
         arguments = reader.feed(self._read_char())
         if reader.is_confirmed and not begun:
@@ -242,38 +242,42 @@ class OutputParser:
         if reader.status is ParseStatus.INVALID:
             self._abandon_call() if reader.is_confirmed else self._reject_call()
         elif reader.status is ParseStatus.COMPLETE:
-            self._raw, self._state = "", self._after_call
+            self._raw, self._state = "", self._parse_after_call
         return True
 
-    def _in_arguments(self) -> bool:
+    def _parse_arguments(self) -> bool:
         char = self._read_char()
         self._emit_arguments(char)
         if self._argument_scanner.is_last_char(char):
-            self._state = self._at_boundary
+            self._state = self._parse_call_boundary
         return True
 
-    def _after_call(self) -> bool:
+    def _parse_after_call(self) -> bool:
         assert self._style is not None
         self._state = (
-            self._after_list_element if self._in_list else self._close if self._style.end else self._at_boundary
+            self._parse_after_list_element
+            if self._in_list
+            else self._parse_closing_marker
+            if self._style.end
+            else self._parse_call_boundary
         )
         return True
 
-    def _close(self) -> bool:
+    def _parse_closing_marker(self) -> bool:
         assert self._style is not None
         so_far = (self._raw + self._read_char()).lstrip(WHITESPACE)
         if so_far == self._style.end:
-            self._raw, self._state = "", self._at_boundary
+            self._raw, self._state = "", self._parse_call_boundary
         elif not self._style.end.startswith(so_far):
             self._abandon_call()
         return True
 
-    def _after_list_element(self) -> bool:
+    def _parse_after_list_element(self) -> bool:
         char = self._read_char()
         if char == ",":
-            self._state = self._list_element
+            self._state = self._parse_list_element
         elif char == "]":
-            self._raw, self._in_list, self._state = "", False, self._at_boundary
+            self._raw, self._in_list, self._state = "", False, self._parse_call_boundary
         elif char not in WHITESPACE:
             self._abandon_call()
         return True
@@ -281,17 +285,17 @@ class OutputParser:
     # -- results
 
     def _reject_call(self) -> None:
-        """Treat the characters read as text. Only the first is text for certain; the rest may hold another marker."""
+        """Treat the first character of the supposed call as text and parse the others again: they may hold a marker."""
         raw, self._raw, self._in_list = self._raw, "", False
         self._emit_text(self._gap + raw[0])
-        self._push_back(raw[1:])
-        self._gap, self._state = "", self._in_text
+        self._push_back_text(raw[1:])
+        self._gap, self._state = "", self._parse_text
 
     def _abandon_call(self) -> None:
-        """Keep the announced call, which did not end as its style requires, and read the rest as text."""
+        """Keep the call, although its closing marker is missing, and parse the following characters as text."""
         raw, self._raw, self._in_list = self._raw, "", False
-        self._push_back(raw)
-        self._state = self._at_boundary
+        self._push_back_text(raw)
+        self._state = self._parse_call_boundary
 
     def _emit_call_start(self, name: str) -> None:
         self._gap = self._raw = ""
@@ -317,11 +321,11 @@ class OutputParser:
         self._at -= 1
         self._raw = self._raw[:-1]
 
-    def _push_back(self, text: str) -> None:
+    def _push_back_text(self, text: str) -> None:
         self._text, self._at = text + self._text[self._at :], 0
 
     def _skip_chars(self, chars: str) -> str:
-        """Skip these characters and return them."""
+        """Skip the next characters as long as they are in `chars`, and return them."""
         start = self._at
         while self._at < len(self._text) and self._text[self._at] in chars:
             self._at += 1
@@ -342,7 +346,7 @@ def _prefix_overlap(text: str, start: int, marker: str) -> int:
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join adjacent pieces of the same kind and drop empty ones."""
+    """Return the deltas with adjacent ones of the same kind joined and empty ones dropped."""
     merged: list[Piece] = []
     for _, group in groupby(pieces, type):
         first, *rest = group

@@ -1,4 +1,4 @@
-"""Decoding of request JSON into typed structs, with errors that name the field.
+"""Decodes request JSON into typed structs, with errors that name the field.
 
 Every error is an InvalidRequest whose `param` is the JSON path of the field, such as `messages[0].content`. An endpoint
 declares its body as a `WireStruct` and calls `decode(body, TheStruct)`. A known field that is not supported has type
@@ -30,13 +30,13 @@ class WireStruct(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON object in a request; an unknown field is an error."""
 
 
-def decode(body: bytes, into: type[T]) -> T:
-    """Decode a request body; null is accepted for every optional field and for every unknown one.
+def decode(body: bytes, struct_type: type[T]) -> T:
+    """Decode a request body. Null is accepted for optional fields and for fields that the struct does not declare.
 
-    Raises InvalidRequest that names the faulty field.
+    Raises InvalidRequest with the name of the invalid field.
     """
     try:
-        return _decode_json(body, into, "")
+        return _decode_json(body, struct_type, "")
     except InvalidRequest as first_error:
         if b"null" not in body or not _is_within_depth(body):
             raise
@@ -44,10 +44,10 @@ def decode(body: bytes, into: type[T]) -> T:
             value = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise first_error from None
-        stripped = remove_nulls(value, into)
+        stripped = remove_nulls(value, struct_type)
         if stripped == value:
             raise
-        return _decode_json(msgspec.json.encode(stripped), into, "")
+        return _decode_json(msgspec.json.encode(stripped), struct_type, "")
 
 
 def decode_object(text: str, param: str) -> dict[str, Any]:
@@ -56,45 +56,47 @@ def decode_object(text: str, param: str) -> dict[str, Any]:
 
 
 def encode_text(value: Any) -> str:
-    """Encode decoded JSON as text."""
+    """Return the JSON text of a value."""
     return msgspec.json.encode(value).decode()
 
 
-def _decode_json(data: bytes, into: type[T], outer: str) -> T:
+def _decode_json(data: bytes, struct_type: type[T], outer_path: str) -> T:
     try:
-        value = msgspec.json.decode(data, type=into)
+        value = msgspec.json.decode(data, type=struct_type)
     except msgspec.ValidationError as error:
-        raise _to_invalid_request(str(error), outer) from None
+        raise _to_invalid_request(str(error), outer_path) from None
     except UnicodeDecodeError as error:
         raise InvalidRequest(
-            f"{outer or 'request body'} is not valid UTF-8: {error.reason}", param=outer or None
+            f"{outer_path or 'request body'} is not valid UTF-8: {error.reason}", param=outer_path or None
         ) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{outer or 'request body'} is not valid JSON: {error}", param=outer or None) from None
+        raise InvalidRequest(
+            f"{outer_path or 'request body'} is not valid JSON: {error}", param=outer_path or None
+        ) from None
     except RecursionError:
-        raise _depth_error(outer) from None
+        raise _make_depth_error(outer_path) from None
     if not _is_within_depth(data):
-        raise _depth_error(outer)
+        raise _make_depth_error(outer_path)
     return value
 
 
-def _to_invalid_request(text: str, outer: str) -> InvalidRequest:
-    """Convert msgspec's message, which holds the fault and its path in one sentence."""
-    match = _ERROR_LOCATION.match(text)
-    assert match is not None, text
-    what, path = match["what"], _join(outer, match["path"] or "")
+def _to_invalid_request(msgspec_message: str, outer_path: str) -> InvalidRequest:
+    """Convert msgspec's error message, one sentence with the error and its JSON path, to an InvalidRequest."""
+    match = _ERROR_LOCATION.match(msgspec_message)
+    assert match is not None, msgspec_message
+    what, path = match["what"], _join_json_path(outer_path, match["path"] or "")
     if what.startswith("Expected `null`"):
         return InvalidRequest(f"{path} is not supported by this server", param=path, hint=f"remove {path}")
     if (field := _FIELD_ERROR.match(what)) is None:
         what = what[:1].lower() + what[1:300]
         return InvalidRequest(f"{path or 'request body'}: {what}", param=path or None)
-    path = _join(path, field["name"][:100])
+    path = _join_json_path(path, field["name"][:100])
     if field["fault"] == "missing required":
         return InvalidRequest(f"{path} is required and missing", param=path)
     return InvalidRequest(f"{path} is an unknown field", param=path, hint="check its spelling, or remove it")
 
 
-def _join(outer: str, inner: str) -> str:
+def _join_json_path(outer: str, inner: str) -> str:
     dot = "." if outer and inner and not inner.startswith("[") else ""
     return f"{outer}{dot}{inner}"
 
@@ -114,9 +116,9 @@ def _is_within_depth(data: bytes) -> bool:
     return not brackets
 
 
-def _depth_error(outer: str) -> InvalidRequest:
+def _make_depth_error(outer_path: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{outer or 'request body'} is nested deeper than {MAX_JSON_DEPTH} levels",
-        param=outer or None,
+        f"{outer_path or 'request body'} is nested deeper than {MAX_JSON_DEPTH} levels",
+        param=outer_path or None,
         hint="send JSON with fewer levels",
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.api.lark import grammar_parts, match_literal, match_pattern
+from emberline.api.lark import match_literal, match_pattern, to_llguidance_grammars
 from emberline.core.params import GrammarSpec
 
 
@@ -37,13 +37,13 @@ def select_reasoning_style(template: str) -> ReasoningStyle | None:
 def constrain_after_reasoning(
     grammar: GrammarSpec, style: ReasoningStyle, is_opened: bool, special_tokens: Mapping[str, int]
 ) -> GrammarSpec:
-    """Return the grammar that allows reasoning first and then applies the given grammar to the answer.
+    """Return a grammar that allows free reasoning first and then applies `grammar` to the answer.
 
-    `special_tokens`: the ids of the markers that are special tokens. A grammar that cannot be parsed is returned
-    unchanged: the grammar compiler reports its error.
+    `special_tokens` maps markers that are special tokens to their ids. A grammar that cannot be parsed is returned
+    unchanged, so that the grammar compiler reports the error.
     """
     try:
-        first, *rest = grammar_parts(grammar)
+        first, *rest = to_llguidance_grammars(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
     if style.end in special_tokens:
@@ -53,18 +53,20 @@ def constrain_after_reasoning(
         inside = f"(.|\\n)*{re.escape(style.end)}"
         thought = f"thought[lazy]: {match_pattern(inside if is_opened else re.escape(style.begin) + inside)}"
         lead = f"lead: thought{'' if is_opened else '?'}\n{thought}"
-    return _with_prefix(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
+    return _prefix_grammar(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
 
 
 def constrain_answer(grammar: GrammarSpec) -> GrammarSpec:
-    """Return the grammar for output after closed reasoning: white space, then what the given grammar matches."""
+    """Return a grammar for output after the end of the reasoning: white space, then what `grammar` matches."""
     try:
-        first, *rest = grammar_parts(grammar)
+        first, *rest = to_llguidance_grammars(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
-    return _with_prefix("GAP @body", first, rest)
+    return _prefix_grammar("GAP @body", first, rest)
 
 
-def _with_prefix(start: str, body: dict[str, Any], rest: list[dict[str, Any]]) -> GrammarSpec:
-    top = {"lark_grammar": f"start: {start}\nGAP: /[ \\n]{{0,4}}/\n"}
-    return GrammarSpec("grammar", json.dumps({"grammars": [top, {**body, "name": "body"}, *rest]}))
+def _prefix_grammar(
+    prefix_rule: str, main_grammar: dict[str, Any], other_grammars: list[dict[str, Any]]
+) -> GrammarSpec:
+    top = {"lark_grammar": f"start: {prefix_rule}\nGAP: /[ \\n]{{0,4}}/\n"}
+    return GrammarSpec("grammar", json.dumps({"grammars": [top, {**main_grammar, "name": "body"}, *other_grammars]}))

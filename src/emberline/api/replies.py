@@ -1,4 +1,4 @@
-"""Schemas of the replies, for the OpenAPI document. The writers build plain dicts; a test checks them against these."""
+"""The schemas of all replies, for the OpenAPI document. Writers build plain dicts, which a test checks against them."""
 
 from __future__ import annotations
 

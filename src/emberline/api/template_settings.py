@@ -1,7 +1,7 @@
-"""Request fields that set variables of the chat template.
+"""Request fields that set variables of the model's chat template.
 
-A setting that the model's template does not use is ignored if it is a hint about reasoning; any other is an error that
-names its field.
+A variable that the template does not use is ignored if it is a hint about reasoning. Otherwise it is an error with the
+name of the request field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TemplateSetting:
 
 def settings_from_kwargs(kwargs: dict[str, Any]) -> list[TemplateSetting]:
     return [
-        TemplateSetting(f"chat_template_kwargs.{name[:100]}", (name,), _reasoning_switch(name, value))
+        TemplateSetting(f"chat_template_kwargs.{name[:100]}", (name,), _parse_reasoning_switch(name, value))
         for name, value in kwargs.items()
     ]
 
@@ -31,10 +31,10 @@ REASONING_VARIABLES = frozenset({"enable_thinking", "thinking", "reasoning_effor
 
 
 def find_ignored_settings(settings: Sequence[TemplateSetting], known: frozenset[str], model_reasons: bool) -> list[str]:
-    """Return the fields about reasoning that have no effect with this template.
+    """Return the request fields about reasoning that have no effect with this model's template.
 
-    `known`: the variables that a request may set; `model_reasons`: whether the model reasons, so that a setting which
-    states the same is not ignored. Raises InvalidRequest for any other variable that the template does not use.
+    `known` holds the variables that the template uses. A field that asks for what the model does anyway
+    (`model_reasons`) is not listed. Raises InvalidRequest for any other variable that the template does not use.
     """
     ignored = []
     for setting in settings:
@@ -51,7 +51,7 @@ def find_ignored_settings(settings: Sequence[TemplateSetting], known: frozenset[
     return ignored
 
 
-def _reasoning_switch(name: str, value: Any) -> bool | None:
+def _parse_reasoning_switch(name: str, value: Any) -> bool | None:
     if name in ("enable_thinking", "thinking") and isinstance(value, bool):
         return value
     return False if name == "reasoning_effort" and value == "none" else None

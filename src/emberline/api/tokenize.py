@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, in vLLM's shapes and, where a request has `content`, in llama.cpp's.
+"""POST /tokenize and POST /detokenize, in vLLM's format or, if the request has `content`, in llama.cpp's format.
 
 call = parse(body);             reply = render(call, ids, strings, max_context)
 call = parse_detokenize(body);  reply = render_detokenized(call, text)
@@ -24,7 +24,7 @@ from emberline.core.params import SamplingParams
 
 
 class TokenizeRequest(WireStruct):
-    """A text (`prompt` or `content`), or `messages` with the fields that render them."""
+    """A request with a text (`prompt` or `content`), or with `messages` and the fields that affect their rendering."""
 
     model: ModelName | None = None  # None: the server's only model
     prompt: str | None = None
@@ -77,7 +77,7 @@ def parse(body: bytes) -> TokenizeCall:
         )
         raise InvalidRequest(what, param="prompt", hint="send one of them")
     if request.content is not None:
-        _plain_text(request)
+        _select_text(request)
         return TokenizeCall(
             request.model,
             request.content,
@@ -90,7 +90,7 @@ def parse(body: bytes) -> TokenizeCall:
             raise InvalidRequest(
                 f"{param} requires the field content", param=param, hint="send content in place of prompt"
             )
-    prompt = _chat_call(request, request.messages) if request.messages is not None else _plain_text(request)
+    prompt = _build_chat_call(request, request.messages) if request.messages is not None else _select_text(request)
     return TokenizeCall(request.model, prompt, request.add_special_tokens is not False, bool(request.return_token_strs))
 
 
@@ -116,15 +116,15 @@ def render_detokenized(call: DetokenizeCall, text: str) -> dict[str, Any]:
     return {"prompt": text} if call.model else {"prompt": text, "content": text}
 
 
-def _plain_text(request: TokenizeRequest) -> str:
-    """Return the text. Raises InvalidRequest if the request has a field that applies to messages only."""
+def _select_text(request: TokenizeRequest) -> str:
+    """Return the text to tokenize. Raises InvalidRequest if the request has a field that applies only to messages."""
     for param in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(request, param) is not None:
             raise InvalidRequest(f"{param} applies to messages, not to a prompt", param=param, hint=f"remove {param}")
     return request.prompt or ""
 
 
-def _chat_call(request: TokenizeRequest, messages: list[Message]) -> ChatCall:
+def _build_chat_call(request: TokenizeRequest, messages: list[Message]) -> ChatCall:
     tools = select_tools(request.tools, None, None)
     continue_last = continues_last_message(messages, request.continue_final_message, request.add_generation_prompt)
     return ChatCall(

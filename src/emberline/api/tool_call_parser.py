@@ -18,7 +18,10 @@ class ParseStatus(Enum):
 
 
 class JsonValueScanner:
-    """Finds the end of a JSON value. It counts brackets and does not validate the content, which the client does."""
+    """Finds the end of a JSON value by counting brackets.
+
+    The value itself is not validated; that is left to the client.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
@@ -26,7 +29,7 @@ class JsonValueScanner:
         self.in_escape = False
 
     def is_last_char(self, char: str) -> bool:
-        """Consume the next character of a string, object or array; return whether it is the last."""
+        """Consume the next character of a string, object or array, and return whether the value ends with it."""
         if self.in_string:
             if self.in_escape:
                 self.in_escape = False
@@ -44,11 +47,12 @@ class JsonValueScanner:
 
 
 class ToolCallParser:
-    """Parses a call and passes its arguments through.
+    """Parses one tool call and passes its arguments on as they are written.
 
-    `is_confirmed` becomes true once the name is complete and the arguments have begun as an object. A call that turns
-    invalid before is not a call; one that turns invalid later keeps the arguments read so far. Other keys are skipped.
-    A call without arguments is accepted only with `has_marker`: an opening marker preceded it.
+    `is_confirmed` becomes true once the name is complete and the arguments have begun as an object. Text that becomes
+    invalid before that is not a call. A call that becomes invalid later keeps the arguments read until then. Keys other
+    than name and arguments are skipped. A call without arguments is accepted only after an opening marker
+    (`has_marker`).
     """
 
     def __init__(self, has_marker: bool) -> None:
@@ -61,12 +65,12 @@ class ToolCallParser:
         self._raw = ""  # text of the string or value being read
         self._early = ""  # arguments read before the name
         self._value = JsonValueScanner()
-        self._state: Callable[[str], str] = self._open
+        self._state: Callable[[str], str] = self._parse_opening_brace
 
     @property
     def is_likely_call(self) -> bool:
         """Whether the text begins like a call: first the name, then the arguments."""
-        if self._state == self._in_key:
+        if self._state == self._parse_key:
             return self.name is not None and any(f'"{key}"'.startswith(self._raw) for key in ARGUMENT_KEYS)
         return self._key == "name" or (self.name is not None and self._key in ARGUMENT_KEYS)
 
@@ -75,102 +79,102 @@ class ToolCallParser:
         assert self.status is ParseStatus.INCOMPLETE
         self._num_read += 1
         if self._num_read > MAX_HEAD_CHARS and not self.is_confirmed:
-            return self._fail()
+            return self._reject_call()
         return self._state(char)
 
-    def _fail(self) -> str:
+    def _reject_call(self) -> str:
         self.status = ParseStatus.INVALID
         return ""
 
-    def _open(self, char: str) -> str:
-        self._state = self._before_key
-        return "" if char == "{" else self._fail()
+    def _parse_opening_brace(self, char: str) -> str:
+        self._state = self._parse_before_key
+        return "" if char == "{" else self._reject_call()
 
-    def _before_key(self, char: str) -> str:
+    def _parse_before_key(self, char: str) -> str:
         if char == '"':
-            self._start_value(self._in_key)
+            self._start_value(self._parse_key)
             return self._state(char)
-        return "" if char in WHITESPACE else self._fail()
+        return "" if char in WHITESPACE else self._reject_call()
 
-    def _in_key(self, char: str) -> str:
+    def _parse_key(self, char: str) -> str:
         self._raw += char
         if self._value.is_last_char(char):
             key = _decode_string(self._raw)
             if key is None:
-                return self._fail()
-            self._key, self._state = key, self._before_colon
+                return self._reject_call()
+            self._key, self._state = key, self._parse_colon
         return ""
 
-    def _before_colon(self, char: str) -> str:
+    def _parse_colon(self, char: str) -> str:
         if char == ":":
-            self._state = self._before_value
+            self._state = self._parse_before_value
             return ""
-        return "" if char in WHITESPACE else self._fail()
+        return "" if char in WHITESPACE else self._reject_call()
 
-    def _before_value(self, char: str) -> str:
+    def _parse_before_value(self, char: str) -> str:
         if char in WHITESPACE:
             return ""
         if self._key in ARGUMENT_KEYS:
             if char != "{" or self.is_confirmed or self._early:
-                return self._fail()
-            self._start_value(self._in_arguments)
+                return self._reject_call()
+            self._start_value(self._parse_arguments)
         elif self._key == "name":
             if char != '"' or self.name is not None:
-                return self._fail()
-            self._start_value(self._in_name)
+                return self._reject_call()
+            self._start_value(self._parse_name)
         else:
-            self._start_value(self._in_other if char in '"{[' else self._in_scalar)
+            self._start_value(self._skip_other_value if char in '"{[' else self._skip_scalar)
         return self._state(char)
 
     def _start_value(self, state: Callable[[str], str]) -> None:
         self._raw, self._value, self._state = "", JsonValueScanner(), state
 
-    def _in_name(self, char: str) -> str:
+    def _parse_name(self, char: str) -> str:
         self._raw += char
         if not self._value.is_last_char(char):
             return ""
-        self.name, self._state = _decode_string(self._raw), self._after_value
+        self.name, self._state = _decode_string(self._raw), self._parse_after_value
         if not self.name:
-            return self._fail()
+            return self._reject_call()
         if self._early:
             self.is_confirmed = True
         return self._early
 
-    def _in_arguments(self, char: str) -> str:
+    def _parse_arguments(self, char: str) -> str:
         if self._value.is_last_char(char):
-            self._state = self._after_value
+            self._state = self._parse_after_value
         if self.name is None:
             self._early += char
             return ""
         self.is_confirmed = True
         return char
 
-    def _in_other(self, char: str) -> str:
+    def _skip_other_value(self, char: str) -> str:
         if self._value.is_last_char(char):
-            self._state = self._after_value
+            self._state = self._parse_after_value
         return ""
 
-    def _in_scalar(self, char: str) -> str:
+    def _skip_scalar(self, char: str) -> str:
         if char in WHITESPACE or char in ",}":
-            return self._after_value(char)
-        return "" if char.isalnum() or char in "+-." else self._fail()
+            return self._parse_after_value(char)
+        return "" if char.isalnum() or char in "+-." else self._reject_call()
 
-    def _after_value(self, char: str) -> str:
-        self._state = self._after_value
+    def _parse_after_value(self, char: str) -> str:
+        self._state = self._parse_after_value
         if char == ",":
-            self._state = self._before_key
+            self._state = self._parse_before_key
         elif char == "}":
-            return self._close()
+            return self._finish_call()
         elif char not in WHITESPACE:
-            return self._fail()
+            return self._reject_call()
         return ""
 
-    def _close(self) -> str:
+    def _finish_call(self) -> str:
         if self.is_confirmed:
             self.status = ParseStatus.COMPLETE
             return ""
         if self.name is None or not self.has_marker:
-            return self._fail()
+            return self._reject_call()
         self.is_confirmed, self.status = True, ParseStatus.COMPLETE
         return "{}"
 

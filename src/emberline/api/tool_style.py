@@ -1,4 +1,4 @@
-"""Tool call formats by model family: the markers and JSON around a call's name and arguments."""
+"""The tool call formats of model families ("styles"): the markers and the JSON around a call's name and arguments."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ TOOL_STYLES: dict[str, ToolStyle] = {style.name: style for style in (HERMES, LLA
 
 
 def select_tool_style(template: str, name: str = "auto") -> ToolStyle:
-    """Return the style called `name`; with "auto", the one whose markers the chat template contains, else Hermes.
+    """Return the style called `name`. With "auto", return the style whose markers the chat template has, else Hermes.
 
     Raises InvalidRequest for an unknown name.
     """

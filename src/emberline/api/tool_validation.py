@@ -1,4 +1,4 @@
-"""Validation of a call's tools and tool choice, for every protocol."""
+"""Validates the tools and the tool choice of a call, for every protocol."""
 
 from __future__ import annotations
 

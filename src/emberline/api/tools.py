@@ -1,4 +1,4 @@
-"""Tools in the prompt, and the grammar that constrains a model's tool calls."""
+"""Renders tools into the prompt, and builds the grammar that constrains the model's tool calls."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ def template_supports_tools(template: str) -> bool:
 def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the tools in the form that chat templates take."""
     return [
-        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": _parameters(t)}}
+        {
+            "type": "function",
+            "function": {"name": t.name, "description": t.description, "parameters": _parameters_schema(t)},
+        }
         for t in tools
     ]
 
 
 def inject_tools(messages: Sequence[Message], tools: Sequence[Tool], style: ToolStyle) -> list[Message]:
-    """Describe the tools in the system message, and earlier calls and results as text, for a template without tools."""
+    """Return messages for a chat template without tool support.
+
+    The system message describes the tools; earlier tool calls and results become text."""
     plain: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -41,12 +46,12 @@ def inject_tools(messages: Sequence[Message], tools: Sequence[Tool], style: Tool
             else:
                 plain.append({"role": "user", "content": answer, "answers": True})
         else:
-            plain.append(_calls_as_text(message, style))
+            plain.append(_convert_calls_to_text(message, style))
     plain = [{k: v for k, v in message.items() if k != "answers"} for message in plain]
-    return _add_instructions(plain, _instructions(tools, style)) if tools else plain
+    return _add_instructions(plain, _tool_instructions(tools, style)) if tools else plain
 
 
-def _calls_as_text(message: Message, style: ToolStyle) -> Message:
+def _convert_calls_to_text(message: Message, style: ToolStyle) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
@@ -58,7 +63,7 @@ def _calls_as_text(message: Message, style: ToolStyle) -> Message:
 
 
 def format_tool_calls(calls: Sequence[tuple[str, str]], style: ToolStyle) -> str:
-    """Write calls, given as (name, JSON of the arguments), in the format of this style."""
+    """Return tool calls, given as (name, JSON of the arguments), as text in the format of this style."""
     bodies = [style.head % name + arguments + style.tail for name, arguments in calls]
     if style.list_brackets is None:
         return style.separator.join(style.begin + body for body in bodies)
@@ -73,7 +78,7 @@ def _add_instructions(messages: list[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
-def _instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
+def _tool_instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
     listing = "\n".join(json.dumps(entry["function"], ensure_ascii=False) for entry in tools_for_template(tools))
     example = format_tool_calls([("tool_name", '{"parameter": "value"}')], style)
     return (
@@ -85,21 +90,21 @@ def _instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
 
 
 def fit_call_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
-    """Shorten tool call ids to the nine letters or digits that Mistral's templates require; no change for others."""
+    """Shorten tool call ids to the nine letters or digits that Mistral's templates require, only in that style."""
     if style not in (MISTRAL, MISTRAL_ARGS):
         return list(messages)
     fitted = []
     for message in messages:
         message = dict(message)
         if "tool_call_id" in message:
-            message["tool_call_id"] = _nine_char_id(message["tool_call_id"])
+            message["tool_call_id"] = _make_nine_char_id(message["tool_call_id"])
         if message.get("tool_calls"):
-            message["tool_calls"] = [{**call, "id": _nine_char_id(call["id"])} for call in message["tool_calls"]]
+            message["tool_calls"] = [{**call, "id": _make_nine_char_id(call["id"])} for call in message["tool_calls"]]
         fitted.append(message)
     return fitted
 
 
-def _nine_char_id(id_: str) -> str:
+def _make_nine_char_id(id_: str) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", id_)[-9:].rjust(9, "0")
 
 
@@ -110,7 +115,7 @@ def tool_call_grammar(
     parallel: bool,
     special_tokens: Mapping[str, int] | None = None,
 ) -> GrammarSpec | None:
-    """Return the grammar that enforces the tool choice, or None where it needs none.
+    """Return the grammar that enforces the tool choice, or None if no constraint is needed.
 
     required, named   the output is one call, or several (required and parallel)
     auto              free text; once a call begins, its tool name and, for strict tools, its schema are enforced.
@@ -132,9 +137,9 @@ def tool_call_grammar(
     several = parallel and choice.mode != "named"
     special_tokens = {m: i for m, i in (special_tokens or {}).items() if m in style.markers}
     rules = [
-        _optional_rule(style, several, special_tokens)
+        _optional_call_rule(style, several, special_tokens)
         if choice.mode == "auto"
-        else _forced_rule(style, several, special_tokens)
+        else _forced_call_rule(style, several, special_tokens)
     ]
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(callable_))))
     for i, tool in enumerate(callable_):
@@ -143,45 +148,47 @@ def tool_call_grammar(
             match_literal(style.tail, special_tokens) if style.tail else "",
         )
         rules.append(f"call{i}: {ends[0]} @arguments{i} {ends[1]}")
-    schemas = [{"name": f"arguments{i}", "json_schema": _schema(tool)} for i, tool in enumerate(callable_)]
+    schemas = [{"name": f"arguments{i}", "json_schema": _arguments_schema(tool)} for i, tool in enumerate(callable_)]
     return GrammarSpec("grammar", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *schemas]}))
 
 
-def _forced_rule(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
-    unit = f"{match_literal(style.begin, special)} {_calls_rule(style, several)}"
+def _forced_call_rule(style: ToolStyle, allows_several: bool, special_tokens: Mapping[str, int]) -> str:
+    unit = f"{match_literal(style.begin, special_tokens)} {_calls_rule(style, allows_several)}"
     if style.allows_bare_call:
-        unit = _calls_rule(style, several)
+        unit = _calls_rule(style, allows_several)
     joint = match_literal(style.separator) if style.separator else ""
-    more = f" ({joint} {unit}){{0,{MAX_CALLS_PER_REPLY - 1}}}" if several and style.list_brackets is None else ""
+    more = f" ({joint} {unit}){{0,{MAX_CALLS_PER_REPLY - 1}}}" if allows_several and style.list_brackets is None else ""
     return f"start: {unit}{more}"
 
 
-def _optional_rule(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
-    region = _calls_rule(style, several)
+def _optional_call_rule(style: ToolStyle, allows_several: bool, special_tokens: Mapping[str, int]) -> str:
+    region = _calls_rule(style, allows_several)
     text = r"(\s*[^{\s](.|\n)*)?" if style.allows_bare_call else r"(.|\n)*"
-    if style.begin in special:
-        lead = f"lead: TEXT {match_literal(style.begin, special)}"
+    if style.begin in special_tokens:
+        lead = f"lead: TEXT {match_literal(style.begin, special_tokens)}"
     else:
         lead = f"lead[lazy]: {match_pattern(text + re.escape(style.begin))}"
-    start = f"(lead {region})* TEXT" if several and style.list_brackets is None else f"TEXT | lead {region}"
+    start = f"(lead {region})* TEXT" if allows_several and style.list_brackets is None else f"TEXT | lead {region}"
     if style.allows_bare_call:  # an output that starts with a brace is a call too
         start = f"{start} | {region}"
     return f"start: {start}\n{lead}\nTEXT: {match_pattern(text)}"
 
 
-def _calls_rule(style: ToolStyle, several: bool) -> str:
-    """Return the rule for the text after the opening marker."""
+def _calls_rule(style: ToolStyle, allows_several: bool) -> str:
+    """Return the grammar rule for the text after the opening marker of a tool call."""
     if style.list_brackets is None:
         return "call"
     opening, closing = (match_literal(text) if text else "" for text in style.list_brackets)
-    more = f"({match_literal(style.separator)} call){{0,{MAX_CALLS_PER_REPLY - 1}}}" if several else ""
+    more = f"({match_literal(style.separator)} call){{0,{MAX_CALLS_PER_REPLY - 1}}}" if allows_several else ""
     return f"{opening} call {more} {closing}"
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
+def _parameters_schema(tool: Tool) -> dict[str, Any]:
     return tool.parameters or {"type": "object", "properties": {}}
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
-    """Return the arguments' schema, always of type object; unknown schema keywords are errors for strict tools only."""
-    return {**_parameters(tool), "type": "object", "x-guidance": {"lenient": not tool.strict}}
+def _arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the JSON schema of the tool's arguments, always of type object.
+
+    Unknown schema keywords are errors only for strict tools."""
+    return {**_parameters_schema(tool), "type": "object", "x-guidance": {"lenient": not tool.strict}}

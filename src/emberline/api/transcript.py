@@ -1,7 +1,7 @@
-"""Transcript: builds the messages that chat templates take from a protocol's content parts.
+"""Transcript: builds the messages that chat templates take from the content parts of a request.
 
-Adjacent parts of one role become one message: the protocols allow several messages of one role in a row, and many
-templates do not.
+Adjacent parts of the same role become one message, because many templates do not allow two messages of one role in a
+row, as the protocols do.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The wire protocols' replies, which engine and gateway share: deltas, usage, finish reasons, server-sent events."""
+"""Replies on the wire, for engine and gateway: deltas, usage, finish reasons, server-sent events, and writers."""

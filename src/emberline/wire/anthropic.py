@@ -1,4 +1,4 @@
-"""Writes a message of Anthropic's protocol: the events of a stream, or the whole message from the same deltas.
+"""Renders deltas as an Anthropic message: as the events of a stream, or as one JSON reply.
 
 message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
 """
@@ -53,17 +53,17 @@ _EMPTY_BLOCKS: dict[str, Json] = {
 
 
 def safe_tool_id(id: str) -> str:
-    """Return the id with the characters replaced that Anthropic rejects; equal ids stay equal."""
+    """Return the tool call id with "_" in place of each character that Anthropic rejects."""
     return _INVALID_ID_CHARACTERS.sub("_", id)
 
 
 def sign_thinking(thinking: str) -> str:
-    """Return the engine's signature of a thinking block: a checksum that detects a changed block, not a secret."""
+    """Return the engine's signature of a thinking block: a checksum that shows whether a client changed the text."""
     return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
 def render_stop(finish: Finish, has_refusal: bool) -> Json:
-    """Return stop_reason and stop_sequence; a stop at an unknown sequence is reported as end_turn."""
+    """Return the fields stop_reason and stop_sequence. A stop at an unknown sequence is reported as end_turn."""
     if has_refusal:
         return {"stop_reason": "refusal", "stop_sequence": None}
     if finish.reason not in ("stop", "stop_sequence"):
@@ -78,7 +78,7 @@ def render_message(id: str, model: str, content: list[Json], stop: Json, usage: 
 
 
 class _EngineBlock(msgspec.Struct):
-    """A block of the engine's message, collected for `AnthropicWriter.body`."""
+    """A content block of the engine's message, which `AnthropicWriter.body` needs."""
 
     start: Json  # the block without content
     pieces: list[str]
@@ -98,7 +98,7 @@ class AnthropicWriter:
     def __init__(
         self, context: ReplyContext, *, of_engine: bool = False, shows_thinking: bool = True, stream: bool = True
     ) -> None:
-        """`of_engine`: the reply is the engine's own, which signs its thinking and can return the whole message."""
+        """`of_engine`: the reply comes from Emberline's engine; the writer signs thinking, and `body` can be called."""
         self._context = context
         self._of_engine = of_engine
         self._shows_thinking = shows_thinking
@@ -121,19 +121,19 @@ class AnthropicWriter:
         match delta:
             case TextDelta():
                 if self._open_kind != "text" or not delta.text or not self._stream:
-                    return self._append("text", delta.text)
+                    return self._append_text("text", delta.text)
                 if self._pieces is not None:
                     self._pieces.append(delta.text)
                 return b"%b%b}}\n\n" % (self._delta_head, sse.dumps(delta.text))
             case ToolCallArguments():
                 if self._open_kind != "tool_use" or delta.slot != self._open_slot:
                     raise DeltaOrderError("the stream interleaves the arguments of several tool calls")
-                return self._append("tool_use", delta.text)
+                return self._append_text("tool_use", delta.text)
             case ReasoningDelta():
-                return self._append("thinking", delta.text)
+                return self._append_text("thinking", delta.text)
             case RefusalDelta():
                 self._has_refusal = True
-                return self._append("text", delta.text)
+                return self._append_text("text", delta.text)
             case ToolCallStart():
                 self._open_slot = delta.slot
                 call = {"id": safe_tool_id(delta.id), "name": delta.name, "input": {}}
@@ -155,9 +155,9 @@ class AnthropicWriter:
                 self._finish = delta
                 return self._start_message() + self._close_block()
             case StreamEnd():
-                return self._end()
+                return self._end_stream()
             case _:
-                raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
+                raise AssertionError(f"an Anthropic message cannot contain a {type(delta).__name__}")
         return b""
 
     def write_error(self, error: Exception) -> bytes:
@@ -166,7 +166,7 @@ class AnthropicWriter:
     def body(self) -> Json:
         return self._message([block.to_json() for block in self._blocks])
 
-    def _append(self, kind: str, text: str) -> bytes:
+    def _append_text(self, kind: str, text: str) -> bytes:
         if self._of_engine and not text:
             return b""
         before = b"" if self._open_kind == kind else self._open_block(kind, _EMPTY_BLOCKS[kind])
@@ -177,7 +177,7 @@ class AnthropicWriter:
         return before + b"%b%b}}\n\n" % (self._delta_head, sse.dumps(text)) if self._stream else b""
 
     def _sign_thinking(self, delta: SignatureDelta) -> bytes:
-        """Add the signature to the open thinking block, or open an empty one for it."""
+        """Add the signature to the open thinking block; if none is open, open an empty thinking block."""
         if delta.redacted:
             block = {"type": "redacted_thinking", "data": delta.signature}
             return self._open_block("redacted_thinking", block) + self._close_block()
@@ -205,16 +205,16 @@ class AnthropicWriter:
         if self._has_started:
             return b""
         self._has_started = True
-        return self._event({"type": "message_start", "message": self._message([])})
+        return self._encode_event({"type": "message_start", "message": self._message([])})
 
     def _message(self, content: list[Json]) -> Json:
         assert self._start is not None, "a stream starts before its first content"
         usage = render_anthropic_usage(self._usage)
         if self._of_engine:
             usage["service_tier"] = "standard"
-        return render_message(self._start.id, self._start.model, content, self._stop(), usage)
+        return render_message(self._start.id, self._start.model, content, self._stop_fields(), usage)
 
-    def _stop(self) -> Json:
+    def _stop_fields(self) -> Json:
         if self._finish is None:
             return {"stop_reason": None, "stop_sequence": None}
         return render_stop(self._finish, self._has_refusal)
@@ -227,7 +227,9 @@ class AnthropicWriter:
         if self._of_engine:
             self._pieces = []
             self._blocks.append(_EngineBlock(block, self._pieces))
-        return before + self._event({"type": "content_block_start", "index": self._block_index, "content_block": block})
+        return before + self._encode_event(
+            {"type": "content_block_start", "index": self._block_index, "content_block": block}
+        )
 
     def _close_block(self) -> bytes:
         if not self._open_kind:
@@ -235,22 +237,22 @@ class AnthropicWriter:
         before = b""
         if self._open_kind == "thinking" and self._pieces is not None:
             signature = {"type": "signature_delta", "signature": sign_thinking("".join(self._pieces))}
-            before = self._event({"type": "content_block_delta", "index": self._block_index, "delta": signature})
+            before = self._encode_event({"type": "content_block_delta", "index": self._block_index, "delta": signature})
         self._open_kind = ""
-        return before + self._event({"type": "content_block_stop", "index": self._block_index})
+        return before + self._encode_event({"type": "content_block_stop", "index": self._block_index})
 
-    def _end(self) -> bytes:
+    def _end_stream(self) -> bytes:
         assert self._finish is not None and not self._open_kind, "a finish reason precedes the end of the stream"
         usage = render_anthropic_usage(self._usage)
-        message_delta = {"type": "message_delta", "delta": self._stop(), "usage": usage}
-        return self._event(message_delta) + self._event({"type": "message_stop"})
+        message_delta = {"type": "message_delta", "delta": self._stop_fields(), "usage": usage}
+        return self._encode_event(message_delta) + self._encode_event({"type": "message_stop"})
 
-    def _event(self, event: Json) -> bytes:
+    def _encode_event(self, event: Json) -> bytes:
         return sse.named_event(event["type"], event) if self._stream else b""
 
 
 def _tool_input(text: str) -> dict[str, Any]:
-    """Return the arguments as an object; empty if max_tokens cut them off."""
+    """Return a tool call's arguments as an object, or {} if they are incomplete because max_tokens ended the reply."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

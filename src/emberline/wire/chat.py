@@ -1,6 +1,6 @@
-"""Writes a chat completion: the chunks of a stream, or the whole reply from the same deltas.
+"""Renders deltas as a chat completion: as the chunks of a stream, or as one JSON reply.
 
-The first chunk of a choice has the role, its last the finish_reason; requested usage comes in a chunk of its own.
+The first chunk of a choice has the role, the last its finish_reason. If usage was requested, it has its own chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from emberline.wire.usage_objects import render_chat_usage
 
 
 class _ChunkFrame(msgspec.Struct):
-    """The bytes around the changing part of a choice's common chunks, encoded once."""
+    """The bytes before and after the text in the most common chunks of a choice, encoded once for all chunks."""
 
     reasoning: bytes
     after: bytes
@@ -43,7 +43,7 @@ class _ChunkFrame(msgspec.Struct):
 
 class ChatWriter:
     def __init__(self, context: ReplyContext, engine: EngineChatOptions | None = None, *, stream: bool = True) -> None:
-        """`engine` is None for a provider's reply, which the gateway translates."""
+        """`engine` is None for a provider's reply that the gateway translates."""
         self._context = context
         self._engine = engine
         self._stream = stream
@@ -81,13 +81,13 @@ class ChatWriter:
                     return b"%b%b%b" % (frame.reasoning, sse.dumps(delta.text), frame.after)
                 return self._write_choice(delta)
             case CitationDelta() | SignatureDelta():
-                self._choice(delta.choice).note(delta)
+                self._get_choice(delta.choice).collect(delta)
             case UsageUpdate():
                 self._usage = delta.usage
             case StreamStart():
                 self._set_identity(delta)
             case StreamEnd():
-                return self._end() if self._stream else b""
+                return self._end_stream() if self._stream else b""
             case ReplyStart() | PromptDelta() | TokenIdsDelta():
                 return self._write_engine_delta(delta)
             case _:
@@ -101,7 +101,7 @@ class ChatWriter:
         choices = [choice.body() for choice in self._choices.values()]
         body: Json = {"id": self._id, "object": "chat.completion", **self._identity, "choices": choices}
         if self._usage is not None:
-            body["usage"] = self._usage_json()
+            body["usage"] = self._render_usage()
         if self._engine is None:
             return body
         if self._engine.metadata:
@@ -137,14 +137,14 @@ class ChatWriter:
                 choice.ids = [*(choice.ids or ()), *delta.ids]
         return b""
 
-    def _choice(self, index: int) -> ChatChoiceWriter:
+    def _get_choice(self, index: int) -> ChatChoiceWriter:
         if (choice := self._choices.get(index)) is None:
             choice = self._choices[index] = ChatChoiceWriter(index)
         return choice
 
     def _write_choice(self, delta: ChoiceDelta) -> bytes:
         assert self._head, "a stream starts before its first content"
-        choice = self._choice(delta.choice)
+        choice = self._get_choice(delta.choice)
         rows = self._opening_rows(choice)
         if isinstance(delta, Finish) and choice.annotations and self._stream:
             rows.append(choice.annotations_row())
@@ -153,19 +153,19 @@ class ChatWriter:
             return b""
         if self._has_frames and choice.ids is None:
             self._add_frame(choice)
-        return b"".join([self._chunk(sse.dumps(row)) for row in rows])
+        return b"".join([self._encode_chunk(sse.dumps(row)) for row in rows])
 
     def _opening_rows(self, choice: ChatChoiceWriter) -> list[Json]:
-        """Return the rows that must precede a delta of this choice.
+        """Return the entries of `choices` to send before the first delta of this choice, each in its own chunk.
 
         The gateway opens a choice with an empty text. If the engine has several choices, each opens with its own chunk,
         in order: clients order choices by their first chunk, and OpenAI's client counts logprobs in the first chunk of
-        a later choice twice. The only choice of the engine opens with its first content.
+        a later choice twice. The only choice of an engine's reply opens with its first content.
         """
         if self._engine is None:
             return [] if choice.has_opened else [choice.add(TextDelta("", choice.index))]
         first = list(self._choices.values())[: choice.index + 1] if len(self._choices) > 1 else []
-        return [other.open() for other in first if not other.has_opened]
+        return [other.opening_row() for other in first if not other.has_opened]
 
     def _add_frame(self, choice: ChatChoiceWriter) -> None:
         start = b'%b[{"index":%d,"delta":{' % (self._head, choice.index)
@@ -179,19 +179,19 @@ class ChatWriter:
         if choice.texts:
             frame.text = start + b'"content":'
 
-    def _chunk(self, row: bytes) -> bytes:
+    def _encode_chunk(self, row: bytes) -> bytes:
         tail = self._tail
         if self._prompt_ids is not None:
             tail = b',"prompt_token_ids":%b%b' % (sse.dumps(self._prompt_ids), tail)
             self._prompt_ids = None
         if self._engine is not None and self._engine.running_usage:
-            tail = b'%b,"usage":%b}\n\n' % (tail.removesuffix(self._tail), sse.dumps(self._usage_json()))
+            tail = b'%b,"usage":%b}\n\n' % (tail.removesuffix(self._tail), sse.dumps(self._render_usage()))
         return b"%b[%b]%b" % (self._head, row, tail)
 
-    def _usage_json(self) -> Json | None:
+    def _render_usage(self) -> Json | None:
         return None if self._usage is None else render_chat_usage(self._usage, of_engine=self._engine is not None)
 
-    def _end(self) -> bytes:
+    def _end_stream(self) -> bytes:
         if not self._context.include_usage:
             return sse.DONE_EVENT
-        return b'%b[],"usage":%b}\n\n%b' % (self._head, sse.dumps(self._usage_json()), sse.DONE_EVENT)
+        return b'%b[],"usage":%b}\n\n%b' % (self._head, sse.dumps(self._render_usage()), sse.DONE_EVENT)

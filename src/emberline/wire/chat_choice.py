@@ -1,4 +1,4 @@
-"""One choice of a chat completion: collects the choice's deltas and renders them as rows of stream chunks."""
+"""One choice of a chat completion: collects the choice's deltas and renders each as an entry of a chunk's `choices`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emberline.wire.logprobs import chat_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChatOptions:
-    """What distinguishes a chat completion of the engine from one that the gateway translates."""
+    """Options of chat completions that Emberline's engine generates; replies that the gateway translates have none."""
 
     head_fields: Json  # fields that follow the model in every chunk
     num_choices: int = 1
@@ -40,7 +40,7 @@ ChoiceDelta = TextDelta | ReasoningDelta | RefusalDelta | ToolCallStart | ToolCa
 
 @dataclass(slots=True)
 class ChatChoiceWriter:
-    """`add` collects a delta and returns it as the choice's row of a stream chunk."""
+    """Renders one choice. `add` collects a delta and returns the entry for `choices` in a stream chunk."""
 
     index: int
     engine: EngineChatOptions | None = None  # None: a provider's reply
@@ -57,15 +57,15 @@ class ChatChoiceWriter:
     num_sent_ids: int = 0  # number of `ids` that were sent in chunks
     finish: Finish | None = None
 
-    def open(self) -> Json:
-        """Return the row that opens the choice, or only `index` and an empty delta if the choice is open."""
+    def opening_row(self) -> Json:
+        """Return a chunk entry with the role if no earlier entry had it, and with an empty delta otherwise."""
         role = {} if self.has_opened else {"role": "assistant"}
         self.has_opened = True
         return {"index": self.index, "delta": role, "logprobs": None, "finish_reason": None}
 
     def add(self, delta: ChoiceDelta) -> Json:
         assert self.finish is None, "the choice has already finished"
-        row = self.open()
+        row = self.opening_row()
         match delta:
             case TextDelta():
                 self._add_text(delta, row)
@@ -82,16 +82,16 @@ class ChatChoiceWriter:
             row["token_ids"], self.num_sent_ids = self.ids[self.num_sent_ids :], len(self.ids)
         return row
 
-    def note(self, delta: CitationDelta | SignatureDelta) -> None:
-        """Collect a delta that no chunk of its own shows."""
+    def collect(self, delta: CitationDelta | SignatureDelta) -> None:
+        """Collect a delta that is sent later, as part of another chunk."""
         if isinstance(delta, CitationDelta):
             self.annotations.append(render_chat_citation(delta.citation))
         elif delta.origin == "gemini":
             self.next_signature = delta.signature
 
     def annotations_row(self) -> Json:
-        """Return all annotations in one row: clients do not join lists of several chunks."""
-        row = self.open()
+        """Return a chunk entry with all annotations: clients do not join lists from several chunks."""
+        row = self.opening_row()
         row["delta"]["annotations"] = self.annotations
         return row
 

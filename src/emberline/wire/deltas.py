@@ -1,4 +1,5 @@
-"""The deltas of a reply: what the engine generates, what the gateway reads from providers, and what writers render.
+"""The deltas (typed parts) of a reply: the engine generates them, the gateway reads them from providers' streams, and a
+writer per wire format renders them. Their order is
 
 StreamStart, { content } ..., Finish, UsageUpdate, StreamEnd, where content is
 TextDelta | CitationDelta | ReasoningDelta | SignatureDelta | RefusalDelta | ToolCallStart { ToolCallArguments }
@@ -54,7 +55,7 @@ class Citation(msgspec.Struct, frozen=True):
 
 
 class StreamStart(msgspec.Struct):
-    """The reply's identity; writers fill in what is empty."""
+    """The reply's id, model and time; a writer fills in the fields that are empty."""
 
     id: str = ""
     model: str = ""
@@ -62,7 +63,7 @@ class StreamStart(msgspec.Struct):
 
 
 class ReplyStart(msgspec.Struct, frozen=True):
-    """The engine's first delta: the numbers of prompt tokens, known before the first generated token."""
+    """The engine's first delta, with the number of prompt tokens, before the first token is generated."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -92,7 +93,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class CitationDelta(msgspec.Struct, frozen=True):
-    """A citation; it follows the text that it refers to, not necessarily directly."""
+    """A citation of text that came in earlier deltas."""
 
     citation: Citation
     choice: int = 0
@@ -105,7 +106,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 
 
 class SignatureDelta(msgspec.Struct, frozen=True):
-    """The signature of the reasoning before it, or (`redacted`) encrypted reasoning without text."""
+    """The signature of the reasoning in the deltas before; with `redacted`, encrypted reasoning without text."""
 
     signature: str
     origin: ChatDialect
@@ -169,10 +170,10 @@ class DeltaOrderError(Exception):
 
 
 class EventWriter(Protocol):
-    """Renders deltas as the events of one stream, each block closed before the next opens."""
+    """Renders deltas as the events of one stream in one wire format."""
 
     def write(self, delta: ProviderDelta) -> bytes:
-        """Return the events that show the delta; raise DeltaOrderError if the wire format cannot express it here."""
+        """Return the events for the delta, b"" if there are none yet; raise DeltaOrderError if it may not come here."""
         ...
 
     def write_error(self, error: Exception) -> bytes:
@@ -181,9 +182,9 @@ class EventWriter(Protocol):
 
 
 class ReplyWriter(EventWriter, Protocol):
-    """An EventWriter that also takes the engine's own deltas and can return the whole reply.
+    """An EventWriter that also takes the deltas of Emberline's engine and can return the whole reply.
 
-    A request without streaming sends `body()` after the last delta; `write` then returns b"".
+    For a request without streaming, `write` returns b"", and `body` returns the reply after the last delta.
     """
 
     def write(self, delta: Delta) -> bytes: ...

@@ -1,4 +1,4 @@
-"""Maps finish reasons between the wire formats; a missing one maps to the nearest."""
+"""Maps finish reasons between wire formats. A reason that a wire format lacks is mapped to the most similar one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in three formats: chat objects, completions' parallel lists, vLLM's prompt_logprobs by token id."""
+"""Renders log-probabilities in the formats of chat completions, text completions and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot re
 
 def chat_logprobs(tokens: Sequence[TokenInfo], *, as_ids: bool = False) -> list[dict[str, Any]]:
     return [
-        {**_entry(token, as_ids), "top_logprobs": [_entry(other, as_ids) for other in token.top]} for token in tokens
+        {**_render_token(token, as_ids), "top_logprobs": [_render_token(other, as_ids) for other in token.top]}
+        for token in tokens
     ]
 
 
 def prompt_logprobs(tokens: Sequence[TokenInfo]) -> list[dict[str, Any] | None]:
-    return [None if token.logprob is None else _by_id(token) for token in tokens]
+    return [None if token.logprob is None else _logprobs_by_id(token) for token in tokens]
 
 
 @dataclass(slots=True)
 class TextLogprobs:
-    """The format of text completions: four parallel lists."""
+    """Log-probabilities in the format of text completions: four lists with one entry per token."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
@@ -32,11 +33,11 @@ class TextLogprobs:
     as_ids: bool = False
 
     def add(self, tokens: Sequence[TokenInfo], num_top: int, prompt_chars: int) -> TextLogprobs:
-        """Append these tokens; `prompt_chars`: the length of an echoed prompt, which is added to their offsets."""
+        """Append these tokens. `prompt_chars`, the length of an echoed prompt, is added to their text offsets."""
         for token in tokens:
-            self.tokens.append(_label(token, self.as_ids))
-            self.token_logprobs.append(None if token.logprob is None else _finite(token.logprob))
-            self.top_logprobs.append(None if token.logprob is None else _by_text(token, num_top, self.as_ids))
+            self.tokens.append(_token_label(token, self.as_ids))
+            self.token_logprobs.append(None if token.logprob is None else _clamp_logprob(token.logprob))
+            self.top_logprobs.append(None if token.logprob is None else _logprobs_by_text(token, num_top, self.as_ids))
             self.text_offset.append(prompt_chars + token.offset)
         return self
 
@@ -44,30 +45,34 @@ class TextLogprobs:
         return {name: getattr(self, name) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
 
-def _label(token: TokenInfo, as_ids: bool) -> str:
-    """Return the token's text or, with `as_ids`, its id in vLLM's form: two tokens can have the same text."""
+def _token_label(token: TokenInfo, as_ids: bool) -> str:
+    """Return the token's text or, with `as_ids`, "token_id:N" as in vLLM: two tokens can have the same text."""
     return f"token_id:{token.id}" if as_ids else token.text
 
 
-def _entry(token: TokenInfo, as_ids: bool) -> dict[str, Any]:
-    return {"token": _label(token, as_ids), "bytes": list(token.bytes), "logprob": _finite(token.logprob)}
+def _render_token(token: TokenInfo, as_ids: bool) -> dict[str, Any]:
+    return {"token": _token_label(token, as_ids), "bytes": list(token.bytes), "logprob": _clamp_logprob(token.logprob)}
 
 
-def _by_text(token: TokenInfo, top: int, as_ids: bool) -> dict[str, float]:
-    """Return the `num_top` most likely tokens and the token itself; the likelier of two with the same text wins."""
+def _logprobs_by_text(token: TokenInfo, num_top: int, as_ids: bool) -> dict[str, float]:
+    """Return logprobs by text, of the `num_top` most likely tokens and the token itself.
+
+    Of two tokens with the same text, the more likely one is returned."""
     found: dict[str, float] = {}
-    for other in (*token.top[:top], token):
-        found.setdefault(_label(other, as_ids), _finite(other.logprob))
+    for other in (*token.top[:num_top], token):
+        found.setdefault(_token_label(other, as_ids), _clamp_logprob(other.logprob))
     return found
 
 
-def _by_id(token: TokenInfo) -> dict[str, Any]:
+def _logprobs_by_id(token: TokenInfo) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rank, other in enumerate(token.top, 1):
-        found[str(other.id)] = {"logprob": _finite(other.logprob), "rank": rank, "decoded_token": other.text}
-    found.setdefault(str(token.id), {"logprob": _finite(token.logprob), "rank": None, "decoded_token": token.text})
+        found[str(other.id)] = {"logprob": _clamp_logprob(other.logprob), "rank": rank, "decoded_token": other.text}
+    found.setdefault(
+        str(token.id), {"logprob": _clamp_logprob(token.logprob), "rank": None, "decoded_token": token.text}
+    )
     return found
 
 
-def _finite(logprob: float | None) -> float:
+def _clamp_logprob(logprob: float | None) -> float:
     return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""What writing a reply needs from the request that it answers."""
+"""ReplyContext: the facts about a request that affect how its reply is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from emberline.wire.deltas import Json
 
 
-class _Identified(Protocol):
+class _HasIdentity(Protocol):
     id: str
     model: str
     created: int
@@ -22,8 +22,8 @@ class ReplyContext:
     created: int = 0  # Unix time in seconds, for replies of providers that send none
     id: str = ""  # reply id, for providers that send none
 
-    def set_identity(self, reply: _Identified) -> None:
-        """Set the id, model and creation time that the client sees, where the provider sent none."""
+    def set_identity(self, reply: _HasIdentity) -> None:
+        """Set the reply's id, model and creation time as the client sees them."""
         reply.id = reply.id or self.id
         reply.model = self.model or reply.model
         reply.created = reply.created or self.created

@@ -1,7 +1,7 @@
-"""Marks reasoning signatures with the format that they belong to.
+"""Adds to reasoning signatures the name of the wire format that issued them, and removes it again.
 
-Signatures are opaque to clients. One that passes through another wire format carries its origin as a prefix, so that it
-is returned only to the provider format that issued it.
+A signature is opaque to clients. If the client's wire format differs from the provider's, the signature gets the
+provider's format as a prefix, so that the gateway sends it back only to providers of that format.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _DIALECTS: tuple[ChatDialect, ...] = get_args(ChatDialect)
 
 
 def encode_signature(signature: str, origin: ChatDialect, dialect: ChatDialect) -> str:
-    """Return the signature as sent in wire format `dialect`: with its origin as prefix if that differs."""
+    """Return the signature as sent in wire format `dialect`: with the prefix `origin:` if the two formats differ."""
     return signature if not signature or origin == dialect else f"{origin}:{signature}"
 
 
 def decode_signature(signature: str, dialect: ChatDialect) -> tuple[str, ChatDialect]:
-    """Return a signature that was received in wire format `dialect` without its prefix, and its origin."""
+    """Return a received signature without its prefix, and the wire format that issued it."""
     for origin in _DIALECTS:
         if signature.startswith(f"{origin}:"):
             return signature[len(origin) + 1 :], origin

@@ -1,4 +1,4 @@
-"""Server-sent events: encoding of one event to bytes."""
+"""Encodes server-sent events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENCODER = msgspec.json.Encoder()  # not orjson, which rejects integers above 64
 
 
 def dumps(payload: Any) -> bytes:
-    """Encode the JSON of a reply, streamed or not."""
+    """Return the JSON bytes of a reply or of an event's data."""
     return _ENCODER.encode(payload)
 
 

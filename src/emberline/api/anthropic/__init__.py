@@ -1,1 +1,1 @@
-"""Anthropic's protocol: messages and token counts."""
+"""Anthropic's API: POST /v1/messages and its token counts."""

@@ -1,4 +1,4 @@
-"""The messages of Anthropic's protocol, and their conversion to a Transcript."""
+"""The messages of an Anthropic request, and their conversion to the messages that chat templates take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextBlock(WireStruct, tag="text", tag_field="type"):
 
 
 class PlainTextBlock(WireStruct):
-    """A text block in a list that allows no other kind."""
+    """A text block, in a list that may contain only text blocks."""
 
     type: Literal["text"]
     text: str
@@ -82,7 +82,7 @@ Message = AnthropicSystemMessage | AnthropicUserMessage | AnthropicAssistantMess
 
 def build_transcript(system: str | list[PlainTextBlock] | None, messages: list[Message]) -> Transcript:
     result = Transcript()
-    for text in _texts(system):
+    for text in _list_block_texts(system):
         result.add_text("system", text)
     for i, message in enumerate(messages):
         content = message.content
@@ -92,10 +92,10 @@ def build_transcript(system: str | list[PlainTextBlock] | None, messages: list[M
     return result
 
 
-def _add_block(result: Transcript, role: Role, block: Block, path: str) -> None:
+def _add_block(transcript: Transcript, role: Role, block: Block, path: str) -> None:
     match block:
         case TextBlock() | PlainTextBlock():
-            result.add_text(role, block.text)
+            transcript.add_text(role, block.text)
         case ThinkingBlock():
             if block.signature not in ("", sign_thinking(block.thinking)):
                 raise InvalidRequest(
@@ -103,16 +103,16 @@ def _add_block(result: Transcript, role: Role, block: Block, path: str) -> None:
                     param=f"{path}.signature",
                     hint="return the block unchanged, or send an empty signature",
                 )
-            result.add_reasoning(block.thinking)
+            transcript.add_reasoning(block.thinking)
         case ToolUseBlock():
-            result.add_tool_call(block.id, block.name, block.input)
+            transcript.add_tool_call(block.id, block.name, block.input)
         case ToolResultBlock():
             # Templates have no field for a failed tool call, so the text says it.
-            text = ("Error: " if block.is_error else "") + "\n".join(_texts(block.content))
-            result.add_tool_result(block.tool_use_id, text, param=f"{path}.tool_use_id")
+            text = ("Error: " if block.is_error else "") + "\n".join(_list_block_texts(block.content))
+            transcript.add_tool_result(block.tool_use_id, text, param=f"{path}.tool_use_id")
 
 
-def _texts(content: str | list[PlainTextBlock] | None) -> list[str]:
+def _list_block_texts(content: str | list[PlainTextBlock] | None) -> list[str]:
     if content is None:
         return []
     return [content] if isinstance(content, str) else [block.text for block in content]

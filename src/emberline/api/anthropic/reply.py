@@ -1,4 +1,4 @@
-"""Makes the writer of the engine's messages in Anthropic's protocol."""
+"""Makes the writer that renders a reply of the engine as an Anthropic message."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from emberline.wire.reply_context import ReplyContext
 
 
 def make_writer(call: MessagesCall, id: str, created: int, fingerprint: str) -> AnthropicWriter:
-    """`created` and `fingerprint` are not part of this protocol; the other protocols' functions take them too."""
+    """Return the writer.
+
+    `created` and `fingerprint` are unused; they are parameters of every protocol's make_writer.
+    """
     context = ReplyContext(call.common.model, id=id)
     return AnthropicWriter(context, of_engine=True, shows_thinking=call.shows_thinking, stream=call.stream)

@@ -3,8 +3,9 @@
     call = parse(body)
     writer = reply.make_writer(call, id, created, fingerprint)
 
-`cache_control` marks are accepted without effect: the full KV blocks of every prompt are cached, and a later prompt
-reuses its longest cached prefix. A mark does not extend the lifetime: the least recently used blocks are evicted first.
+`cache_control` is accepted without effect: the full KV blocks of every prompt are cached anyway, and a later prompt
+reuses its longest cached prefix. Blocks with `cache_control` do not stay longer: the least recently used blocks are
+evicted first.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Metadata(WireStruct):
 
 
 class CountTokensRequest(WireStruct):
-    """The fields that determine the prompt: the body of /v1/messages/count_tokens."""
+    """The body of /v1/messages/count_tokens: the fields that determine the prompt."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     model: ModelName | None = None  # required only if the server has several models
@@ -141,7 +142,7 @@ def parse(body: bytes) -> MessagesCall:
     return _build_call(
         request,
         CommonFields(request.model or "", cache_salt=request.cache_salt or "", user=user),
-        _params(request),
+        _build_sampling_params(request),
         bool(request.stream),
     )
 
@@ -155,9 +156,9 @@ def render_token_count(tokens: int) -> dict[str, Any]:
     return {"input_tokens": tokens}
 
 
-def _decode(body: bytes, into: type[T]) -> T:
+def _decode(body: bytes, struct_type: type[T]) -> T:
     try:
-        return decode(body, into)
+        return decode(body, struct_type)
     except InvalidRequest as error:
         if error.param and ".content[" in error.param and error.param.endswith("].type"):
             error.hint = "content blocks may be text, thinking, tool_use or tool_result: the models take text only"
@@ -169,7 +170,7 @@ def _build_call(
 ) -> MessagesCall:
     ignored = find_ignored_fields(request)
     tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in request.tools or ()]
-    choice = _tool_choice(request)
+    choice = _convert_tool_choice(request)
     check_tools(tools, choice)
     messages = build_transcript(request.system, request.messages).to_messages(param="messages")
     continues_last = messages[-1]["role"] == "assistant"
@@ -180,8 +181,8 @@ def _build_call(
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
-        template_args=_template_args(request),
-        template_settings=_template_settings(request),
+        template_args=_build_template_args(request),
+        template_settings=_list_template_settings(request),
         thinking_budget=request.thinking.budget_tokens if isinstance(request.thinking, ThinkingEnabled) else None,
         continues_last_message=continues_last,
         adds_generation_prompt=not continues_last,
@@ -192,7 +193,7 @@ def _build_call(
     )
 
 
-def _params(request: MessagesRequest) -> SamplingParams:
+def _build_sampling_params(request: MessagesRequest) -> SamplingParams:
     output_format = request.output_format
     if request.output_config and request.output_config.format:
         if output_format is not None:
@@ -213,7 +214,7 @@ def _params(request: MessagesRequest) -> SamplingParams:
     )
 
 
-def _tool_choice(request: CountTokensRequest) -> ToolChoice:
+def _convert_tool_choice(request: CountTokensRequest) -> ToolChoice:
     match request.tool_choice:
         case AnyChoice():
             return ToolChoice("required")
@@ -225,7 +226,7 @@ def _tool_choice(request: CountTokensRequest) -> ToolChoice:
             return ToolChoice("auto")
 
 
-def _template_args(request: CountTokensRequest) -> dict[str, Any]:
+def _build_template_args(request: CountTokensRequest) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if request.thinking is not None:
         arguments["enable_thinking"] = not isinstance(request.thinking, ThinkingDisabled)
@@ -236,7 +237,7 @@ def _template_args(request: CountTokensRequest) -> dict[str, Any]:
     return arguments
 
 
-def _template_settings(request: CountTokensRequest) -> list[TemplateSetting]:
+def _list_template_settings(request: CountTokensRequest) -> list[TemplateSetting]:
     settings = []
     if request.thinking is not None:
         settings.append(

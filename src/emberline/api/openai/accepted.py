@@ -1,7 +1,7 @@
 """Fields of OpenAI, vLLM, SGLang and llama.cpp that are accepted without effect (`api/fields.py` has the rules).
 
-They are hints about cost, speed and storage, and settings at their default value: without them the answer is the same.
-Any other value would change the answer and is rejected by name.
+Some are hints about cost, speed or storage. Others are settings, which are accepted only with their default value: the
+answer is the same without them. Any other value would change the answer and is rejected, with the field's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OnlyZero = Annotated[Any, accepts_only(0)]
 
 
 class AcceptedFields(WireStruct, kw_only=True):
-    """Fields of chat completions, text completions and responses."""
+    """The accepted fields that chat completions, text completions and responses share."""
 
     # OpenAI's hints. Cached prefixes are found by their content, so a key has no effect.
     prompt_cache_key: IgnoredField = None

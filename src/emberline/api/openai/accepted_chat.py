@@ -1,4 +1,4 @@
-"""Fields without effect of requests with messages, in addition to those of every request (`accepted.py`)."""
+"""Further fields that are accepted without effect, in requests that have messages (see `accepted.py`)."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def parse(body: bytes) -> OpenAIChatCall:
         request = decode(body, ChatRequest)
     except InvalidRequest as error:
         raise add_text_only_hint(error) from None
-    tools, max_tokens = _tools(request), _max_tokens(request)
+    tools, max_tokens = _select_tools(request), _resolve_max_tokens(request)
     kwargs = merge_template_kwargs(request.chat_template_kwargs, request.enable_thinking, request.thinking)
     thinking_field = "enable_thinking" if request.enable_thinking is not None else "thinking"
     continue_last = continues_last_message(
@@ -96,7 +96,7 @@ def parse(body: bytes) -> OpenAIChatCall:
         common=request.common_fields(user=request.safety_identifier),
         messages=messages_for_template(request.messages),
         params=request.sampling_params(
-            max_tokens=max_tokens, logprobs=_logprobs(request), prompt_logprobs=request.prompt_logprobs
+            max_tokens=max_tokens, logprobs=_resolve_top_logprobs(request), prompt_logprobs=request.prompt_logprobs
         ),
         tools=tools.tools,
         tool_choice=tools.choice,
@@ -112,12 +112,12 @@ def parse(body: bytes) -> OpenAIChatCall:
         add_special_tokens=bool(request.add_special_tokens),
         uses_legacy_functions=tools.is_legacy,
         shows_reasoning=request.include_reasoning is not False,
-        echoed_text=_echoed_text(request),
+        echoed_text=_find_echoed_text(request),
         metadata=request.metadata or {},
     )
 
 
-def _tools(request: ChatRequest) -> ToolSelection:
+def _select_tools(request: ChatRequest) -> ToolSelection:
     if request.functions is None and request.function_call is None:
         return select_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     if request.tools is not None or request.tool_choice is not None or request.parallel_tool_calls:
@@ -125,7 +125,7 @@ def _tools(request: ChatRequest) -> ToolSelection:
     return select_functions(request.functions, request.function_call)
 
 
-def _max_tokens(request: ChatRequest) -> int | None:
+def _resolve_max_tokens(request: ChatRequest) -> int | None:
     limit = request.resolve_max_tokens(
         ("max_tokens", request.max_tokens), ("max_completion_tokens", request.max_completion_tokens)
     )
@@ -134,13 +134,13 @@ def _max_tokens(request: ChatRequest) -> int | None:
     return limit
 
 
-def _echoed_text(request: ChatRequest) -> str:
+def _find_echoed_text(request: ChatRequest) -> str:
     if not request.echo or not isinstance(request.messages[-1], AssistantMessage):
         return ""
     return messages_for_template(request.messages[-1:])[0].get("content") or ""
 
 
-def _logprobs(request: ChatRequest) -> int | None:
+def _resolve_top_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:

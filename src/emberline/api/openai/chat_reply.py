@@ -1,4 +1,4 @@
-"""Makes the writer of the engine's chat completions."""
+"""Makes the writer that renders a reply of the engine as a chat completion."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
     call = parse(body)
     writer = completions_stream.CompletionReplyWriter(call, id, created, fingerprint)
 
-Choice `prompt * n + k` is the k-th completion of that prompt; with echo, each choice begins with a PromptDelta.
-`max_tokens: 0` asks for the echo alone: the engine still generates one token, which the writer does not send or count.
+With several prompts, the choice with index `i * n + k` is the k-th completion of prompt i. With `echo`, each choice
+begins with a PromptDelta. `max_tokens: 0` asks for the echo alone: the engine still generates one token, which the
+writer neither sends nor counts.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def parse(body: bytes) -> OpenAICompletionCall:
         params=request.sampling_params(
             max_tokens=1 if max_tokens == 0 else max_tokens,
             logprobs=request.logprobs,
-            prompt_logprobs=_prompt_logprobs(request),
+            prompt_logprobs=_resolve_prompt_logprobs(request),
         ),
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
@@ -80,7 +81,7 @@ def parse(body: bytes) -> OpenAICompletionCall:
     )
 
 
-def _prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Return how many prompt logprobs the engine computes, for prompt_logprobs and for the logprobs of an echo."""
+def _resolve_prompt_logprobs(request: CompletionRequest) -> int | None:
+    """Return the number of logprobs per prompt token, for `prompt_logprobs` or for `logprobs` with `echo`."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)

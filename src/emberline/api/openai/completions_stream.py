@@ -1,4 +1,4 @@
-"""Writes the reply of a text completion: one chunk per delta, or the whole reply from the same deltas."""
+"""Renders a text completion: as a stream with one chunk per delta, or as one JSON reply made of the same deltas."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class _Choice:
         if delta.prompt_ids:
             self.prompt_ids = list(delta.prompt_ids)
 
-    def new_ids(self) -> Json:
-        """Return the chunk fields with the token ids that were not sent yet."""
+    def take_unsent_ids(self) -> Json:
+        """Return the fields of the next chunk for the token ids that no chunk has sent yet."""
         if self.ids is None:
             return {}
         prompt = {} if self.sent_ids else {"prompt_token_ids": self.prompt_ids}
@@ -67,12 +67,12 @@ class CompletionReplyWriter:
         self._usage: Usage | None = None
         # Most chunks differ only in their text, so the bytes around the text are encoded once.
         is_plain = call.stream and call.params.logprobs is None and not (call.running_usage or call.echo)
-        self._around = [self._encode_around(choice) for choice in self._choices] if is_plain else []
+        self._around = [self._encode_chunk_frame(choice) for choice in self._choices] if is_plain else []
 
-    def _encode_around(self, choice: _Choice) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text of a chunk."""
+    def _encode_chunk_frame(self, choice: _Choice) -> tuple[bytes, bytes]:
+        """Return the bytes of a chunk before its text and after its text."""
         empty = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
-        before, after = self._chunk([empty]).split(b'"text":""')
+        before, after = self._encode_chunk([empty]).split(b'"text":""')
         return before + b'"text":', after
 
     def write(self, delta: Delta) -> bytes:
@@ -86,7 +86,7 @@ class CompletionReplyWriter:
                 self._choices[delta.choice].add_ids(delta)
                 return b""
             case Finish():
-                return self._finish(delta)
+                return self._finish_choice(delta)
             case UsageUpdate():
                 self._usage = delta.usage
                 return b""
@@ -98,15 +98,19 @@ class CompletionReplyWriter:
             case StreamEnd():
                 if not self._call.stream:
                     return b""
-                usage_chunk = self._chunk([], self._usage_json()) if self._call.includes_usage else b""
+                usage_chunk = self._encode_chunk([], self._render_usage()) if self._call.includes_usage else b""
                 return usage_chunk + sse.DONE_EVENT
-        raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
+        raise AssertionError(f"a text completion cannot contain a {type(delta).__name__}")
 
     def write_error(self, error: Exception) -> bytes:
         return sse.data_event(openai_error(error).body) + sse.DONE_EVENT
 
     def body(self) -> Json:
-        return {**self._head, "choices": [self._body(choice) for choice in self._choices], "usage": self._usage_json()}
+        return {
+            **self._head,
+            "choices": [self._choice_body(choice) for choice in self._choices],
+            "usage": self._render_usage(),
+        }
 
     def _add_text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> bytes:
         choice = self._choices[delta.choice]
@@ -122,16 +126,16 @@ class CompletionReplyWriter:
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
         entry = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
-        return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
+        return self._encode_chunk([entry | (choice.take_unsent_ids() if self._call.stream else {})])
 
-    def _finish(self, finish: Finish) -> bytes:
+    def _finish_choice(self, finish: Finish) -> bytes:
         choice = self._choices[finish.choice]
         # With max_tokens: 0 the engine's one token may be an end token, but the reply ends by its length.
         choice.finish = Finish("length", choice=finish.choice) if self._call.echoes_only else finish
         entry = {"index": finish.choice, "text": "", "logprobs": None, **choice.finish_fields()}
-        return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
+        return self._encode_chunk([entry | (choice.take_unsent_ids() if self._call.stream else {})])
 
-    def _body(self, choice: _Choice) -> Json:
+    def _choice_body(self, choice: _Choice) -> Json:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
         body["prompt_logprobs"] = choice.prompt if self._call.shows_prompt_logprobs else None  # vLLM's clients read it
@@ -139,15 +143,15 @@ class CompletionReplyWriter:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
         return body
 
-    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
+    def _encode_chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         if not self._call.stream:
             return b""
         chunk: Json = {**self._head, "choices": choices}
         if self._call.includes_usage:
-            chunk["usage"] = self._usage_json() if self._call.running_usage else usage
+            chunk["usage"] = self._render_usage() if self._call.running_usage else usage
         return sse.data_event(chunk)
 
-    def _usage_json(self) -> Json | None:
+    def _render_usage(self) -> Json | None:
         if self._usage is None:
             return None
         usage = self._usage

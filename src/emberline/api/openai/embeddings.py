@@ -40,7 +40,7 @@ def parse(body: bytes) -> EmbeddingCall:
 
 def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_tokens: int, model: str) -> dict[str, Any]:
     assert len(vectors) == len(call.inputs), "the number of vectors differs from the number of inputs"
-    encode = _base64 if call.encoding == "base64" else _floats
+    encode = _encode_base64 if call.encoding == "base64" else _to_float_list
     return {
         "object": "list",
         "model": model,
@@ -49,12 +49,12 @@ def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_token
     }
 
 
-def _floats(vector: Iterable[float]) -> list[float]:
+def _to_float_list(vector: Iterable[float]) -> list[float]:
     return [float(value) for value in vector]
 
 
-def _base64(vector: Iterable[float]) -> str:
-    """Encode as little-endian float32, which the clients expect."""
+def _encode_base64(vector: Iterable[float]) -> str:
+    """Return the vector as base64 of little-endian float32 numbers, as OpenAI's clients expect."""
     values = array("f", vector)
     if sys.byteorder == "big":
         values.byteswap()

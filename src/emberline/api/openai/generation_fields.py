@@ -1,4 +1,4 @@
-"""Builds the call fields that chat and text completions read in the same way."""
+"""Builds the fields of a call that are the same for chat completions and text completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest
 
 
 class GenerationFields(TypedDict):
-    """Keyword arguments of OpenAIChatCall and OpenAICompletionCall; `GenerationCall` explains most of them."""
+    """The keyword arguments that OpenAIChatCall and OpenAICompletionCall share; see `GenerationCall`."""
 
     bad_words: Sequence[str]
     truncate_prompt_tokens: int | None
@@ -28,7 +28,9 @@ class GenerationFields(TypedDict):
 def build_generation_fields(
     request: SamplingFields, stream_options: UsageStreamOptions | None, max_tokens: int | None
 ) -> GenerationFields:
-    """Return the shared fields of the request's call; raise InvalidRequest for fields that contradict each other."""
+    """Return the call's fields, read from the request.
+
+    Raises InvalidRequest for prompt_logprobs in a stream and for stream_options without a stream."""
     if request.prompt_logprobs is not None and request.stream:
         what = "prompt_logprobs is not supported for streams"
         raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")

@@ -1,4 +1,6 @@
-"""Request fields that constrain the output to a grammar, in OpenAI's and other servers' forms; one may be used."""
+"""Request fields that constrain the output to a grammar, as OpenAI, vLLM, SGLang and llama.cpp name them.
+
+A request may set only one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ Pattern = Annotated[str, Meta(min_length=1)]
 
 
 class TextFormat(WireStruct, tag_field="type", tag="text"):
-    """Output without a constraint."""
+    """The response format for unconstrained text."""
 
 
 class JsonObjectFormat(WireStruct, tag_field="type", tag="json_object"):
@@ -41,7 +43,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(WireStruct):
-    """vLLM's object for all kinds of constraints."""
+    """vLLM's `structured_outputs`, which holds any kind of constraint on the output."""
 
     json: Schema | None = None
     regex: Pattern | None = None
@@ -71,24 +73,24 @@ class GrammarFields(AcceptedFields, kw_only=True):
     json_schema: Schema | None = None
 
     def grammar(self) -> GrammarSpec | None:
-        """Return the requested grammar. Raises InvalidRequest if several fields set one."""
+        """Return the requested grammar, or None. Raises InvalidRequest if several fields request a grammar."""
         found = {
-            "response_format": _from_format(self.response_format),
-            "guided_json": _from_schema(self.guided_json, "guided_json"),
-            "guided_regex": _from_text("regex", self.guided_regex),
-            "guided_choice": _from_choices(self.guided_choice),
-            "guided_grammar": _from_text("grammar", self.guided_grammar),
-            "regex": _from_text("regex", self.regex or None),
-            "ebnf": _from_text("grammar", self.ebnf or None),
-            "grammar": _from_text("grammar", self.grammar_text or None),
-            "json_schema": _from_schema(self.json_schema or None, "json_schema"),
+            "response_format": _grammar_from_response_format(self.response_format),
+            "guided_json": _grammar_from_schema(self.guided_json, "guided_json"),
+            "guided_regex": _grammar_from_text("regex", self.guided_regex),
+            "guided_choice": _grammar_from_choices(self.guided_choice),
+            "guided_grammar": _grammar_from_text("grammar", self.guided_grammar),
+            "regex": _grammar_from_text("regex", self.regex or None),
+            "ebnf": _grammar_from_text("grammar", self.ebnf or None),
+            "grammar": _grammar_from_text("grammar", self.grammar_text or None),
+            "json_schema": _grammar_from_schema(self.json_schema or None, "json_schema"),
         }
         if (outputs := self.structured_outputs) is not None:
             found |= {
-                "structured_outputs.json": _from_schema(outputs.json, "structured_outputs.json"),
-                "structured_outputs.regex": _from_text("regex", outputs.regex),
-                "structured_outputs.choice": _from_choices(outputs.choice),
-                "structured_outputs.grammar": _from_text("grammar", outputs.grammar),
+                "structured_outputs.json": _grammar_from_schema(outputs.json, "structured_outputs.json"),
+                "structured_outputs.regex": _grammar_from_text("regex", outputs.regex),
+                "structured_outputs.choice": _grammar_from_choices(outputs.choice),
+                "structured_outputs.grammar": _grammar_from_text("grammar", outputs.grammar),
                 "structured_outputs.json_object": GrammarSpec("json_object") if outputs.json_object else None,
             }
         given = {param: grammar for param, grammar in found.items() if grammar is not None}
@@ -99,7 +101,7 @@ class GrammarFields(AcceptedFields, kw_only=True):
         return next(iter(given.values()), None)
 
 
-def _from_format(response_format: ResponseFormat | None) -> GrammarSpec | None:
+def _grammar_from_response_format(response_format: ResponseFormat | None) -> GrammarSpec | None:
     match response_format:
         case JsonSchemaFormat(json_schema=None, schema=None):
             param = "response_format.json_schema"
@@ -116,7 +118,7 @@ def _from_format(response_format: ResponseFormat | None) -> GrammarSpec | None:
     return None
 
 
-def _from_schema(schema: Schema | None, param: str) -> GrammarSpec | None:
+def _grammar_from_schema(schema: Schema | None, param: str) -> GrammarSpec | None:
     if schema is None:
         return None
     if isinstance(schema, str):
@@ -124,9 +126,9 @@ def _from_schema(schema: Schema | None, param: str) -> GrammarSpec | None:
     return GrammarSpec("json_schema", encode_text(schema))
 
 
-def _from_text(kind: Literal["regex", "grammar"], text: str | None) -> GrammarSpec | None:
+def _grammar_from_text(kind: Literal["regex", "grammar"], text: str | None) -> GrammarSpec | None:
     return None if text is None else GrammarSpec(kind, text)
 
 
-def _from_choices(choices: list[str] | None) -> GrammarSpec | None:
+def _grammar_from_choices(choices: list[str] | None) -> GrammarSpec | None:
     return None if choices is None else GrammarSpec("choice", encode_text(choices))

@@ -1,4 +1,4 @@
-"""Prompts and embedding inputs: a text, a list of token ids, or a list of either."""
+"""The `prompt` of completions and the `input` of embeddings: a text, a list of token ids, or a list of these."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def add_text_only_hint(error: InvalidRequest) -> InvalidRequest:
-    """Return the error with a hint if it is about a content part that is not text, the most common error."""
+    """Return the error; if it is about an image or other content that is not text, with a hint that says so."""
     if error.param and _PART_TYPE.search(error.param):
         return InvalidRequest(error.message, param=error.param, hint="the models of this server take text parts only")
     return error
@@ -129,26 +129,30 @@ def _convert_message(message: Message, param: str) -> dict[str, Any]:
         case AssistantMessage():
             return _convert_assistant(message, param)
         case ToolMessage():
-            result = {"role": "tool", "content": _text(message.content), "tool_call_id": message.tool_call_id}
+            result = {
+                "role": "tool",
+                "content": _join_text_parts(message.content),
+                "tool_call_id": message.tool_call_id,
+            }
         case FunctionMessage():
-            result = {"role": "tool", "content": message.content, "tool_call_id": _legacy_id(message.name)}
+            result = {"role": "tool", "content": message.content, "tool_call_id": _make_function_call_id(message.name)}
         case UserMessage():
-            result = {"role": "user", "content": _text(message.content)}
+            result = {"role": "user", "content": _join_text_parts(message.content)}
         case SystemMessage() | DeveloperMessage():  # templates use the older name for both
-            result = {"role": "system", "content": _text(message.content)}
+            result = {"role": "system", "content": _join_text_parts(message.content)}
     return result if message.name is None else {**result, "name": message.name}
 
 
 def _convert_assistant(message: AssistantMessage, param: str) -> dict[str, Any]:
     if message.content and message.refusal:
         raise InvalidRequest(f"{param} has both content and refusal", param=f"{param}.refusal", hint="send one of them")
-    text = _text(message.content or message.refusal or "")
+    text = _join_text_parts(message.content or message.refusal or "")
     calls = [
-        _convert_call(call.id, call.function, f"{param}.tool_calls[{i}].function")
+        _convert_tool_call(call.id, call.function, f"{param}.tool_calls[{i}].function")
         for i, call in enumerate(message.tool_calls or [])
     ]
     if (legacy := message.function_call) is not None:
-        calls.append(_convert_call(_legacy_id(legacy.name), legacy, f"{param}.function_call"))
+        calls.append(_convert_tool_call(_make_function_call_id(legacy.name), legacy, f"{param}.function_call"))
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if message.content is None and not (text or calls or reasoning):
         raise InvalidRequest(f"{param} is empty", param=f"{param}.content", hint="send content or tool_calls")
@@ -162,7 +166,7 @@ def _convert_assistant(message: AssistantMessage, param: str) -> dict[str, Any]:
     return result
 
 
-def _convert_call(id: str, function: CalledFunction, param: str) -> dict[str, Any]:
+def _convert_tool_call(id: str, function: CalledFunction, param: str) -> dict[str, Any]:
     # Clients often send an empty text for a call without arguments.
     arguments = function.arguments or {}
     if isinstance(arguments, str):
@@ -170,12 +174,12 @@ def _convert_call(id: str, function: CalledFunction, param: str) -> dict[str, An
     return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
-def _legacy_id(name: str) -> str:
-    """Return an id for a call of the older functions protocol, which has none: templates match results by id."""
+def _make_function_call_id(name: str) -> str:
+    """Return a tool call id for a call in the older `functions` format, which has no ids; chat templates need one."""
     return f"call_{name}"
 
 
-def _text(content: str | Sequence[TextPart | AssistantTextPart | RefusalPart]) -> str:
+def _join_text_parts(content: str | Sequence[TextPart | AssistantTextPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

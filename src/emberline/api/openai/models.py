@@ -21,7 +21,7 @@ class ServedModel:
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
-    data = [_entry(model) for model in models]
+    data = [_render_model_entry(model) for model in models]
     ends = {"first_id": models[0].id, "last_id": models[-1].id} if models else {"first_id": None, "last_id": None}
     return {"object": "list", "data": data, "has_more": False, **ends}
 
@@ -29,11 +29,11 @@ def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
 def retrieve_model(models: Sequence[ServedModel], id: str) -> dict[str, Any]:
     for model in models:
         if model.id == id:
-            return _entry(model)
+            return _render_model_entry(model)
     raise ModelNotFound(f"model {id[:200]!r} not found", hint="GET /v1/models lists the models")
 
 
-def _entry(model: ServedModel) -> dict[str, Any]:
+def _render_model_entry(model: ServedModel) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "id": model.id,
         "object": "model",

@@ -41,7 +41,7 @@ class UsageStreamOptions(StreamOptions):
         return bool(self.continuous_usage_stats and self.include_usage)
 
     def find_ignored_fields(self) -> list[str]:
-        """Return the field without effect: as in vLLM, continuous_usage_stats needs include_usage."""
+        """Return the names of fields without effect: continuous_usage_stats if include_usage is not set, as in vLLM."""
         return (
             ["stream_options.continuous_usage_stats"]
             if self.continuous_usage_stats and not self.reports_running_usage()
@@ -92,7 +92,7 @@ class SamplingFields(GrammarFields, kw_only=True):
     cache_salt: str | None = None
 
     def common_fields(self, *, user: str | None = None) -> CommonFields:
-        """Return the fields that every call has; `user`: a user id from a field of the endpoint's own."""
+        """Return the fields that every call has. `user` is a user id from a field that only this endpoint has."""
         users = dict.fromkeys(name for name in (user, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
         return CommonFields(
@@ -144,7 +144,9 @@ class SamplingFields(GrammarFields, kw_only=True):
         )
 
     def resolve_max_tokens(self, *limits: tuple[str, int | None]) -> int | None:
-        """Return the value of the fields that limit the number of tokens. Raises InvalidRequest if they differ."""
+        """Return the limit on generated tokens, given as (field name, value) pairs.
+
+        Raises InvalidRequest if two fields set different limits."""
         given = [(name, value) for name, value in limits if value is not None]
         if self.n_predict is not None and self.n_predict >= 0:
             given.append(("n_predict", self.n_predict))
@@ -166,7 +168,7 @@ class SamplingFields(GrammarFields, kw_only=True):
 
 
 def _parse_logit_bias(biases: dict[str, float]) -> dict[int, float]:
-    """Return the biases by token id. Raises InvalidRequest that lists the keys which are not token ids."""
+    """Return `logit_bias` with integer token ids as keys. Raises InvalidRequest if a key is not a token id."""
     wrong = [key[:40] for key in biases if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
     if wrong:
         listed = ", ".join(map(repr, wrong[:8]))

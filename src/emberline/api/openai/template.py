@@ -1,4 +1,4 @@
-"""Variables that a chat request passes to the chat template, and how the prompt ends."""
+"""Reads from a chat request the variables of the chat template, and whether the reply continues the last message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ThinkingOption(WireStruct):
 def merge_template_kwargs(
     kwargs: dict[str, Any] | None, enable_thinking: bool | None, thinking: ThinkingOption | None
 ) -> dict[str, Any]:
-    """Add the request's fields about reasoning to chat_template_kwargs, which take precedence."""
+    """Return `kwargs` (chat_template_kwargs) plus the variables of the reasoning fields; `kwargs` takes precedence."""
     merged = {} if thinking is None or thinking.type == "auto" else {"enable_thinking": thinking.type == "enabled"}
     if enable_thinking is not None:
         merged["enable_thinking"] = enable_thinking
@@ -30,7 +30,7 @@ def merge_template_kwargs(
 
 
 def build_template_args(kwargs: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
-    """Return the template's variables. Raises InvalidRequest for a name that the server sets itself."""
+    """Return the chat template's variables. Raises InvalidRequest for a variable that only the server may set."""
     args = kwargs or {}
     if reserved := sorted(RESERVED_VARIABLES & args.keys()):
         path = f"chat_template_kwargs.{reserved[0]}"
@@ -39,7 +39,7 @@ def build_template_args(kwargs: dict[str, Any] | None, effort: str | None = None
     if effort is None:
         return args
     # Templates use one variable or the other; chat_template_kwargs take precedence.
-    return {**_effort_variables(effort), **args}
+    return {**_reasoning_effort_variables(effort), **args}
 
 
 def list_template_settings(
@@ -48,10 +48,10 @@ def list_template_settings(
     effort_field: str = "reasoning_effort",
     renamed: tuple[Collection[str], str] = ((), ""),
 ) -> list[TemplateSetting]:
-    """Return the settings that `build_template_args` are made from.
+    """Return each template variable that the request sets, with the request field that it came from.
 
-    `effort_field`: the protocol's name of the effort field. `renamed`: variables in `kwargs` that come from another
-    request field, and the name of that field. Raises InvalidRequest if the effort contradicts `kwargs`.
+    `effort_field` is the protocol's name of the effort field. `renamed` holds the variables in `kwargs` that come from
+    a different request field, and the name of that field. Raises InvalidRequest if the effort contradicts `kwargs`.
     """
     args = kwargs or {}
     settings = [
@@ -60,21 +60,21 @@ def list_template_settings(
     ]
     if effort is None:
         return settings
-    names = tuple(name for name, value in _effort_variables(effort).items() if args.get(name, value) == value)
+    names = tuple(name for name, value in _reasoning_effort_variables(effort).items() if args.get(name, value) == value)
     if not names:
         what = f"{effort_field} is {effort!r}, which contradicts chat_template_kwargs"
         raise InvalidRequest(what, param=effort_field, hint="send one of them")
     return [TemplateSetting(effort_field, names, enables_reasoning=False if effort == "none" else None), *settings]
 
 
-def _effort_variables(effort: str) -> dict[str, Any]:
+def _reasoning_effort_variables(effort: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def continues_last_message(messages: list[Message], is_requested: bool | None, generation_prompt: bool | None) -> bool:
-    """Return whether the output continues the last message.
+    """Return whether the output continues the last message (`continue_final_message`).
 
-    Raises InvalidRequest unless that message is the assistant's and add_generation_prompt is not set.
+    Raises InvalidRequest if it should, but the message is not the assistant's or add_generation_prompt is set.
     """
     if not is_requested:
         return False

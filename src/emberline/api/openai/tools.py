@@ -1,4 +1,4 @@
-"""The tools of a chat request and its choice among them, from `tools` or the older `functions`."""
+"""The tools of a chat request and its tool choice, from `tools` and `tool_choice` or the older `functions` fields."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FunctionChoice = Literal["none", "auto"] | FunctionRef
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """The tools and the choice, from either set of fields."""
+    """The tools and the tool choice of a request, whichever fields it used."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
@@ -69,14 +69,14 @@ def select_tools(
     tools: list[FunctionTool] | None, choice: ToolChoiceField | None, parallel: bool | None
 ) -> ToolSelection:
     available = _convert_tools([tool.function for tool in tools or []], "tools")
-    allowed, tool_choice = _choose(available, choice)
+    allowed, tool_choice = _apply_tool_choice(available, choice)
     return ToolSelection(allowed, tool_choice, is_parallel=parallel is not False, is_legacy=False)
 
 
 def select_functions(functions: list[Function] | None, choice: FunctionChoice | None) -> ToolSelection:
     available = _convert_tools(functions or [], "functions")
     if isinstance(choice, FunctionRef):
-        chosen = _choose_by_name(choice.name, available, "function_call.name")
+        chosen = _choose_tool_by_name(choice.name, available, "function_call.name")
         return ToolSelection(available, chosen, is_parallel=False, is_legacy=True)
     return ToolSelection(available, ToolChoice(choice or "auto"), is_parallel=False, is_legacy=True)
 
@@ -95,13 +95,13 @@ def _convert_tools(functions: list[Function], param: str) -> tuple[Tool, ...]:
     return tuple(by_name.values())
 
 
-def _choose(tools: tuple[Tool, ...], choice: ToolChoiceField | None) -> tuple[tuple[Tool, ...], ToolChoice]:
+def _apply_tool_choice(tools: tuple[Tool, ...], choice: ToolChoiceField | None) -> tuple[tuple[Tool, ...], ToolChoice]:
     match choice:
         case ToolRef():
-            return tools, _choose_by_name(choice.function.name, tools, "tool_choice.function.name")
+            return tools, _choose_tool_by_name(choice.function.name, tools, "tool_choice.function.name")
         case AllowedToolsChoice(allowed_tools=allowed):
             for i, ref in enumerate(allowed.tools):
-                _choose_by_name(ref.function.name, tools, f"tool_choice.allowed_tools.tools[{i}].function.name")
+                _choose_tool_by_name(ref.function.name, tools, f"tool_choice.allowed_tools.tools[{i}].function.name")
             names = {ref.function.name for ref in allowed.tools}
             return tuple(tool for tool in tools if tool.name in names), ToolChoice(allowed.mode)
         case "required" if not tools:
@@ -112,7 +112,7 @@ def _choose(tools: tuple[Tool, ...], choice: ToolChoiceField | None) -> tuple[tu
     return tools, ToolChoice()
 
 
-def _choose_by_name(name: str, tools: tuple[Tool, ...], param: str) -> ToolChoice:
+def _choose_tool_by_name(name: str, tools: tuple[Tool, ...], param: str) -> ToolChoice:
     if all(tool.name != name for tool in tools):
         hint = "use the name of one of the tools"
         raise InvalidRequest(f"{param} is {name!r}, but no tool has this name", param=param, hint=hint)

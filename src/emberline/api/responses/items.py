@@ -1,7 +1,7 @@
-"""The input items of a Responses request, and their conversion to a Transcript.
+"""The input items of a Responses request, and their conversion to the messages that chat templates take.
 
-Fields that a reply's items have beside their content (ids, statuses, logprobs) are accepted, so that a client can send
-the items of a reply back unchanged.
+The fields that items of a reply have beside their content (ids, statuses, logprobs) are accepted too, so that a client
+can send the items of a reply back unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class InputText(WireStruct, tag_field="type", tag="input_text"):
 
 
 class ToolOutputText(WireStruct):
-    """An input text in a list of no other parts; not tagged, as msgspec would let a lone struct omit its tag."""
+    """A text part of a tool's output.
+
+    `type` is a field and not msgspec's tag, because a lone struct may omit its tag.
+    """
 
     type: Literal["input_text"]
     text: str
@@ -102,30 +105,30 @@ def build_transcript(instructions: str | None, input: str | list[Item]) -> Trans
 
 
 def continues_last_message(input: str | list[Item]) -> bool:
-    """Return whether the output continues the last item, an assistant message that is not completed."""
+    """Return whether the output continues the last input item: an assistant message whose status is not completed."""
     last = input[-1] if input else None
     return isinstance(last, MessageItem) and last.role == "assistant" and last.status in ("in_progress", "incomplete")
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Encode reasoning as opaque text, for clients that return no content. It is not encrypted."""
+    """Return the reasoning in an encoded form that clients send back as encrypted_content. It is not encrypted."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
-def _add_item(result: Transcript, item: Item, path: str) -> None:
+def _add_item(transcript: Transcript, item: Item, path: str) -> None:
     match item:
         case MessageItem(role="developer"):  # templates use the older name
-            result.add_text("system", _text(item.content))
+            transcript.add_text("system", _join_texts(item.content))
         case MessageItem(role="user" | "assistant" | "system" as role):
-            result.add_text(role, _text(item.content))
+            transcript.add_text(role, _join_texts(item.content))
         case ReasoningItem():
             if text := _reasoning_text(item, path):
-                result.add_reasoning(text)
+                transcript.add_reasoning(text)
         case FunctionCallItem():
             arguments = decode_object(item.arguments, f"{path}.arguments") if item.arguments.strip() else {}
-            result.add_tool_call(item.call_id, item.name, arguments)
+            transcript.add_tool_call(item.call_id, item.name, arguments)
         case FunctionCallOutputItem():
-            result.add_tool_result(item.call_id, _text(item.output), param=f"{path}.call_id")
+            transcript.add_tool_result(item.call_id, _join_texts(item.output), param=f"{path}.call_id")
 
 
 def _reasoning_text(item: ReasoningItem, path: str) -> str:
@@ -144,7 +147,7 @@ def _decode_reasoning(encoded: str, param: str) -> str:
         raise InvalidRequest(f"{param} was not created by this server", param=param, hint=hint) from None
 
 
-def _text(content: str | list[ToolOutputText] | list[InputText | OutputText | RefusalText]) -> str:
+def _join_texts(content: str | list[ToolOutputText] | list[InputText | OutputText | RefusalText]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalText) else part.text for part in content)

@@ -1,4 +1,4 @@
-"""The output items of a Responses reply: each collects its deltas and returns its stream events."""
+"""The output items of a Responses reply. Each item collects its deltas and returns its stream events."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class OutputItem(ABC):
     @abstractmethod
     def to_json(self) -> Json: ...
 
-    def begin(self) -> list[Json]:
+    def begin_events(self) -> list[Json]:
         return [self._item_event("added")]
 
-    def append(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+    def append_event(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
         self._pieces.append(text)
         return {"type": f"response.{self.event_kind}.delta", **self.location, "delta": text}
 
-    def close(self, status: Status) -> list[Json]:
+    def close_events(self, status: Status) -> list[Json]:
         self.status = status
         return [self._item_event("done")]
 
@@ -60,42 +60,42 @@ class OutputFunctionCall(OutputItem):
         call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
         return {"id": self.id, "type": "function_call", "status": self.status, **call}
 
-    def close(self, status: Status) -> list[Json]:
+    def close_events(self, status: Status) -> list[Json]:
         done = {"type": f"response.{self.event_kind}.done", **self.location, "name": self._name, "arguments": self.text}
-        return [done, *super().close(status)]
+        return [done, *super().close_events(status)]
 
 
 class _TextItem(OutputItem):
-    """An item with one content part, which starts right after the item and ends right before it."""
+    """An item with one content part. The part's first event follows the item's; its last event precedes the item's."""
 
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)
         self._begun = False
 
-    def content(self) -> list[Json]:
-        return [self.part()] if self._begun else []
+    def content_json(self) -> list[Json]:
+        return [self.part_json()] if self._begun else []
 
-    def part(self) -> Json:
+    def part_json(self) -> Json:
         return {"type": self.event_kind, "text": self.text, **self.extra_fields()}
 
     def extra_fields(self) -> Json:
         return {}
 
-    def begin(self) -> list[Json]:
-        events = super().begin()
+    def begin_events(self) -> list[Json]:
+        events = super().begin_events()
         self._begun = True
         self.location["content_index"] = 0
-        return [*events, {"type": "response.content_part.added", **self.location, "part": self.part()}]
+        return [*events, {"type": "response.content_part.added", **self.location, "part": self.part_json()}]
 
-    def close(self, status: Status) -> list[Json]:
+    def close_events(self, status: Status) -> list[Json]:
         text_done = {
             "type": f"response.{self.event_kind}.done",
             **self.location,
             "text": self.text,
             **self.extra_fields(),
         }
-        part_done = {"type": "response.content_part.done", **self.location, "part": self.part()}
-        return [text_done, part_done, *super().close(status)]
+        part_done = {"type": "response.content_part.done", **self.location, "part": self.part_json()}
+        return [text_done, part_done, *super().close_events(status)]
 
 
 class OutputMessage(_TextItem):
@@ -108,17 +108,17 @@ class OutputMessage(_TextItem):
     def extra_fields(self) -> Json:
         return {"logprobs": list(self._logprobs)}
 
-    def part(self) -> Json:
-        return {**super().part(), "annotations": []}
+    def part_json(self) -> Json:
+        return {**super().part_json(), "annotations": []}
 
     def to_json(self) -> Json:
         head = {"id": self.id, "type": "message", "status": self.status}
-        return {**head, "role": "assistant", "content": self.content()}
+        return {**head, "role": "assistant", "content": self.content_json()}
 
-    def append(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+    def append_event(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
         logprobs = chat_logprobs(tokens)
         self._logprobs += logprobs
-        return {**super().append(text), "logprobs": logprobs}
+        return {**super().append_event(text), "logprobs": logprobs}
 
 
 class OutputReasoning(_TextItem):
@@ -134,4 +134,4 @@ class OutputReasoning(_TextItem):
             "encrypted_content": encode_reasoning(self.text) if self._includes_encrypted and is_ended else None
         }
         head = {"id": self.id, "type": "reasoning", "status": self.status, "summary": []}
-        return {**head, "content": self.content(), **encrypted}
+        return {**head, "content": self.content_json(), **encrypted}

@@ -3,7 +3,7 @@
 call = parse(body)
 writer = stream.ResponsesReplyWriter(call, id, created, fingerprint)
 
-`input` holds the whole conversation: the server has already added that of previous_response_id.
+`input` holds the whole conversation: the server has already added the items of previous_response_id.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ def parse(body: bytes) -> ResponsesCall:
         raise _add_hint(error) from None
     ignored = find_ignored_fields(request)
     request.returns_usage()
-    tools, choice = _tools(request)
+    tools, choice = _convert_tools(request)
     common = request.common_fields(user=request.safety_identifier)
     effort = request.reasoning.effort if request.reasoning else None
     params = request.sampling_params(
-        max_tokens=request.max_output_tokens, logprobs=_logprobs(request), prompt_logprobs=None
+        max_tokens=request.max_output_tokens, logprobs=_resolve_top_logprobs(request), prompt_logprobs=None
     )
     return ResponsesCall(
         common=common,
@@ -187,14 +187,14 @@ def parse(body: bytes) -> ResponsesCall:
         store=request.store,
         includes_encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in (request.include or ()),
         echoed_fields={
-            **_echoed_fields(request),
+            **_list_echoed_fields(request),
             "service_tier": "flex" if common.priority is Priority.BATCH else "default",
         },
     )
 
 
 def _add_item_types(body: bytes) -> bytes:
-    """Add the `type` that the protocol lets items omit and the structs require; return an invalid body unchanged."""
+    """Return the body with `type` added to input items that omit it. An invalid body is returned unchanged."""
     try:
         raw = msgspec.json.decode(body)
         items = raw.get("input") if isinstance(raw, dict) else None
@@ -222,12 +222,12 @@ def _grammar_of_format(text: TextConfig | None) -> GrammarSpec | None:
     return None
 
 
-def _logprobs(request: ResponsesRequest) -> int | None:
+def _resolve_top_logprobs(request: ResponsesRequest) -> int | None:
     is_requested = INCLUDE_LOGPROBS in (request.include or ()) or request.top_logprobs
     return (request.top_logprobs or 0) if is_requested else None
 
 
-def _tools(request: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
+def _convert_tools(request: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
     tools = [Tool(t.name, t.description or "", t.parameters or {}, bool(t.strict)) for t in request.tools or ()]
     match request.tool_choice:
         case FunctionChoice(name=name):
@@ -245,7 +245,7 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
     return tools, choice
 
 
-def _echoed_fields(request: ResponsesRequest) -> dict[str, Any]:
+def _list_echoed_fields(request: ResponsesRequest) -> dict[str, Any]:
     """Return the fields that every reply repeats from its request."""
     text_format = request.text.format if request.text else None
     return {
@@ -264,13 +264,13 @@ def _echoed_fields(request: ResponsesRequest) -> dict[str, Any]:
             "verbosity": "medium",
         },
         "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
-        "tools": [_tool_json(tool) for tool in request.tools or ()],
+        "tools": [_render_tool(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",
         "user": request.user,
     }
 
 
-def _tool_json(tool: ResponseTool) -> dict[str, Any]:
+def _render_tool(tool: ResponseTool) -> dict[str, Any]:
     details = {"description": tool.description, "parameters": tool.parameters, "strict": bool(tool.strict)}
     return {"type": "function", "name": tool.name, **details}

@@ -1,4 +1,4 @@
-"""Writes a reply of the Responses API: the events of a stream, or the whole response, which the last event holds too.
+"""Renders a reply of the Responses API: as stream events, of which the last holds the whole response, or as one reply.
 
 response.created, response.in_progress, { output_item.added, ..., output_item.done } ..., response.completed
 """
@@ -29,7 +29,7 @@ _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the protoc
 
 class ResponsesReplyWriter:
     def __init__(self, call: ResponsesCall, id: str, created: int, fingerprint: str) -> None:
-        """`fingerprint` is not used: all writers have the same parameters."""
+        """`fingerprint` is unused; it is a parameter of every protocol's writer."""
         self._call = call
         self._id = id
         self._head = {"id": id, "object": "response", "created_at": created}
@@ -42,7 +42,7 @@ class ResponsesReplyWriter:
         self._num_sent = 0
 
     def write(self, delta: Delta) -> bytes:
-        return self._send(self._events(delta))
+        return self._encode_events(self._make_events(delta))
 
     def write_error(self, error: Exception) -> bytes:
         reply = openai_error(error)
@@ -50,7 +50,7 @@ class ResponsesReplyWriter:
         self._error = {"code": code, "message": reply.body["error"]["message"]}
         if self._is_open:
             self._output[-1].status = "incomplete"
-        return self._send([{"type": "response.failed", "response": self.body()}])
+        return self._encode_events([{"type": "response.failed", "response": self.body()}])
 
     def body(self) -> Json:
         return {
@@ -60,19 +60,19 @@ class ResponsesReplyWriter:
             "store": self._call.is_stored,
             "temperature": self._call.params.temperature,
             "top_p": self._call.params.top_p,
-            "status": self._status(),
+            "status": self._response_status(),
             "error": self._error,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._reason() == "length" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._finish_reason() == "length" else None,
             "output": [item.to_json() for item in self._output],
             "usage": None if self._usage is None else render_responses_usage(self._usage),
         }
 
-    def _events(self, delta: Delta) -> list[Json]:
+    def _make_events(self, delta: Delta) -> list[Json]:
         match delta:
             case TextDelta():
-                return self._append(OutputMessage, delta)
+                return self._append_text(OutputMessage, delta)
             case ReasoningDelta():
-                return self._append(OutputReasoning, delta)
+                return self._append_text(OutputReasoning, delta)
             case ToolCallStart():
                 self._slot = delta.slot
                 return self._begin_item(
@@ -80,7 +80,7 @@ class ResponsesReplyWriter:
                 )
             case ToolCallArguments():
                 assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
-                return [self._output[-1].append(delta.text)] if delta.text else []
+                return [self._output[-1].append_event(delta.text)] if delta.text else []
             case Finish():
                 self._finish = delta
                 return self._close_item()
@@ -94,11 +94,11 @@ class ResponsesReplyWriter:
                 return [{"type": name, "response": self.body()} for name in names]
             case StreamEnd():
                 assert self._finish is not None, "StreamEnd requires a Finish"
-                return [{"type": f"response.{self._status()}", "response": self.body()}]
+                return [{"type": f"response.{self._response_status()}", "response": self.body()}]
             case _:
-                raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
+                raise AssertionError(f"a response cannot contain a {type(delta).__name__}")
 
-    def _append(
+    def _append_text(
         self, kind: type[OutputMessage] | type[OutputReasoning], delta: TextDelta | ReasoningDelta
     ) -> list[Json]:
         if not delta.text and not delta.tokens:
@@ -106,7 +106,7 @@ class ResponsesReplyWriter:
         events = []
         if not (self._is_open and isinstance(self._output[-1], kind)):
             events = self._begin_item(self._make_item(kind))
-        return [*events, self._output[-1].append(delta.text, delta.tokens)]
+        return [*events, self._output[-1].append_event(delta.text, delta.tokens)]
 
     def _make_item(self, kind: type[OutputMessage] | type[OutputReasoning]) -> OutputItem:
         if kind is OutputMessage:
@@ -122,25 +122,27 @@ class ResponsesReplyWriter:
         events = self._close_item()
         self._output.append(item)
         self._is_open = True
-        return [*events, *item.begin()]
+        return [*events, *item.begin_events()]
 
     def _close_item(self) -> list[Json]:
         if not self._is_open:
             return []
         self._is_open = False
-        return self._output[-1].close("incomplete" if self._reason() in ("length", "abort") else "completed")
+        return self._output[-1].close_events(
+            "incomplete" if self._finish_reason() in ("length", "abort") else "completed"
+        )
 
-    def _reason(self) -> str | None:
+    def _finish_reason(self) -> str | None:
         return self._finish.reason if self._finish else None
 
-    def _status(self) -> str:
+    def _response_status(self) -> str:
         if self._error:
             return "failed"
         if self._finish is None:
             return "in_progress"
-        return "incomplete" if self._reason() in ("length", "abort") else "completed"
+        return "incomplete" if self._finish_reason() in ("length", "abort") else "completed"
 
-    def _send(self, events: list[Json]) -> bytes:
+    def _encode_events(self, events: list[Json]) -> bytes:
         if not self._call.stream:
             return b""
         numbered = [{**event, "sequence_number": self._num_sent + i} for i, event in enumerate(events)]

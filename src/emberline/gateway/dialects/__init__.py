@@ -1,1 +1,1 @@
-"""The wire formats of clients and providers, and their translation through one canonical form."""
+"""Translates requests and replies between the wire formats of clients and providers, through one canonical form."""

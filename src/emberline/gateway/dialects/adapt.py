@@ -1,4 +1,4 @@
-"""Adapts a canonical request to a wire format that cannot express all of it."""
+"""Removes from a canonical request what the provider's wire format cannot express."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat import citations as chat_citations
-from emberline.gateway.dialects.chat.content import google_signature
+from emberline.gateway.dialects.chat.content import read_google_signature
 from emberline.gateway.dialects.media import guess_mime_type
 from emberline.gateway.dialects.schemas import is_strict_schema
 from emberline.gateway.dialects.target_model import TargetModel
@@ -34,7 +34,9 @@ from emberline.wire.deltas import ChatDialect
 _ANTHROPIC_IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
-def adapt(request: CanonicalRequest, target: ChatDialect, target_model: TargetModel, changes: ChangeReport) -> None:
+def adapt_request(
+    request: CanonicalRequest, target: ChatDialect, target_model: TargetModel, changes: ChangeReport
+) -> None:
     """Change `request` in place so that the wire format `target` can express it, and report each change.
 
     Raises InvalidRequest for content that cannot be dropped without changing what the request means.
@@ -49,7 +51,7 @@ def adapt(request: CanonicalRequest, target: ChatDialect, target_model: TargetMo
         raise InvalidRequest(
             f"n is {request.n}, but this model's provider returns one choice per request", param="n", hint="set n to 1"
         )
-    adapter = _Adapter(target, both_openai, target_model, changes)
+    adapter = _PartAdapter(target, both_openai, target_model, changes)
     request.extra = adapter.keep_shared_fields(request.extra)
     request.source_fields = {}
     request.system = adapter.adapt_parts(request.system)
@@ -64,18 +66,18 @@ def adapt(request: CanonicalRequest, target: ChatDialect, target_model: TargetMo
 
 
 def _restore_citations(request: CanonicalRequest) -> None:
-    """Turn the citations of earlier assistant messages into canonical ones, for a Responses request.
+    """Parse the citations of earlier assistant messages, so that a Responses request can contain them.
 
-    Other formats cannot take them back: Anthropic would require its own encrypted_index.
+    The other wire formats accept no citations from a different provider.
     """
     for message in request.messages:
         if message.role == "assistant" and request.dialect == "anthropic":
-            anthropic_citations.extract_from_parts(message.parts)
+            anthropic_citations.extract_citations_from_parts(message.parts)
         elif message.role == "assistant" and request.dialect == "openai-chat":
-            chat_citations.extract_from_message(message)
+            chat_citations.extract_citations_from_message(message)
 
 
-class _Adapter:
+class _PartAdapter:
     """Adapts the parts of one request to the wire format `target`."""
 
     def __init__(
@@ -102,7 +104,11 @@ class _Adapter:
     def adapt_parts(self, parts: list[Part]) -> list[Part]:
         result: list[Part] = []
         for part in parts:
-            if isinstance(part, ToolCallContent) and self._target == "gemini" and (signature := google_signature(part)):
+            if (
+                isinstance(part, ToolCallContent)
+                and self._target == "gemini"
+                and (signature := read_google_signature(part))
+            ):
                 result.append(ReasoningContent("", "gemini", signature))
             if (adapted := self._adapt_part(part)) is not None:
                 result.append(adapted)
@@ -162,7 +168,9 @@ class _Adapter:
         return None
 
     def _reason_to_drop_image(self, image: ImageContent) -> str | None:
-        """Return why the target cannot take the image, None if it can; set fields that the target requires."""
+        """Return why the target format cannot express the image, or None if it can.
+
+        Sets the fields of the image that the target format requires."""
         if self._target == "openai-responses":
             image.detail = image.detail or "auto"  # Responses requires the field
         if image.detail not in (None, "auto") and self._target not in OPENAI_DIALECTS:
@@ -175,7 +183,9 @@ class _Adapter:
         return None
 
     def _reason_to_drop_file(self, file: FileContent) -> str | None:
-        """Return why the target cannot take the file, None if it can; set fields that the target requires."""
+        """Return why the target format cannot express the file, or None if it can.
+
+        Sets the fields of the file that the target format requires."""
         if file.file_id and not (file.url or file.data):
             return None if self._both_openai else "the file is stored at another provider"
         if file.url and self._target == "openai-chat":
@@ -188,7 +198,10 @@ class _Adapter:
         return None
 
     def _convert_to_document(self, file: FileContent) -> str | None:
-        """Convert a text file for Anthropic; return why the file must be dropped, None if it is usable."""
+        """Convert a text file to an Anthropic document.
+
+        Return why the file must be dropped, or None if it is usable.
+        """
         if file.mime == "application/pdf":
             return None
         if not file.mime.startswith("text/"):
@@ -200,10 +213,10 @@ class _Adapter:
         return None
 
 
-def merge_adjacent(messages: list[CanonicalMessage], *, roles: tuple[str, ...]) -> list[CanonicalMessage]:
-    """Return the messages with adjacent ones of the same role joined, for the given `roles`.
+def merge_adjacent_messages(messages: list[CanonicalMessage], *, roles: tuple[str, ...]) -> list[CanonicalMessage]:
+    """Return the messages with adjacent messages of the same role joined, if the role is in `roles`.
 
-    Tool results count as the user's.
+    A message with tool results counts as the user's.
     """
     result: list[CanonicalMessage] = []
     for message in messages:

@@ -1,8 +1,8 @@
 """The canonical form of a chat request and its reply, into which all wire formats are parsed.
 
-Every class keeps in `extra` the source's fields that have no common meaning, so that rendering into the same wire
-format loses nothing; when rendering into another one they are reported (`change_report.py`). `shape` is how the source
-wrote something that has several spellings ("text": a bare string, "list", "null", "absent"); it is never reported.
+Every class keeps in `extra` the fields that only the source's wire format knows. Rendering into the same wire format
+writes them again; rendering into a different one reports them as dropped (`change_report.py`). `shape` records how the
+source wrote a value that can be written in several ways ("text": a bare string, "list", "null", "absent").
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AudioContent:
 
 @dataclass(slots=True)
 class FileContent:
-    """A document; with `plain`, `data` is text instead of base64."""
+    """A document. If `plain` is set, `data` is text instead of base64."""
 
     url: str = ""
     data: str = ""
@@ -78,7 +78,10 @@ class ToolResultContent:
 
 @dataclass(slots=True)
 class ReasoningContent:
-    """Reasoning of a model; only `origin` can read `signature`, a signature or encrypted text."""
+    """Reasoning of a model.
+
+    `signature` is a signature or encrypted text that only the wire format `origin` can read.
+    """
 
     text: str
     origin: ChatDialect
@@ -95,7 +98,7 @@ class RefusalContent:
 
 @dataclass(slots=True)
 class OpaqueContent:
-    """Content that only its own wire format knows, such as a server-side tool; it cannot be translated."""
+    """Content that only one wire format knows, such as a server-side tool. It cannot be translated."""
 
     kind: str
     raw: Json
@@ -155,7 +158,7 @@ class ReasoningOptions:
 
 @dataclass(slots=True)
 class CanonicalRequest:
-    """A chat request; None stands for a field that the client did not set."""
+    """A chat request. A field is None if the client did not set it."""
 
     dialect: ChatDialect
     model: str
@@ -186,7 +189,10 @@ class CanonicalRequest:
     unmapped_fields: Json = field(default_factory=dict)  # path -> value of fields in `source_fields` to be reported
 
     def keep_source_field(self, name: str, source: Json, *, understood: Iterable[str]) -> None:
-        """Keep an object as the source wrote it; its fields that are not in `understood` count as unmapped."""
+        """Keep a request field as the source wrote it.
+
+        Its subfields that are not in `understood` are reported as dropped.
+        """
         self.source_fields[name] = source
         self.unmapped_fields |= {
             f"{name}.{field_name}": value for field_name, value in source.items() if field_name not in understood
@@ -218,5 +224,5 @@ class CanonicalReply:
 
 
 def correct_finish_reason(reason: FinishReason, parts: Iterable[Part]) -> FinishReason:
-    """Return "tool_calls" for a reply that stopped with tool calls: some providers report "stop" there."""
+    """Return `reason`, or "tool_calls" if a provider sent "stop" although the reply has tool calls."""
     return "tool_calls" if reason == "stop" and any(isinstance(part, ToolCallContent) for part in parts) else reason

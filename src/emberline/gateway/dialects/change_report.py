@@ -1,4 +1,4 @@
-"""The report of what a translation dropped or changed. Nothing is dropped without an entry in it."""
+"""Records what a translation dropped or changed. Every dropped field has an entry."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FieldChange:
 
 
 class ChangeReport:
-    """The changes of one translation, each listed once, with field paths in the wire format `source`."""
+    """The changes of one translation. Each is listed once, with the field's path in the wire format `source`."""
 
     def __init__(self, source: ChatDialect) -> None:
         self._field_names = _FIELD_NAMES[source]
@@ -71,7 +71,7 @@ class ChangeReport:
         return list(self._changes)
 
     def report(self, name: str, reason: str, *, subfield: str = "") -> None:
-        """Add a change of the canonical field `name`; `subfield` is a path below it."""
+        """Add a change of the canonical field `name`, or of the field at path `subfield` below it."""
         self.report_path(self._field_names.path_of(name) + subfield, reason)
 
     def report_path(self, field: str, reason: str) -> None:
@@ -82,13 +82,13 @@ class ChangeReport:
             self.report(name, f"{target} has no such field")
 
     def report_reply_fields(self, fields: Json, ignored: Iterable[str]) -> None:
-        """Add the fields of a reply that exist only in the provider's wire format, except `ignored` ones."""
+        """Report each of these reply fields, which exist only in the provider's wire format, except `ignored` ones."""
         for name, value in fields.items():
             if value and name not in ignored:
                 self.report_path(f"reply.{name}", "the client's API has no such field")
 
-    def strip_extras(self, parts: list[Part], target: ChatDialect) -> list[Part]:
-        """Return a reply's parts without what only the provider's wire format knows, and report what is lost."""
+    def remove_untranslated_fields(self, parts: list[Part], target: ChatDialect) -> list[Part]:
+        """Return a reply's parts without the fields that only the provider's wire format knows, and report them."""
         result: list[Part] = []
         for part in parts:
             if isinstance(part, OpaqueContent):
@@ -106,7 +106,9 @@ class ChangeReport:
         return result
 
     def report_request_fields(self, request: CanonicalRequest, target: ChatDialect) -> None:
-        """Report the fields that only the source format knows; raise InvalidRequest for essential ones."""
+        """Report the request fields that only the source's wire format knows.
+
+        Raises InvalidRequest for a field that cannot be dropped without changing the request's meaning."""
         names = self._field_names
         shared = (
             SHARED_OPENAI_FIELDS if request.dialect in OPENAI_DIALECTS and target in OPENAI_DIALECTS else frozenset()
@@ -125,21 +127,23 @@ class ChangeReport:
             else:
                 self.report_path(f"tools[].{tool.kind}", f"{target} has no such tool")
 
-    def _report_parts(self, parts: Iterable[Part], path: str, target: ChatDialect, shared: frozenset[str]) -> None:
+    def _report_parts(
+        self, parts: Iterable[Part], path: str, target: ChatDialect, shared_fields: frozenset[str]
+    ) -> None:
         for part in parts:
             if isinstance(part, OpaqueContent):
                 self._reject_if_essential(part.kind)
                 self.report_path(f"{path}.{part.kind}", f"{target} has no such part")
                 continue
-            self._report_extra(part.extra, f"{path}.", target, shared | _IGNORED_FIELDS)
+            self._report_extra(part.extra, f"{path}.", target, shared_fields | _IGNORED_FIELDS)
             if isinstance(part, ToolResultContent):
-                self._report_parts(part.parts, f"{path}.content[]", target, shared)
+                self._report_parts(part.parts, f"{path}.content[]", target, shared_fields)
 
     def _reject_if_essential(self, name: str) -> None:
         if (hint := self._field_names.essential.get(name)) is not None:
             raise InvalidRequest(f"{name} is not supported by this model's provider", param=name, hint=hint)
 
-    def _report_extra(self, extra: Json, path: str, target: ChatDialect, carried: frozenset[str]) -> None:
+    def _report_extra(self, extra: Json, path: str, target: ChatDialect, translated_fields: frozenset[str]) -> None:
         for name, value in extra.items():
-            if value and name not in carried and (name, target) != ("extra_content", "gemini"):
+            if value and name not in translated_fields and (name, target) != ("extra_content", "gemini"):
                 self.report_path(path + name, f"{target} has no such field")

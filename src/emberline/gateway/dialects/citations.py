@@ -13,7 +13,7 @@ from emberline.wire.deltas import Citation
 
 
 def parse_citations(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """Return the rows that `parse` recognises.
+    """Return the citations that `parse` reads from the rows.
 
     Malformed rows are skipped, because a citation is no reason to fail a reply.
     """
@@ -21,20 +21,20 @@ def parse_citations(rows: object, parse: Callable[[object], Citation | None]) ->
 
 
 def extract_citations(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """Parse the citations in `extra[name]` and leave only the other rows there."""
+    """Parse the citations in the list `extra[name]` and remove them from that list."""
     citations = parse_citations(extra.get(name), parse)
     if citations:
         extra[name] = [row for row in extra[name] if parse(row) is None]
     return citations
 
 
-def string_field(data: Mapping[Any, Any], name: str) -> str:
+def read_string_field(data: Mapping[Any, Any], name: str) -> str:
     value = data.get(name)
     return value if isinstance(value, str) else ""
 
 
 def assign_citations(parts: Iterable[Part], citations: list[Citation]) -> None:
-    """Assign citations, whose offsets count in the joined text, to the text parts that they overlap."""
+    """Add each citation to the text parts that it overlaps. Citations have offsets in the joined text of all parts."""
     texts = [part for part in parts if isinstance(part, TextContent)]
     last = sum(len(text.text) for text in texts) - 1
     begin = 0

@@ -1,4 +1,4 @@
-"""Checks the order of a stream's deltas, on which the event writers rely."""
+"""Checks that the deltas of a provider's stream come in a valid order, on which the event writers rely."""
 
 from __future__ import annotations
 

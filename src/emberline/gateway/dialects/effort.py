@@ -25,7 +25,7 @@ def budget_for_effort(effort: Effort) -> int:
 
 
 def effort_for_budget(budget: int) -> Effort:
-    """Return a level that every provider knows; Gemini's -1 ("dynamic") gives medium."""
+    """Return an effort level that every provider knows. Gemini's budget -1 ("dynamic") gives medium."""
     if budget == 0:
         return "none"
     if budget < 0:
@@ -36,9 +36,9 @@ def effort_for_budget(budget: int) -> Effort:
 
 
 def nearest_effort(effort: Effort, supported: Sequence[Effort]) -> Effort:
-    """Return the effort itself if supported, else the next lower supported level, else the lowest.
+    """Return `effort` if it is supported, else the next lower supported level, else the lowest supported level.
 
-    "none" is returned only if it was requested.
+    "none" is returned only if `effort` is "none".
     """
     if effort in supported:
         return effort

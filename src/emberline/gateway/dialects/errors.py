@@ -53,7 +53,7 @@ class ProviderError:
 
 
 class TranslatedError(UpstreamFailed):
-    """A provider's error that is reported to a client of another wire format."""
+    """A provider's error that is reported to a client with a different wire format."""
 
     def __init__(self, message: str, *, status: int = 502, code: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -76,7 +76,7 @@ def render_error(error: Exception, dialect: str) -> Json:
 
 
 def parse_error(body: bytes) -> ProviderError:
-    """Parse an error body of any wire format, recognised by its shape."""
+    """Parse a provider's error body; the wire format is recognised by the fields that the body has."""
     try:
         data = msgspec.json.decode(body)
     except JSON_DECODE_ERRORS:
@@ -99,7 +99,7 @@ def parse_error_object(data: Any) -> ProviderError:
     return ProviderError(str(message), kind, text, numeric or _STATUS_OF_TYPE.get(kind) or _STATUS_OF_TYPE.get(text, 0))
 
 
-def stream_error(data: Any) -> UpstreamFailed:
+def make_stream_error(data: Any) -> UpstreamFailed:
     """Return the exception for an error event within a stream."""
     provider_error = parse_error_object(data)
     return TranslatedError.from_provider_error(provider_error, provider_error.status or 502)

@@ -21,16 +21,16 @@ class EventReader(Protocol):
     """
 
     def read(self, event: bytes) -> Iterable[ProviderDelta]:
-        """Return the deltas of one event; `event` is its data, without the SSE framing."""
+        """Return the deltas of one event. `event` is the event's data, without the `data:` prefix."""
         ...
 
     def end(self) -> Iterable[ProviderDelta]:
-        """Return the deltas that follow from the end of the connection, such as StreamEnd for Gemini."""
+        """Return the deltas to add when the connection ends: StreamEnd for Gemini, which has no end event."""
         ...
 
 
 class EventDecoder(Generic[T]):
-    """Decodes the data of one wire format's events; raises UpstreamBroken for anything else."""
+    """Decodes the data of events in one wire format; raises UpstreamBroken if the data does not follow it."""
 
     def __init__(self, event_type: type[T], format_name: str) -> None:
         self._decoder = msgspec.json.Decoder(event_type)

@@ -1,4 +1,4 @@
-"""The names of the canonical request fields in a wire format."""
+"""Maps the fields of a canonical request to their names in a wire format."""
 
 from __future__ import annotations
 

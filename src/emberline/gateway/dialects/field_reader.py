@@ -1,4 +1,4 @@
-"""Reads a JSON object field by field; fields that were not taken stay in `unread`."""
+"""Reads a JSON object field by field. Fields that were not read stay in `unread`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPE_NAMES = {
 
 
 class FieldReader:
-    """Takes the fields of one JSON object, whose path is used in error messages."""
+    """Reads the fields of one JSON object. `path` is the object's path, for error messages."""
 
     def __init__(self, raw: object, path: str) -> None:
         self.whole: Json = check_type(raw, dict, path or "the body")
@@ -33,9 +33,10 @@ class FieldReader:
     @overload
     def take(self, name: str, expected_type: type[T], default: T) -> T: ...
     def take(self, name: str, expected_type: type[T], default: T | None = None) -> T | None:
-        """Remove and return a field, `default` if absent or null; raise InvalidRequest for a wrong type.
+        """Remove a field from `unread` and return it, or `default` if it is absent or null.
 
-        A null stays in `unread`, so that it survives on the way back into the same wire format.
+        A null stays in `unread`, so that rendering into the same wire format writes it again. Raises InvalidRequest
+        for a wrong type.
         """
         value = self.unread.get(name)
         if value is None:
@@ -51,17 +52,17 @@ class FieldReader:
         return value
 
     def take_list(self, name: str, parse: ValueParser[T]) -> list[T]:
-        """Remove a list and return its parsed rows. An empty list stays in `unread`, as null does."""
+        """Remove a list from `unread` and return its parsed rows. An empty list stays in `unread`, as null does."""
         if self.unread.get(name) == []:
             return []
-        return parse_each(self.take(name, list, []), self.path_of(name), parse)
+        return parse_rows(self.take(name, list, []), self.path_of(name), parse)
 
     def take_strings(self, name: str) -> list[str] | None:
         rows = self.take(name, list)
         return None if rows is None else [check_type(row, str, self.path_of(name)) for row in rows]
 
     def take_any(self, name: str) -> Any:
-        """Remove and return a field of any type; a null stays in `unread`."""
+        """Remove a field of any type from `unread` and return it. A null stays in `unread`."""
         value = self.unread.get(name)
         if value is not None:
             del self.unread[name]
@@ -71,17 +72,17 @@ class FieldReader:
         return f"{self.path}.{name}" if self.path else name
 
 
-def parse_each(rows: list[Any], path: str, parse: ValueParser[T]) -> list[T]:
+def parse_rows(rows: list[Any], path: str, parse: ValueParser[T]) -> list[T]:
     return [parse(row, f"{path}[{index}]") for index, row in enumerate(rows)]
 
 
 def parse_content(content: object, path: str, parse_part: ValueParser[Part]) -> tuple[list[Part], str]:
-    """Return the parts of a message's content, and its shape: "text" (a bare string), "list" or "absent"."""
+    """Return the parts of a message's content, and how it was written: "text" (a bare string), "list" or "absent"."""
     if content is None:
         return [], "absent"
     if isinstance(content, str):
         return [TextContent(content)], "text"
-    return parse_each(check_type(content, list, path), path, parse_part), "list"
+    return parse_rows(check_type(content, list, path), path, parse_part), "list"
 
 
 def check_type(value: object, expected_type: type[T], path: str) -> T:
@@ -92,5 +93,5 @@ def check_type(value: object, expected_type: type[T], path: str) -> T:
     return value
 
 
-def unknown_value_error(value: object, path: str, known: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} has an unknown value: {str(value)[:100]!r}", param=path, hint=f"use {known}")
+def unknown_value_error(value: object, path: str, known_values: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} has an unknown value: {str(value)[:100]!r}", param=path, hint=f"use {known_values}")

@@ -27,7 +27,7 @@ def split_data_url(url: str) -> tuple[str, str] | None:
     return (mime or "text/plain"), data
 
 
-def data_url(mime: str, data: str) -> str:
+def make_data_url(mime: str, data: str) -> str:
     return f"data:{mime};base64,{data}"
 
 

@@ -1,4 +1,4 @@
-"""Reads from a client's request what writing the reply needs."""
+"""Reads the fields of a client's request that affect how the reply is written, such as the model's name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Restricts JSON schemas to the keywords that a provider accepts.
 
-Dropped keywords are reported, because the model is then less constrained than requested. Gemini also has its own schema
-format (OpenAPI, with types in capitals); `from_gemini_schema` converts it to JSON Schema.
+Dropped keywords are reported, because the output is then less constrained than requested. Gemini also has its own
+schema format (OpenAPI, with types in capitals); `from_gemini_schema` converts it to JSON Schema.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ _SINGLE_SCHEMAS = ("items", "additionalProperties", "not")
 KeywordCallback = Callable[[str], None]
 
 
-def restrict_keywords(schema: Any, known: frozenset[str], on_drop: KeywordCallback) -> Any:
-    """Return `schema` with the `known` keywords only; call `on_drop` with each keyword that is removed."""
+def restrict_keywords(schema: Any, known_keywords: frozenset[str], on_drop: KeywordCallback) -> Any:
+    """Return `schema` with the known keywords only, and call `on_drop` with each keyword that is removed."""
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
-    for keyword, value in _rewrite_keywords(schema, known).items():
-        if keyword not in known:
+    for keyword, value in _rewrite_keywords(schema, known_keywords).items():
+        if keyword not in known_keywords:
             if keyword not in ("$schema", "$comment", "examples"):  # these constrain nothing
                 on_drop(keyword)
         elif keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            result[keyword] = {name: restrict_keywords(inner, known, on_drop) for name, inner in value.items()}
+            result[keyword] = {name: restrict_keywords(inner, known_keywords, on_drop) for name, inner in value.items()}
         elif keyword in _SCHEMA_LISTS and isinstance(value, list):
-            result[keyword] = [restrict_keywords(inner, known, on_drop) for inner in value]
+            result[keyword] = [restrict_keywords(inner, known_keywords, on_drop) for inner in value]
         elif keyword in _SINGLE_SCHEMAS:
-            result[keyword] = restrict_keywords(value, known, on_drop)
+            result[keyword] = restrict_keywords(value, known_keywords, on_drop)
         else:
             result[keyword] = value
     return result
 
 
-def _rewrite_keywords(schema: Json, known: frozenset[str]) -> Json:
-    """Replace keywords that have an equivalent among the known ones."""
+def _rewrite_keywords(schema: Json, known_keywords: frozenset[str]) -> Json:
+    """Replace each unknown keyword that has an equivalent among the known keywords."""
     result = dict(schema)
-    if "const" in result and "const" not in known:
+    if "const" in result and "const" not in known_keywords:
         result.setdefault("enum", [result.pop("const")])
-    if "oneOf" in result and "oneOf" not in known and "anyOf" not in result:
+    if "oneOf" in result and "oneOf" not in known_keywords and "anyOf" not in result:
         result["anyOf"] = result.pop("oneOf")
     if "definitions" in result and "$defs" not in result:
         result["$defs"] = result.pop("definitions")
         result = _rewrite_references(result)
     all_of = result.get("allOf")
-    if "allOf" not in known and isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], dict):
+    if "allOf" not in known_keywords and isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], dict):
         del result["allOf"]
         result = {**all_of[0], **result}
     return result
@@ -89,19 +89,21 @@ def _rewrite_references(value: Any) -> Any:
     return result
 
 
-def close_objects(schema: Any, on_change: KeywordCallback) -> Any:
-    """Set additionalProperties to false on every object; call `on_change` for each change."""
+def forbid_additional_properties(schema: Any, on_change: KeywordCallback) -> Any:
+    """Set additionalProperties to false in every object schema, and call `on_change` for each change."""
     if isinstance(schema, list):
-        return [close_objects(inner, on_change) for inner in schema]
+        return [forbid_additional_properties(inner, on_change) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
     for keyword, value in schema.items():
         if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            result[keyword] = {name: close_objects(inner, on_change) for name, inner in value.items()}
+            result[keyword] = {name: forbid_additional_properties(inner, on_change) for name, inner in value.items()}
         else:
             result[keyword] = (
-                close_objects(value, on_change) if keyword in (*_SCHEMA_LISTS, *_SINGLE_SCHEMAS) else value
+                forbid_additional_properties(value, on_change)
+                if keyword in (*_SCHEMA_LISTS, *_SINGLE_SCHEMAS)
+                else value
             )
     if result.get("type") == "object" and result.get("additionalProperties") is not False:
         result["additionalProperties"] = False
@@ -110,7 +112,7 @@ def close_objects(schema: Any, on_change: KeywordCallback) -> Any:
 
 
 def is_strict_schema(schema: Any) -> bool:
-    """Return whether OpenAI accepts the schema as strict: all properties required, no others allowed."""
+    """Return whether OpenAI accepts the schema as strict: all properties are required, and no others are allowed."""
     if isinstance(schema, list):
         return all(map(is_strict_schema, schema))
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""What is known about the model that receives a translated request."""
+"""TargetModel: what the model that receives a translated request accepts, judged by the model's name."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class TargetModel:
 
     @cached_property
     def claude_version(self) -> tuple[int, int] | None:
-        """The version of a Claude model, (99, 0) if it cannot be parsed; None for other models.
+        """The version of a Claude model, such as (4, 5), or (99, 0) if the name has no known version.
 
-        Nothing is known about what other models reject, so nothing is removed for them.
+        None for models that are not Claude.
         """
         match = _CLAUDE_VERSION.search(self.model)
         if match is None:
@@ -48,37 +48,37 @@ class TargetModel:
 
     @property
     def claude_supports_budget(self) -> bool:
-        """Whether `thinking.budget_tokens` is accepted; later models reject it."""
+        """Whether the Claude model accepts `thinking.budget_tokens`; newer models reject it."""
         return self.claude_version is None or self.claude_version < (4, 7)
 
     @property
     def claude_supports_effort(self) -> bool:
-        """Whether adaptive thinking and output_config.effort are accepted."""
+        """Whether the Claude model accepts adaptive thinking and output_config.effort."""
         return self.claude_version is None or self.claude_version >= (4, 6)
 
     @property
     def claude_supports_sampling(self) -> bool:
-        """Whether temperature, top_p and top_k are accepted; later models reject them."""
+        """Whether the Claude model accepts temperature, top_p and top_k; newer models reject them."""
         return self.claude_version is None or self.claude_version < (4, 7)
 
     @property
     def claude_supports_late_system(self) -> bool:
-        """Whether system messages are accepted after the first user message."""
+        """Whether the Claude model accepts system messages after the first user message."""
         return self.claude_version is None or self.claude_version >= (4, 8)
 
     @property
     def claude_supports_schemas(self) -> bool:
-        """Whether JSON schema output and strict tools are accepted."""
+        """Whether the Claude model accepts JSON schema output and strict tools."""
         return self.claude_version is None or self.claude_version >= (4, 5)
 
     @property
     def claude_thinks_between_tools(self) -> bool:
-        """Whether thinking between tool calls is the least that the model can be set to."""
+        """Whether the Claude model always thinks between tool calls, so that thinking cannot be disabled."""
         return self._is_claude_since(_THINK_BETWEEN_TOOLS_SINCE)
 
     @property
     def claude_rejects_forced_tools(self) -> bool:
-        """Whether the model rejects a tool_choice that forces a tool call."""
+        """Whether the Claude model rejects a tool_choice that forces a tool call."""
         return self._is_claude_since(_REJECT_FORCED_TOOLS_SINCE)
 
     def _is_claude_since(self, since: _VersionsByFamily) -> bool:
@@ -88,7 +88,7 @@ class TargetModel:
 
     @property
     def claude_efforts(self) -> tuple[Effort, ...]:
-        """The accepted effort levels; models that always think have no "none"."""
+        """The effort levels that the Claude model accepts; models that always think do not accept "none"."""
         if self._is_claude_since(_ALWAYS_THINK_SINCE):
             return ("low", "medium", "high", "xhigh", "max")
         newer: tuple[Effort, ...] = ("xhigh",) if self.claude_version is None or self.claude_version >= (4, 7) else ()
@@ -96,7 +96,7 @@ class TargetModel:
 
     @property
     def gpt_efforts(self) -> tuple[Effort, ...] | None:
-        """The accepted effort levels; () for models without reasoning, None for unknown models."""
+        """The effort levels that the GPT model accepts: () for models without reasoning, None for unknown models."""
         if _O_SERIES.search(self.model):
             return ("low", "medium", "high")
         if (match := _GPT_VERSION.search(self.model)) is None:
@@ -106,12 +106,12 @@ class TargetModel:
 
     @property
     def gemini_efforts(self) -> tuple[Effort, ...]:
-        """The accepted thinking levels, which exist since the third generation."""
+        """The thinking levels that the Gemini model accepts; only Gemini 3 and later have thinking levels."""
         least: tuple[Effort, ...] = () if "-pro" in self.model else ("minimal",)
         return (*least, "low", "medium", "high")
 
     @cached_property
     def gemini_generation(self) -> int:
-        """The generation of a Gemini model, 99 if it cannot be parsed; 0 for other models."""
+        """The generation of a Gemini model, such as 3, or 99 if the name has no known version; 0 for other models."""
         match = _GEMINI_GENERATION.search(self.model)
         return int(match[1]) if match else (99 if "gemini" in self.model else 0)

@@ -1,4 +1,4 @@
-"""Numbers the tool calls of a stream whose events refer to them by block or item index."""
+"""Numbers the tool calls of a provider's stream whose events refer to tool calls by block index or item index."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from emberline.wire import deltas
 
 
 class ToolCallSlots:
-    """Maps the provider's index of each tool call to a slot: 0, 1, ... in order of arrival.
+    """Maps the provider's index of each tool call to a slot: the call's number, 0, 1, ... in order of arrival.
 
-    Every call ends up with arguments, `{}` if the provider sent none.
+    A tool call for which the provider sent no arguments gets the arguments `{}`.
     """
 
     def __init__(self) -> None:

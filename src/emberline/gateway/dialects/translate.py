@@ -18,7 +18,7 @@ import msgspec
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects.adapt import adapt
+from emberline.gateway.dialects.adapt import adapt_request
 from emberline.gateway.dialects.anthropic import reader as anthropic_reader
 from emberline.gateway.dialects.anthropic import reply as anthropic_reply
 from emberline.gateway.dialects.anthropic import request as anthropic_request
@@ -44,7 +44,7 @@ from emberline.wire import deltas
 from emberline.wire.anthropic import AnthropicWriter
 from emberline.wire.chat import ChatWriter
 from emberline.wire.deltas import ChatDialect
-from emberline.wire.event_splitter import EventSplitter, event_data
+from emberline.wire.event_splitter import EventSplitter, read_event_data
 from emberline.wire.reply_context import ReplyContext
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DialectCodec:
-    """The functions that parse and render one wire format."""
+    """The functions and classes that parse and render one wire format."""
 
     parse_request: Callable[[Json], CanonicalRequest]
     render_request: Callable[[CanonicalRequest, TargetModel, ChangeReport], Json]
@@ -112,14 +112,15 @@ def translate_request(
 ) -> tuple[bytes, list[FieldChange]]:
     """Return the request in wire format `target`, and what was changed.
 
-    `stream` is whether the reply is streamed, for Gemini clients, whose URL says so. Raises InvalidRequest.
+    `stream` is given for Gemini clients, whose URL and not the body says whether the reply is streamed. Raises
+    InvalidRequest.
     """
     request = CODECS[source].parse_request(decode(body, Json))
     if stream is not None:
         request.stream = stream
     changes = ChangeReport(source)
     if source != target:
-        adapt(request, target, target_model, changes)
+        adapt_request(request, target, target_model, changes)
     return msgspec.json.encode(CODECS[target].render_request(request, target_model, changes)), changes.changes
 
 
@@ -128,7 +129,7 @@ def translate_reply(
 ) -> tuple[bytes, list[FieldChange]]:
     """Return the reply in wire format `target`, and what was changed.
 
-    Raises UpstreamBroken if it is not a reply in the provider's wire format `source`.
+    Raises UpstreamBroken if the body is not a reply in the provider's wire format `source`.
     """
     changes = ChangeReport(source)
     try:
@@ -136,7 +137,7 @@ def translate_reply(
     except InvalidRequest as error:
         raise UpstreamBroken(f"the provider's reply does not follow the format {source}: {error.message}") from None
     for choice in reply.choices:
-        choice.parts = changes.strip_extras(choice.parts, target)
+        choice.parts = changes.remove_untranslated_fields(choice.parts, target)
     return msgspec.json.encode(CODECS[target].render_reply(reply, context or ReplyContext())), changes.changes
 
 
@@ -149,10 +150,10 @@ def write_delta(writer: deltas.EventWriter, delta: deltas.ProviderDelta) -> byte
 
 
 class StreamTranslator:
-    """Translates the bytes of a provider's stream into the client's, wherever the bytes are split.
+    """Translates a provider's stream of events into the client's wire format, however its bytes are split.
 
     A failure raises UpstreamBroken, or UpstreamFailed for an error event of the provider. `write_error` then returns
-    the output so far and the client's error event; the caller decides whether to send it or to try another provider.
+    the events that were not returned yet and an error event. The caller either sends them or tries another provider.
     """
 
     def __init__(self, source: ChatDialect, target: ChatDialect, context: ReplyContext | None = None) -> None:
@@ -168,13 +169,13 @@ class StreamTranslator:
         for event in self._splitter.push(data):
             if self.has_ended:
                 break  # events after the end are ignored
-            if payload := event_data(event):
+            if payload := read_event_data(event):
                 for delta in self._reader.read(payload):
                     self._write(delta)
         return self._take_output()
 
     def end(self) -> bytes:
-        """Return the last output at the connection's end; raise UpstreamBroken if the stream is incomplete."""
+        """Return the last events, after the connection ended; raise UpstreamBroken if the stream is incomplete."""
         if not self.has_ended:
             if self._splitter.partial_event.strip():
                 self.push(b"\n\n")  # a last event without the blank line after it

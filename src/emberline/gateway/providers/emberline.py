@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.api.openapi import is_model_api
+from emberline.api.openapi import is_model_endpoint
 from emberline.core.errors import NotFound
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
@@ -34,7 +34,7 @@ class Emberline(Provider):
         path = call.endpoint.partition("?")[0]
         if self._base_url.endswith("/v1"):  # the endpoint may then lack the version
             path = f"v1/{path.removeprefix('v1/')}"
-        if not is_model_api(call.method, f"/{path}"):
+        if not is_model_endpoint(call.method, f"/{path}"):
             raise NotFound(
                 f"the gateway does not forward {call.method[:20]} {path[:200]!r} to the engine",
                 hint="use a path of the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",

@@ -1,1 +1,1 @@
-"""Streamed replies: split into events, metered, passed on, and continued elsewhere if they break."""
+"""Passes providers' streams on to clients, reads their usage, and continues broken streams at a different provider."""

@@ -1,7 +1,7 @@
 """Parses application/vnd.amazon.eventstream.
 
-A message consists of its length, the length of its headers, a checksum of both, the headers, the payload, and a
-checksum of everything before.
+A message consists of the message's length, the headers' length, a checksum of both lengths, the headers, the payload,
+and a checksum of all bytes before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EventStreamMessage(NamedTuple):
 
     @property
     def exception_type(self) -> str:
-        """The exception or error code of the message, "" for an event."""
+        """The exception type or error code in the message's headers, or "" if the message is an event."""
         if self.headers.get(":message-type") == "event":
             return ""
         return self.headers.get(":exception-type") or self.headers.get(":error-code") or "error"
@@ -43,7 +43,7 @@ class EventStreamParser:
         self._partial = b""
 
     def push(self, data: bytes) -> list[EventStreamMessage]:
-        """Return the messages that are complete with these bytes; raise UpstreamBroken for damaged ones."""
+        """Add these bytes and return the messages that are now complete; raise UpstreamBroken for a damaged message."""
         data = self._partial + data if self._partial else data
         messages, start = [], 0
         while len(data) - start >= _PRELUDE.size:

@@ -1,7 +1,7 @@
 """Builds the request that continues a reply whose stream broke.
 
-The text sent so far becomes the assistant's last message. A provider that cannot continue such a message gets a further
-user message with the instruction to continue.
+The text that the client already received becomes the assistant's last message. For a provider that cannot continue such
+a message, a user message with the instruction to continue follows.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _PROVIDER_BOUND_FIELDS = frozenset(
 
 
 def parse_continuable(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
-    """Return the parsed request if another provider could continue its reply, else None.
+    """Return the parsed request if a different provider could continue its reply, else None.
 
-    The reply must be a single text. Enforced JSON is excluded: a provider's grammar restarts with every request.
+    The reply must be one text. Enforced JSON cannot be continued: a provider's grammar restarts with every request.
     """
     try:
         request = CODECS[dialect].parse_request(decode(body, Json))

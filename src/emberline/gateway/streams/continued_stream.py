@@ -1,6 +1,6 @@
-"""Joins several replies into one stream, each continuing where the one before broke.
+"""Joins several replies into one stream: each reply continues where the previous reply broke.
 
-All replies are parsed and rendered again in the client's wire format, so that the stream has one start, blocks in order
+All replies are parsed and rendered again in the client's wire format, so that the client sees one stream with one start
 and one end.
 """
 
@@ -20,7 +20,7 @@ from emberline.gateway.dialects.translate import CODECS, write_delta
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
 from emberline.wire import deltas, sse
 from emberline.wire.deltas import ChatDialect
-from emberline.wire.event_splitter import EventSplitter, event_data
+from emberline.wire.event_splitter import EventSplitter, read_event_data
 
 # Returns the reply that continues after this text and this broken reply, with its repetition filter; None if none can.
 FindContinuation: TypeAlias = Callable[[str, GatewayReply], Awaitable[tuple[GatewayReply, RepetitionFilter] | None]]
@@ -29,7 +29,7 @@ ENDED_BY_GATEWAY = "ended here"  # the broken reply already had its finish reaso
 
 
 class ContinuedStream:
-    """The stream that the client receives; `reply` is the reply that carries it."""
+    """The stream that the client receives. `reply` is the gateway's reply, whose body is this stream."""
 
     def __init__(
         self, call: GatewayRequest, dialect: ChatDialect, first: GatewayReply, find_continuation: FindContinuation
@@ -67,7 +67,7 @@ class ContinuedStream:
     async def aclose(self) -> None:
         """Close the stream before its end, because the client disconnected."""
         if not self._is_closed:
-            await self._finish()
+            await self._finish_stream()
 
     # -- one reply -----------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class ContinuedStream:
         try:
             chunk = await self._stream.__anext__()
             for event in self._splitter.push(chunk):
-                if payload := event_data(event):
+                if payload := read_event_data(event):
                     self._write_deltas(self._reader.read(payload))
         except StopAsyncIteration:
             await self._handle_reply_end()
@@ -90,7 +90,7 @@ class ContinuedStream:
         except UpstreamFailed as e:
             await self._handle_failure(e)
         else:
-            await self._finish()
+            await self._finish_stream()
 
     def _write_deltas(self, deltas_read: Iterable[deltas.ProviderDelta]) -> None:
         for source_delta in deltas_read:
@@ -119,9 +119,10 @@ class ContinuedStream:
     def _filter_delta(
         self, delta: deltas.ProviderDelta, repetition_filter: RepetitionFilter
     ) -> Iterable[deltas.ProviderDelta]:
-        """Yield what a continuation adds: no second start, no reasoning, no repeated text, and total usage.
+        """Yield the deltas of a continuation that the client should see.
 
-        Citations are dropped, because their offsets do not count from the start of the whole text.
+        Its start, its reasoning and repeated text are dropped, and its usage is added to that of the broken replies.
+        Citations are dropped too, because their offsets do not count from the start of the whole text.
         """
         match delta:
             case deltas.StreamStart() | deltas.ReasoningDelta() | deltas.CitationDelta():
@@ -143,12 +144,12 @@ class ContinuedStream:
 
     async def _handle_failure(self, error: UpstreamFailed) -> None:
         if self._has_ended:
-            await self._finish()  # only the connection did not close cleanly
+            await self._finish_stream()  # only the connection did not close cleanly
             return
         await self._current_reply.close()
         if self._has_finish_reason:
             self._write_deltas([deltas.StreamEnd()])
-            await self._finish("complete", continued=ENDED_BY_GATEWAY)
+            await self._finish_stream("complete", continued_by=ENDED_BY_GATEWAY)
         elif (
             self._text_only
             and (continuation := await self._find_continuation("".join(self._sent_texts), self._current_reply))
@@ -161,7 +162,7 @@ class ContinuedStream:
         else:
             # [DONE] would make the stream look complete.
             self._output.append(self._writer.write_error(error).removesuffix(sse.DONE_EVENT))
-            await self._finish("cut", self._current_reply.error or error.code)
+            await self._finish_stream("cut", self._current_reply.error or error.code)
 
     def _add_broken_cost(self, reply: GatewayReply) -> None:
         custom = self._call.options.custom_cost
@@ -171,12 +172,12 @@ class ContinuedStream:
     def _record_continuation(self, provider: str) -> None:
         self.reply.continued_by = ", ".join(filter(None, (self.reply.continued_by, provider)))
 
-    async def _finish(self, outcome: str = "", error: str = "", continued: str = "") -> None:
-        """Close the stream; `outcome` and `error` override those of the last reply."""
+    async def _finish_stream(self, outcome: str = "", error: str = "", continued_by: str = "") -> None:
+        """Close the stream. `outcome` and `error`, if given, replace the outcome and the error of the last reply."""
         self._is_closed = True
         last, reply = self._current_reply, self.reply
         await last.close()
         reply.ended, reply.error = (outcome, error) if outcome else (last.ended, last.error)
         reply.usage, reply.micros, reply.estimated = last.usage, last.micros, last.estimated
-        if continued:
-            self._record_continuation(continued)
+        if continued_by:
+            self._record_continuation(continued_by)

@@ -1,6 +1,7 @@
-"""Reads from the events of a stream, in each wire format, what the gateway must know about a reply.
+"""Reads usage, errors, the model's name and the end of a reply from stream events that are passed on unchanged.
 
-The Struct types name only the fields that are read; decoding skips all others, but checks that they are valid JSON.
+The Struct types declare only the fields that are read. Decoding skips all other fields, but checks that they are valid
+JSON. The event readers of `dialects` would decode everything, which is too slow for every event that passes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from emberline.wire.usage import Usage
 
 @dataclass(slots=True)
 class StreamState:
-    """What the events of a stream have shown so far."""
+    """What the gateway has learned from the events of a stream that it has read."""
 
     has_content: bool = False  # text, reasoning or a tool call has been received
     has_ended: bool = False  # the wire format's end event has been received
@@ -323,7 +324,7 @@ class _Embeddings(msgspec.Struct):
 
 
 def observe_raw_event(name: bytes, payload: bytes, state: StreamState) -> None:
-    """Observe an event of an unknown format, in which any data counts as content."""
+    """Update `state` with an event of an unknown wire format, in which any data counts as content."""
     state.has_content = True
     if b'"usage' in payload:
         with contextlib.suppress(*JSON_DECODE_ERRORS):
@@ -331,7 +332,7 @@ def observe_raw_event(name: bytes, payload: bytes, state: StreamState) -> None:
 
 
 def find_usage(data: Any) -> Any:
-    """Return the usage object of a reply or event in an unknown format; for a list, the last one."""
+    """Return the usage object in a reply or event of an unknown wire format; in a list, the last usage object."""
     if isinstance(data, list):
         return next(filter(None, map(find_usage, reversed(data))), None)
     objects = (

@@ -1,4 +1,4 @@
-"""Meters a reply from the bytes that pass through: first content, usage, errors and its end.
+"""Meters read usage, errors, the first content and the end of a reply from its bytes while they are passed on.
 
 Each wire format has an event observer (`event_observers.py`), which decodes only the fields that it needs.
 """
@@ -28,10 +28,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamMeter:
-    """The meter of one stream of server-sent events."""
+    """Reads usage, errors and the end of one stream of server-sent events while its bytes are passed on."""
 
     def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
-        """`hide_usage`: drop the usage event, which the gateway requested and the client did not."""
+        """`hide_usage` drops the usage event, for a stream whose usage the gateway requested and the client did not."""
         self.state = StreamState()
         self.broken: UpstreamBroken | None = None  # set by a malformed event; later events are ignored
         self.data_events = 0  # number of events with data; comments only keep the connection alive
@@ -42,7 +42,9 @@ class StreamMeter:
         self._hide_usage = hide_usage
 
     def push(self, data: bytes) -> bytes:
-        """Return the complete events, up to and including an error event, or up to before a malformed one."""
+        """Add these bytes and return the events that are now complete.
+
+        Events after an error event are dropped, and so are a malformed event and those after it."""
         events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
@@ -56,7 +58,7 @@ class StreamMeter:
         return events[0] if len(events) == 1 else b"".join(events)
 
     def needs_offload(self, data: bytes) -> bool:
-        """Return whether to use `push_offloaded`: an event may be complete that takes long to decode."""
+        """Return whether to pass the bytes to `push_offloaded`, because an event in them may be slow to decode."""
         return len(data) + self._splitter.partial_bytes >= HUGE_INPUT_BYTES
 
     async def push_offloaded(self, data: bytes) -> bytes:
@@ -83,7 +85,7 @@ class StreamMeter:
         return b"".join(events)
 
     def _observe_event(self, event: bytes) -> bytes:
-        """Observe the event and return it, b"" if the client must not see it."""
+        """Update `state` with the event and return the event, or b"" if the client must not see it."""
         name, payload = parse_event(event)
         if payload:
             self.data_events += 1
@@ -94,7 +96,7 @@ class StreamMeter:
         return event
 
     def end(self) -> None:
-        """Note that the connection ended; sets `broken` if the stream was incomplete."""
+        """Record that the connection ended, and set `broken` if the stream was incomplete."""
         if self.broken is not None:
             return
         if self._dialect == "raw":
@@ -113,23 +115,23 @@ class StreamMeter:
             missing_parts = "its end event" if self.state.has_content else "any content and without its end event"
             self.broken = UpstreamBroken(f"the stream ended without {missing_parts}")
 
-    def usage(self, body: bytes, tokens: int | None = None) -> tuple[Usage | None, bool]:
+    def usage(self, body: bytes, input_tokens: int | None = None) -> tuple[Usage | None, bool]:
         """Return the reply's usage, and whether it is an estimate.
 
-        The usage of an incomplete stream is estimated: the input from `tokens` or the request's `body`, the output from
-        the characters that passed.
+        The usage of an incomplete stream is estimated: the input from `input_tokens` or the request's `body`, the
+        output from the number of characters that the stream contained.
         """
         reported = self.state.usage(self._dialect)
         if self._dialect == "raw" or (reported is not None and self.state.has_ended):
             return reported, False
         output = -(-self.state.content_characters // CHARACTERS_PER_TOKEN)
         if reported is None or not reported.input:
-            return Usage(input=tokens or estimate_input_tokens(body), output=output), True
+            return Usage(input=input_tokens or estimate_input_tokens(body), output=output), True
         return reported.merge_later(Usage(input=reported.input, output=output)), True
 
 
 class RawReplyMeter(StreamMeter):
-    """The meter of a reply in an unknown format, which ends with the connection."""
+    """The meter of a reply in an unknown format, which is complete when the connection ends."""
 
     def __init__(self) -> None:
         super().__init__("raw")
@@ -157,7 +159,7 @@ def check_reply(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
     if not body:
         raise UpstreamBroken("the provider's reply is empty")
     if dialect == "raw":
-        return _raw_usage(body), ""
+        return _find_raw_usage(body), ""
     try:
         reply: Any = REPLY_DECODERS[dialect].decode(body)
     except JSON_DECODE_ERRORS as e:
@@ -169,7 +171,7 @@ def check_reply(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
     return Usage.parse(dialect, reply.usage_object), str(reply.model or "")
 
 
-def _raw_usage(body: bytes) -> Usage | None:
+def _find_raw_usage(body: bytes) -> Usage | None:
     if b'"usage' not in body and b'"billed_units"' not in body:
         return None
     try:

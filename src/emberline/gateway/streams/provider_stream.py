@@ -46,9 +46,9 @@ class ProviderStream:
         self._on_end: StreamEndCallback | None = None
 
     async def wait_for_content(self, deadline: float, on_end: StreamEndCallback) -> None:
-        """Read until the first content or a valid end; raise UpstreamFailed if neither comes.
+        """Read until the first content or a valid end of the stream; raise UpstreamFailed if neither comes.
 
-        `on_end` is called once when the stream ends, if this succeeds.
+        If this call succeeds, `on_end` is called once when the stream ends.
         """
         state, received = self.meter.state, 0
         while not state.has_content and not state.has_ended:
@@ -71,7 +71,7 @@ class ProviderStream:
         self._on_end = on_end
 
     async def _read_events(self, deadline: float, before_content: bool = False) -> bytes | None:
-        """Return complete events, None at the end; raise UpstreamTimeout if no data arrives in time."""
+        """Return complete events, or None at the end of the stream; raise UpstreamTimeout if no data arrives."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
         idle_deadline = now - self._silent_s + (CLOSE_GRACE_S if meter.state.has_ended else timeouts.between_events)
@@ -100,7 +100,7 @@ class ProviderStream:
         return events if self._translator is None else self._translator.push(events)
 
     async def _translate_offloaded(self, events: bytes) -> bytes:
-        """Do what `_translate` does in a child process, for a large event."""
+        """Translate large events in a child process, so that the event loop is not blocked."""
         if self._translator is None:
             return events
         try:
@@ -127,12 +127,14 @@ class ProviderStream:
                     return output
             except UpstreamFailed as e:
                 if not self.meter.state.has_ended:
-                    return self._fail(e)
-                self._finish("complete", "")  # the end event was received: only the connection did not close cleanly
+                    return self._end_with_error(e)
+                self._finish_stream(
+                    "complete", ""
+                )  # the end event was received: only the connection did not close cleanly
         raise StopAsyncIteration
 
     def _next_output(self, events: bytes | None, output: bytes | None = None) -> bytes:
-        """Return the next output; `output` is `passed` in the client's wire format, if already translated."""
+        """Return the next output. `output` holds `events` in the client's wire format if already translated."""
         meter = self.meter
         if events is None and meter.broken is None:
             meter.end()
@@ -142,15 +144,15 @@ class ProviderStream:
             output = self._translate(meter.missing_end) if meter.missing_end else b""
             if self._translator is not None:
                 output += self._translator.end()
-            self._finish("complete", "")
+            self._finish_stream("complete", "")
             return output
         output = self._translate(events) if output is None else output
         if meter.state.error:  # the provider's own error event is passed on as the last event
-            self._finish("cut", UpstreamBroken.code)
+            self._finish_stream("cut", UpstreamBroken.code)
         return output
 
-    def _fail(self, error: UpstreamFailed) -> bytes:
-        self._finish("cut", error.code)
+    def _end_with_error(self, error: UpstreamFailed) -> bytes:
+        self._finish_stream("cut", error.code)
         if self._translator is not None:
             final_event: bytes | None = self._translator.write_error(error)
         else:
@@ -159,7 +161,7 @@ class ProviderStream:
             raise error
         return final_event
 
-    def _finish(self, outcome: str, code: str) -> None:
+    def _finish_stream(self, outcome: str, code: str) -> None:
         if self._is_closed:
             return
         self._is_closed = True
@@ -169,10 +171,10 @@ class ProviderStream:
 
     async def aclose(self) -> None:
         """Close the stream before its end, because the client disconnected."""
-        self._finish("complete" if self.meter.state.has_ended else "left", "")
+        self._finish_stream("complete" if self.meter.state.has_ended else "left", "")
 
 
 def translate_chunk(translator: StreamTranslator, data: bytes) -> tuple[StreamTranslator, bytes]:
-    """Push `data` in a child process and return the translator's new state with the output."""
+    """Translate `data` and return the changed translator and its output; runs in a child process."""
     output = translator.push(data)
     return translator, output

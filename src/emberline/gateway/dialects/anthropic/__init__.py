@@ -1,1 +1,1 @@
-"""Anthropic's Messages."""
+"""The wire format of Anthropic's Messages API."""

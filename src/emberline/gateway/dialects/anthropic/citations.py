@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 
 from emberline.gateway.dialects.canonical import Part, TextContent
-from emberline.gateway.dialects.citations import extract_citations, string_field
+from emberline.gateway.dialects.citations import extract_citations, read_string_field
 from emberline.wire.deltas import Citation
 
 
 def parse_citation(raw: object, start: int, end: int) -> Citation | None:
-    """Parse a citation of the text from `start` to `end`; None if it does not refer to a URL."""
+    """Parse a citation of the text's characters `start` to `end`. Return None if the citation has no URL."""
     match raw:
         case {"type": "web_search_result_location", "url": str(url), **data}:
             pass
@@ -19,11 +19,13 @@ def parse_citation(raw: object, start: int, end: int) -> Citation | None:
             pass
         case _:
             return None
-    title, quote, encrypted_index = [string_field(data, name) for name in ("title", "cited_text", "encrypted_index")]
+    title, quote, encrypted_index = [
+        read_string_field(data, name) for name in ("title", "cited_text", "encrypted_index")
+    ]
     return Citation(url, title, quote, start, end, encrypted_index)
 
 
-def extract_from_parts(parts: Iterable[Part]) -> None:
+def extract_citations_from_parts(parts: Iterable[Part]) -> None:
     for part in parts:
         if isinstance(part, TextContent):
             parse_part_citation = partial(parse_citation, start=0, end=len(part.text))

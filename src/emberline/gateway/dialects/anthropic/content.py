@@ -104,7 +104,7 @@ def render_part(part: Part) -> Json:
             return _render_source(part)
         case OpaqueContent():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not adapted for Anthropic")
+    raise AssertionError(f"an Anthropic message cannot contain a {type(part).__name__}")
 
 
 def _render_tool_result(result: ToolResultContent) -> Json:
@@ -130,7 +130,7 @@ def _render_source(part: ImageContent | FileContent) -> Json:
 
 
 def parse_arguments(call: ToolCallContent) -> Json:
-    """Return the call's arguments; {} if they are not a JSON object, as after a reply that was cut off."""
+    """Return the call's arguments, or {} if they are not a JSON object because the reply was cut off."""
     return parse_object(call.arguments) or {}
 
 

@@ -12,7 +12,7 @@ from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects.anthropic.citations import parse_citation
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.citations import parse_citations
-from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.event_reader import EventDecoder
 from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
 from emberline.wire import deltas
@@ -92,7 +92,7 @@ class AnthropicEventReader:
             case _Event(type="message_stop"):
                 yield deltas.StreamEnd()
             case _Event(type="error"):
-                raise stream_error({"error": decoded.error})
+                raise make_stream_error({"error": decoded.error})
             case _Event(type="content_block_delta" | "content_block_start" | "message_start" | "message_delta"):
                 raise UpstreamBroken(f"an event of the stream lacks its content: {decoded.type}")
         # All other events, such as ping, are not part of the reply.

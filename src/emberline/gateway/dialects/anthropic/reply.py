@@ -33,7 +33,7 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     fields = FieldReader(body, "")
     id, model = fields.take("id", str, ""), fields.take("model", str, "")
     parts, _ = parse_blocks(fields.require("content", list), "content")
-    citations.extract_from_parts(parts)
+    citations.extract_citations_from_parts(parts)
     reason = FROM_ANTHROPIC.get(fields.take("stop_reason", str, "end_turn"), "stop")
     details = fields.take("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):

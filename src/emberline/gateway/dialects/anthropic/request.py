@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.adapt import merge_adjacent_messages
 from emberline.gateway.dialects.anthropic.content import (
     parse_blocks,
     parse_message,
@@ -25,8 +25,8 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.field_reader import FieldReader, parse_each, unknown_value_error
-from emberline.gateway.dialects.schemas import ANTHROPIC_KEYWORDS, close_objects, restrict_keywords
+from emberline.gateway.dialects.field_reader import FieldReader, parse_rows, unknown_value_error
+from emberline.gateway.dialects.schemas import ANTHROPIC_KEYWORDS, forbid_additional_properties, restrict_keywords
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.wire.anthropic import safe_tool_id
 
@@ -37,7 +37,7 @@ _EMPTY_SCHEMA: Json = {"type": "object", "properties": {}}
 def parse(body: Json) -> CanonicalRequest:
     fields = FieldReader(body, "")
     request = CanonicalRequest("anthropic", fields.take("model", str, ""))
-    request.messages = parse_each(fields.require("messages", list), "messages", parse_message)
+    request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
     if (system := fields.take_any("system")) is not None:
         request.system, _ = parse_blocks(system, "system")
         request.source_fields["system"] = system
@@ -104,10 +104,10 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
         if request.tools:
             body["tools"] = [_render_tool(tool) for tool in request.tools]
         return {**body, **request.source_fields, **request.extra}
-    _hoist_system(request, target_model, changes)
+    _move_system_messages(request, target_model, changes)
     _report_changed_calls(request, changes)
     body["messages"] = [
-        _render_message(message) for message in merge_adjacent(request.messages, roles=("user", "assistant"))
+        _render_message(message) for message in merge_adjacent_messages(request.messages, roles=("user", "assistant"))
     ]
     if request.system:
         body["system"] = render_content(request.system, "auto")
@@ -115,7 +115,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
         request.max_output = target_model.max_output or DEFAULT_MAX_TOKENS
         changes.report("max_output", f"anthropic requires a limit, set to {request.max_output}")
     if request.tools:
-        _relax_forced_choice(request, target_model, changes)
+        _relax_forced_tool_choice(request, target_model, changes)
         body["tools"] = [_render_tool(_adapt_tool(tool, target_model, changes)) for tool in request.tools]
         _render_tool_choice(request, body, changes)
     body |= render_reasoning(request, target_model, changes)
@@ -138,8 +138,11 @@ def _render_message(message: CanonicalMessage) -> Json:
     return {**result, **message.extra}
 
 
-def _hoist_system(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
-    """Move system messages to `system`, except later ones that the model accepts in place."""
+def _move_system_messages(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
+    """Move system messages to the `system` field.
+
+    A system message after the first user message stays where it is if the model accepts that.
+    """
     rest: list[CanonicalMessage] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
@@ -174,7 +177,7 @@ def _adapt_tool(
     if isinstance(tool, OpaqueContent) or not tool.strict:
         return tool
     if target_model.claude_supports_schemas:
-        return replace(tool, schema=_enforceable_schema(tool.schema or _EMPTY_SCHEMA, "tools[]", changes))
+        return replace(tool, schema=_make_enforceable_schema(tool.schema or _EMPTY_SCHEMA, "tools[]", changes))
     changes.report("tools[]", "this model does not support strict schemas", subfield=".strict")
     return replace(tool, strict=None)
 
@@ -189,7 +192,7 @@ def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
     return {**result, **tool.extra}
 
 
-def _relax_forced_choice(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
+def _relax_forced_tool_choice(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
     choice = request.tool_choice
     if target_model.claude_rejects_forced_tools and choice and choice.mode in ("required", "named"):
         request.tool_choice = CanonicalToolChoice("auto", choice.names)
@@ -216,9 +219,9 @@ def _render_tool_choice(request: CanonicalRequest, body: Json, changes: ChangeRe
 def _remove_rejected_sampling(
     request: CanonicalRequest, target_model: TargetModel, is_thinking: bool, changes: ChangeReport
 ) -> None:
-    """Remove the sampling fields that Claude rejects.
+    """Remove the sampling fields that the Claude model rejects.
 
-    Later models reject all of them, earlier ones some, and more while thinking.
+    Newer models reject temperature, top_p and top_k. Older models reject some of them, and more with thinking enabled.
     """
     if target_model.claude_version is None:
         return
@@ -258,16 +261,16 @@ def _render_response_format(
     elif not target_model.claude_supports_schemas:
         changes.report("response_format", "this model does not support schemas; ask for JSON in the prompt")
     else:
-        schema = _enforceable_schema(response_format.schema, "response_format", changes)
+        schema = _make_enforceable_schema(response_format.schema, "response_format", changes)
         body.setdefault("output_config", {})["format"] = {"type": "json_schema", "schema": schema}
 
 
-def _enforceable_schema(schema: Json | None, field: str, changes: ChangeReport) -> Any:
-    """Return the schema in the form that Claude can enforce: known keywords only, and closed objects."""
+def _make_enforceable_schema(schema: Json | None, field: str, changes: ChangeReport) -> Any:
+    """Return the schema in the form that Claude can enforce: known keywords only, and no additional properties."""
     unsupported = "anthropic does not support this schema keyword"
     schema = restrict_keywords(
         schema, ANTHROPIC_KEYWORDS, lambda keyword: changes.report(field, unsupported, subfield=f".{keyword}")
     )
-    return close_objects(
+    return forbid_additional_properties(
         schema, lambda keyword: changes.report(field, "set to false, as anthropic requires", subfield=f".{keyword}")
     )

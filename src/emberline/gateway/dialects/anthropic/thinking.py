@@ -1,4 +1,4 @@
-"""Claude's reasoning options: a token budget in earlier models, an effort level in later ones."""
+"""Claude's reasoning options: older models take a token budget, newer models an effort level."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def render_reasoning(request: CanonicalRequest, target_model: TargetModel, chang
         if "none" in target_model.claude_efforts:
             return {"thinking": {"type": "disabled"}}
         options = ReasoningOptions("none", include_reasoning=options.include_reasoning)
-    if reason := _reason_not_to_think(request, target_model):
+    if reason := _find_thinking_conflict(request, target_model):
         changes.report("reasoning", reason)
         return {}
     display = (
@@ -71,13 +71,15 @@ def render_reasoning(request: CanonicalRequest, target_model: TargetModel, chang
         and target_model.claude_supports_budget
         and options.effort is None
     ):
-        return _render_budget(options.budget, request, display, changes, is_requested=True)
+        return _render_thinking_budget(options.budget, request, display, changes, is_requested=True)
     if target_model.claude_supports_effort:
-        return _render_adaptive(options, target_model, display, changes)
-    return _render_budget(budget_for_effort(options.effort or "medium"), request, display, changes, is_requested=False)
+        return _render_adaptive_thinking(options, target_model, display, changes)
+    return _render_thinking_budget(
+        budget_for_effort(options.effort or "medium"), request, display, changes, is_requested=False
+    )
 
 
-def _render_adaptive(
+def _render_adaptive_thinking(
     options: ReasoningOptions, target_model: TargetModel, display: Json, changes: ChangeReport
 ) -> Json:
     result: Json = {"thinking": {"type": "adaptive", **display}}
@@ -93,7 +95,7 @@ def _render_adaptive(
     return result
 
 
-def _render_budget(
+def _render_thinking_budget(
     budget: int, request: CanonicalRequest, display: Json, changes: ChangeReport, *, is_requested: bool
 ) -> Json:
     assert request.max_output is not None, "max_tokens was filled in before"
@@ -108,10 +110,11 @@ def _render_budget(
     return {"thinking": {"type": "enabled", "budget_tokens": budget, **display}}
 
 
-def _reason_not_to_think(request: CanonicalRequest, target_model: TargetModel) -> str | None:
-    """Return why Claude would reject thinking here, None if it would not.
+def _find_thinking_conflict(request: CanonicalRequest, target_model: TargetModel) -> str | None:
+    """Return why Claude would reject thinking in this request, or None if it would accept it.
 
-    It rejects thinking with a forced tool call and, with a budget, after tool calls without their thinking blocks.
+    Claude rejects thinking together with a forced tool call. With a token budget it also rejects thinking after tool
+    calls whose thinking blocks are missing.
     """
     if target_model.claude_version is None:
         return None

@@ -1,1 +1,1 @@
-"""OpenAI's Chat Completions."""
+"""The wire format of OpenAI's Chat Completions API."""

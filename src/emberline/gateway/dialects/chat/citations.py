@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from emberline.gateway.dialects.canonical import CanonicalMessage
-from emberline.gateway.dialects.citations import assign_citations, extract_citations, string_field
+from emberline.gateway.dialects.citations import assign_citations, extract_citations, read_string_field
 from emberline.wire.deltas import Citation
 
 
@@ -18,14 +18,14 @@ def parse_citation(raw: object) -> Citation | None:
 
 
 def parse_url_citation(data: Mapping[Any, Any]) -> Citation | None:
-    """Parse the fields that Chat Completions and Responses share; `content` is OpenRouter's addition."""
+    """Parse a citation from the fields that Chat Completions and Responses share, and OpenRouter's `content`."""
     url, start, end = data.get("url"), data.get("start_index"), data.get("end_index")
     if not isinstance(url, str):
         return None
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
         start = end = 0
-    return Citation(url, string_field(data, "title"), string_field(data, "content"), start, end)
+    return Citation(url, read_string_field(data, "title"), read_string_field(data, "content"), start, end)
 
 
-def extract_from_message(message: CanonicalMessage) -> None:
+def extract_citations_from_message(message: CanonicalMessage) -> None:
     assign_citations(message.parts, extract_citations(message.extra, "annotations", parse_citation))

@@ -17,7 +17,7 @@ from emberline.gateway.dialects.canonical import (
     ToolResultContent,
 )
 from emberline.gateway.dialects.field_reader import FieldReader, parse_content, unknown_value_error
-from emberline.gateway.dialects.media import data_url, split_data_url
+from emberline.gateway.dialects.media import make_data_url, split_data_url
 
 _AUDIO_FORMATS = {"audio/wav": "wav", "audio/x-wav": "wav", "audio/mp3": "mp3", "audio/mpeg": "mp3"}
 
@@ -94,19 +94,19 @@ def _parse_part(raw: object, path: str) -> Part:
             url, detail = image.require("url", str), image.take("detail", str)
             mime, data = split_data_url(url) or ("", "")
             return ImageContent(
-                "" if data else url, data, mime, detail=detail, extra=_merge_unread(fields, image, kind)
+                "" if data else url, data, mime, detail=detail, extra=_merge_unread_fields(fields, image, kind)
             )
         case "input_audio":
             audio = FieldReader(fields.require("input_audio", dict), f"{path}.input_audio")
             data, mime = audio.require("data", str), f"audio/{audio.require('format', str)}"
-            return AudioContent(data, mime, _merge_unread(fields, audio, kind))
+            return AudioContent(data, mime, _merge_unread_fields(fields, audio, kind))
         case "file":
             return _parse_file(fields, FieldReader(fields.require("file", dict), f"{path}.file"))
         case _:
             return OpaqueContent(kind, fields.whole)
 
 
-def mistral_reasoning_text(row: Json) -> str:
+def read_mistral_reasoning(row: Json) -> str:
     """Return the text of a Mistral thinking part, "" for any other part."""
     rows = row.get("thinking")
     if row.get("type") != "thinking" or not isinstance(rows, list):
@@ -114,8 +114,8 @@ def mistral_reasoning_text(row: Json) -> str:
     return "".join(str(inner.get("text", "")) for inner in rows if isinstance(inner, dict))
 
 
-def _merge_unread(outer: FieldReader, inner: FieldReader, kind: str) -> Json:
-    """Return the unread fields of a part and of the object nested in it."""
+def _merge_unread_fields(outer: FieldReader, inner: FieldReader, kind: str) -> Json:
+    """Return the fields that were not read from a content part (`outer`) and from the object nested in it (`inner`)."""
     return {**outer.unread, kind: inner.unread} if inner.unread else outer.unread
 
 
@@ -123,11 +123,13 @@ def _parse_file(fields: FieldReader, file: FieldReader) -> FileContent:
     file_data = file.take("file_data", str, "")
     mime, data = split_data_url(file_data) or ("", file_data)
     file_id, name = file.take("file_id", str, ""), file.take("filename", str, "")
-    return FileContent(data=data, mime=mime, file_id=file_id, name=name, extra=_merge_unread(fields, file, "file"))
+    return FileContent(
+        data=data, mime=mime, file_id=file_id, name=name, extra=_merge_unread_fields(fields, file, "file")
+    )
 
 
 def render_message(message: CanonicalMessage) -> list[Json]:
-    """Return the chat messages for a canonical one: first its tool results, then the rest."""
+    """Return the chat messages for a canonical message: one per tool result, then one with the other content."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_tool_result(part, message))]
@@ -180,7 +182,7 @@ def render_tool_call(call: ToolCallContent) -> Json:
     return {"id": call.id, "type": "function", **call.extra, "function": function}
 
 
-def google_signature(call: ToolCallContent) -> str:
+def read_google_signature(call: ToolCallContent) -> str:
     match call.extra.get("extra_content"):
         case {"google": {"thought_signature": str(signature)}}:
             return signature
@@ -205,7 +207,7 @@ def _render_part(part: Part) -> Json | None:
         case RefusalContent():
             return {"type": "refusal", "refusal": part.text, **part.extra}
         case ImageContent() if part.url or part.data:
-            image = {"url": part.url or data_url(part.mime, part.data)}
+            image = {"url": part.url or make_data_url(part.mime, part.data)}
             if part.detail is not None:
                 image["detail"] = part.detail
             return _nest_part("image_url", image, part.extra)
@@ -226,7 +228,7 @@ def _nest_part(kind: str, inner: Json, extra: Json) -> Json:
 def _render_file(file: FileContent) -> Json:
     result: Json = {}
     if file.data:
-        result["file_data"] = data_url(file.mime, file.data) if file.mime else file.data
+        result["file_data"] = make_data_url(file.mime, file.data) if file.mime else file.data
     if file.file_id:
         result["file_id"] = file.file_id
     if file.name:

@@ -10,9 +10,9 @@ import msgspec
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.chat import citations
-from emberline.gateway.dialects.chat.content import mistral_reasoning_text
+from emberline.gateway.dialects.chat.content import read_mistral_reasoning
 from emberline.gateway.dialects.citations import parse_citations
-from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.event_reader import EventDecoder
 from emberline.wire import deltas
 from emberline.wire.finish_reasons import FROM_CHAT
@@ -75,7 +75,7 @@ class ChatEventReader:
             return
         chunk = _DECODER.decode(event)
         if chunk.error is not None:
-            raise stream_error({"error": chunk.error})
+            raise make_stream_error({"error": chunk.error})
         if not self._has_started and (chunk.id or chunk.choices):  # Azure first sends a chunk with filter results
             self._has_started = True
             yield deltas.StreamStart(chunk.id or "", chunk.model or "", int(chunk.created or 0))
@@ -106,7 +106,7 @@ class ChatEventReader:
                 )
         elif delta.content:
             for row in delta.content:
-                if text := mistral_reasoning_text(row):
+                if text := read_mistral_reasoning(row):
                     yield deltas.ReasoningDelta(text, choice_index)
                 elif isinstance(content_text := row.get("text"), str):
                     yield deltas.TextDelta(content_text, choice_index)
@@ -137,9 +137,9 @@ class ChatEventReader:
 
     @staticmethod
     def _find_slot(slots: list[tuple[int, str]], call: _ToolCall) -> int | None:
-        """Return the slot of the tool call that continues, None for a new call.
+        """Return the slot (number) of the tool call that `call` continues, or None if it starts a new tool call.
 
-        Some providers send index 0 or no index for every call, and only the id differs.
+        Some providers send index 0 or no index for every tool call, and only the id differs.
         """
         for slot in reversed(range(len(slots))):
             index, id = slots[slot]

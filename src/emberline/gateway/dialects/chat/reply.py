@@ -20,10 +20,10 @@ from emberline.gateway.dialects.canonical import (
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import (
-    mistral_reasoning_text,
     parse_assistant,
+    read_mistral_reasoning,
 )
-from emberline.gateway.dialects.field_reader import FieldReader, parse_each
+from emberline.gateway.dialects.field_reader import FieldReader, parse_rows
 from emberline.wire.chat import ChatWriter
 from emberline.wire.deltas import (
     CitationDelta,
@@ -58,7 +58,7 @@ _IGNORED_FIELDS = (
 def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     fields = FieldReader(body, "")
     id, model, created = fields.take("id", str, ""), fields.take("model", str, ""), fields.take("created", float, 0)
-    choices = parse_each(fields.require("choices", list), "choices", partial(_parse_choice, changes=changes))
+    choices = parse_rows(fields.require("choices", list), "choices", partial(_parse_choice, changes=changes))
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
     return CanonicalReply("openai-chat", id, model, choices, int(created), Usage.find_in("openai-chat", body))
 
@@ -66,9 +66,9 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
 def _parse_choice(raw: object, path: str, changes: ChangeReport) -> CanonicalChoice:
     fields = FieldReader(raw, path)
     message = parse_assistant(FieldReader(fields.require("message", dict), f"{path}.message"))
-    citations.extract_from_message(message)
+    citations.extract_citations_from_message(message)
     for index, part in enumerate(message.parts):
-        if isinstance(part, OpaqueContent) and (reasoning := mistral_reasoning_text(part.raw)):
+        if isinstance(part, OpaqueContent) and (reasoning := read_mistral_reasoning(part.raw)):
             message.parts[index] = ReasoningContent(reasoning, "openai-chat")
     reason = FROM_CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
     logprobs = fields.take("logprobs", dict)
@@ -93,7 +93,7 @@ def _choice_deltas(index: int, choice: CanonicalChoice) -> Iterator[Delta]:
     num_characters = 0  # of the parts' joined text, in which citations count
     if choice.logprobs is not None:
         yield TextDelta("", index, logprobs=choice.logprobs)
-    for slot, part in _number_calls(choice.parts):
+    for slot, part in _count_calls_before_parts(choice.parts):
         match part:
             case TextContent():
                 yield TextDelta(part.text, index)
@@ -112,8 +112,8 @@ def _choice_deltas(index: int, choice: CanonicalChoice) -> Iterator[Delta]:
     yield Finish(choice.finish_reason or "stop", choice=index)
 
 
-def _number_calls(parts: list[Part]) -> Iterator[tuple[int, Part]]:
-    """Yield each part with the number of tool calls before it."""
+def _count_calls_before_parts(parts: list[Part]) -> Iterator[tuple[int, Part]]:
+    """Yield (number of tool calls before the part, part) for each part."""
     num_calls = 0
     for part in parts:
         yield num_calls, part

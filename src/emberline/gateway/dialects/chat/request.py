@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.adapt import merge_adjacent_messages
 from emberline.gateway.dialects.canonical import (
     CanonicalMessage,
     CanonicalRequest,
@@ -23,7 +23,7 @@ from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPE
 from emberline.gateway.dialects.chat.content import parse_message, render_message
 from emberline.gateway.dialects.chat.field_names import FIELD_NAMES
 from emberline.gateway.dialects.effort import EFFORTS, effort_for_budget, nearest_effort
-from emberline.gateway.dialects.field_reader import FieldReader, ValueParser, parse_each, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, ValueParser, parse_rows, unknown_value_error
 from emberline.gateway.dialects.target_model import TargetModel
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
@@ -32,7 +32,7 @@ _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 def parse(body: Json) -> CanonicalRequest:
     fields = FieldReader(body, "")
     request = CanonicalRequest("openai-chat", fields.take("model", str, ""))
-    request.messages = parse_each(fields.require("messages", list), "messages", parse_message)
+    request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
     FIELD_NAMES.read_direct_fields(fields, request)
     for name in reversed(_MAX_TOKENS_FIELDS):
         if (limit := fields.take(name, int)) is not None:
@@ -128,7 +128,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     messages = (
         request.messages
         if is_same_format
-        else _move_media_out_of_results(merge_adjacent(request.messages, roles=("assistant",)), changes)
+        else _move_media_out_of_results(merge_adjacent_messages(request.messages, roles=("assistant",)), changes)
     )
     rows = [row for message in messages for row in render_message(message)]
     if request.system:
@@ -165,7 +165,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
 
 
 def _move_media_out_of_results(messages: list[CanonicalMessage], changes: ChangeReport) -> list[CanonicalMessage]:
-    """Move images and files out of tool results into the user's message: chat allows only text there."""
+    """Move images and files from tool results into a user message: a chat's tool results may hold only text."""
     for message in messages:
         media: list[Part] = []
         for part in message.parts:

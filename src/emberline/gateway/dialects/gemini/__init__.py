@@ -1,1 +1,1 @@
-"""Gemini's generateContent."""
+"""The wire format of Gemini's generateContent API."""

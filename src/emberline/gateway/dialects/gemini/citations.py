@@ -1,4 +1,4 @@
-"""Citations in Gemini's candidates: segments of the text, in UTF-8 bytes, and their sources."""
+"""Citations in Gemini's replies: segments of the text, with offsets in UTF-8 bytes, and their sources."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from emberline.gateway.dialects.canonical import Json, Part, TextContent
-from emberline.gateway.dialects.citations import string_field
+from emberline.gateway.dialects.citations import read_string_field
 from emberline.wire.deltas import Citation
 
 
-class Grounding:
-    """Collects the grounding metadata of one candidate; chunk indices count over all events."""
+class GroundingCollector:
+    """Collects the grounding metadata (sources and cited segments) of one candidate over all events of a stream."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
@@ -23,13 +23,15 @@ class Grounding:
         """Add the values of `groundingMetadata` and `citationMetadata`."""
         if isinstance(grounding, dict):
             fields = {f"groundingMetadata.{name}": value for name, value in grounding.items()}
-            chunks = _rows(fields.pop("groundingMetadata.groundingChunks", None))
+            chunks = _as_list(fields.pop("groundingMetadata.groundingChunks", None))
             repeats_all = chunks[: len(self._chunks)] == self._chunks  # the event repeats all earlier chunks
             self._chunks = chunks if repeats_all else self._chunks + chunks
-            self._supports += _rows(fields.pop("groundingMetadata.groundingSupports", None))
+            self._supports += _as_list(fields.pop("groundingMetadata.groundingSupports", None))
             self._other_metadata |= fields
         if isinstance(citation_metadata, dict):  # Vertex AI calls the rows `citations`
-            self._citation_rows += _rows(citation_metadata.get("citationSources") or citation_metadata.get("citations"))
+            self._citation_rows += _as_list(
+                citation_metadata.get("citationSources") or citation_metadata.get("citations")
+            )
 
     def citations(self, parts: Sequence[Part]) -> list[Citation]:
         """Return the citations, with character offsets in the joined text of `parts`."""
@@ -37,19 +39,19 @@ class Grounding:
         whole_text = b"".join(texts)
         result = []
         for segment, source in self._cited_segments():
-            part = _index(segment, "partIndex")
+            part = _read_index(segment, "partIndex")
             begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream's text is passed as one part
             start, end = [
-                _character_count(whole_text, begin + _index(segment, name)) for name in ("startIndex", "endIndex")
+                _count_characters(whole_text, begin + _read_index(segment, name)) for name in ("startIndex", "endIndex")
             ]
-            quote = string_field(source, "text")
-            result.append(Citation(source["uri"], string_field(source, "title"), quote, start, max(start, end)))
+            quote = read_string_field(source, "text")
+            result.append(Citation(source["uri"], read_string_field(source, "title"), quote, start, max(start, end)))
         return list(dict.fromkeys(result))
 
     def unused_metadata(self) -> Json:
         """Return the metadata that no citation uses."""
         used = [source for _, source in self._cited_segments()]
-        unused_chunks = [chunk for index, chunk in enumerate(self._chunks) if self._source(index) not in used]
+        unused_chunks = [chunk for index, chunk in enumerate(self._chunks) if self._find_source(index) not in used]
         unused_rows = [row for row in self._citation_rows if row not in used]
         return self._other_metadata | {
             "groundingMetadata.groundingChunks": unused_chunks,
@@ -60,31 +62,35 @@ class Grounding:
         for support in self._supports:
             match support:
                 case {"segment": dict(segment), "groundingChunkIndices": list(indices)}:
-                    yield from ((segment, source) for index in indices if (source := self._source(index)) is not None)
-        yield from ((row, row) for row in self._citation_rows if isinstance(row, dict) and string_field(row, "uri"))
+                    yield from (
+                        (segment, source) for index in indices if (source := self._find_source(index)) is not None
+                    )
+        yield from (
+            (row, row) for row in self._citation_rows if isinstance(row, dict) and read_string_field(row, "uri")
+        )
 
-    def _source(self, index: object) -> Json | None:
+    def _find_source(self, index: object) -> Json | None:
         match self._chunks[index] if isinstance(index, int) and 0 <= index < len(self._chunks) else None:
             case {"web": dict(source)} | {"retrievedContext": dict(source)} | {"maps": dict(source)}:
-                return source if string_field(source, "uri") else None
+                return source if read_string_field(source, "uri") else None
         return None
 
 
-def _rows(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _index(data: Json, name: str) -> int:
+def _read_index(data: Json, name: str) -> int:
     value = data.get(name)
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _character_count(text: bytes, count: int) -> int:
-    return len(text[:count].decode(errors="ignore"))
+def _count_characters(text: bytes, num_bytes: int) -> int:
+    return len(text[:num_bytes].decode(errors="ignore"))
 
 
 def render_grounding(texts: Iterable[tuple[int, TextContent]]) -> Json:
-    """Return the candidate's groundingMetadata for (part index, text) pairs; {} without citations."""
+    """Return groundingMetadata for the citations of the texts, given as (part index, text); {} if there are none."""
     chunks: dict[tuple[str, str], int] = {}
     supports: dict[tuple[int, int, int], Json] = {}
     for part, text in texts:

@@ -1,7 +1,8 @@
 """Converts Gemini's contents to and from canonical messages.
 
-Gemini's tool calls may have no ids. Generated ids follow from the call's position, so that they are the same each time,
-and are removed on the way back. A result without an id answers the first open call of its name.
+Gemini's tool calls may have no ids. An id is then generated from the call's position, so that it is the same each time,
+and removed when rendering for Gemini. A tool result without an id belongs to the first call of that function that has
+no result yet.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class ContentsParser:
 
 
 def _unwrap_response(response: Json) -> tuple[str, str]:
-    """Return the text of a function response, and the shape in which it was wrapped."""
+    """Return the text of a function response, and how it was written (its `shape`)."""
     if len(response) == 1:
         for name in ("output", "result", "error"):
             if isinstance(response.get(name), str):
@@ -117,7 +118,10 @@ def _parse_media(fields: FieldReader, value_field: str, extra: Json) -> Part:
 
 
 def decode_gemini_signature(signature: str) -> tuple[str, ChatDialect]:
-    """Return a signature and its origin; those of other origins are wrapped in base64."""
+    """Return a reasoning signature and the wire format that issued it.
+
+    Signatures of formats other than Gemini are base64-encoded with a prefix.
+    """
     try:
         return _decode_foreign_signature(base64.b64decode(signature, validate=True).decode()) or (signature, "gemini")
     except (binascii.Error, UnicodeDecodeError):
@@ -135,10 +139,10 @@ def encode_gemini_signature(signature: str, origin: ChatDialect) -> str:
     return base64.b64encode(signatures.encode_signature(signature, origin, "gemini").encode()).decode()
 
 
-def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
-    """Render parts; `names` maps call ids to function names, which results must repeat.
+def render_parts(parts: list[Part], function_names_by_call: dict[str, str]) -> list[Json]:
+    """Render parts. Tool results must repeat the function's name, which `function_names_by_call` maps from call ids.
 
-    A signature without text belongs to the call after it.
+    Reasoning that has a signature and no text belongs to the tool call after it.
     """
     rows: list[Json] = []
     signature = ""
@@ -146,7 +150,7 @@ def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
         if isinstance(part, ReasoningContent) and not part.text and not part.extra:
             signature = part.signature
             continue
-        row = _render_part(part, names)
+        row = _render_part(part, function_names_by_call)
         if isinstance(part, ToolCallContent) and signature:
             row["thoughtSignature"] = signature
             signature = ""
@@ -154,7 +158,7 @@ def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
     return rows
 
 
-def _render_part(part: Part, names: dict[str, str]) -> Json:
+def _render_part(part: Part, function_names_by_call: dict[str, str]) -> Json:
     match part:
         case TextContent():
             return {"text": part.text, **part.extra}
@@ -166,27 +170,27 @@ def _render_part(part: Part, names: dict[str, str]) -> Json:
         case ToolCallContent():
             part_fields = {name: part.extra[name] for name in part.extra if name in _PART_FIELDS}
             call_fields = {name: value for name, value in part.extra.items() if name not in _PART_FIELDS}
-            call = {**_id_field(part.id), "name": part.name, "args": parse_arguments(part), **call_fields}
+            call = {**_render_id_field(part.id), "name": part.name, "args": parse_arguments(part), **call_fields}
             return {"functionCall": call, **part_fields}
         case ToolResultContent():
-            return _render_tool_result(part, names)
+            return _render_tool_result(part, function_names_by_call)
         case ImageContent() | AudioContent() | FileContent():
             return _render_media(part)
         case OpaqueContent():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not adapted for Gemini")
+    raise AssertionError(f"a Gemini content cannot contain a {type(part).__name__}")
 
 
 _PART_FIELDS = ("thoughtSignature", "partMetadata")  # fields of the part itself; all others belong to the call in it
 
 
-def _id_field(id: str) -> Json:
+def _render_id_field(id: str) -> Json:
     return {} if not id or id.startswith(GENERATED_ID_PREFIX) else {"id": id}
 
 
-def _render_tool_result(result: ToolResultContent, names: dict[str, str]) -> Json:
+def _render_tool_result(result: ToolResultContent, function_names_by_call: dict[str, str]) -> Json:
     texts = [part.text for part in result.parts if isinstance(part, TextContent)]
-    rest = [_render_part(part, names) for part in result.parts if not isinstance(part, TextContent)]
+    rest = [_render_part(part, function_names_by_call) for part in result.parts if not isinstance(part, TextContent)]
     text = "\n".join(texts)
     if result.shape == "object":
         response: Json = parse_object(text) or {}
@@ -196,8 +200,8 @@ def _render_tool_result(result: ToolResultContent, names: dict[str, str]) -> Jso
     part_fields = {name: result.extra[name] for name in result.extra if name in _PART_FIELDS}
     response_fields = {name: value for name, value in result.extra.items() if name not in _PART_FIELDS}
     function_response = {
-        **_id_field(result.id),
-        "name": result.name or names.get(result.id, result.id),
+        **_render_id_field(result.id),
+        "name": result.name or function_names_by_call.get(result.id, result.id),
         "response": response,
         **response_fields,
     }

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.dialects.canonical import Json, TextContent
-from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.event_reader import EventDecoder
-from emberline.gateway.dialects.gemini.citations import Grounding
+from emberline.gateway.dialects.gemini.citations import GroundingCollector
 from emberline.gateway.dialects.gemini.content import GENERATED_ID_PREFIX
-from emberline.gateway.dialects.gemini.reply import block_message, parse_finish_reason, parse_logprobs
+from emberline.gateway.dialects.gemini.reply import parse_finish_reason, parse_logprobs, read_block_message
 from emberline.wire import deltas
 from emberline.wire.usage import Usage
 
@@ -65,13 +65,13 @@ class GeminiEventReader:
         self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
         self._finished_choices: set[int] = set()
         self._texts: dict[int, list[str]] = {}  # choice -> its text deltas
-        self._groundings: dict[int, Grounding] = {}
+        self._groundings: dict[int, GroundingCollector] = {}
         self._usage: Usage | None = None
 
     def read(self, event: bytes) -> Iterator[deltas.ProviderDelta]:
         decoded = _DECODER.decode(event)
         if decoded.error is not None:
-            raise stream_error({"error": decoded.error})
+            raise make_stream_error({"error": decoded.error})
         if not self._has_started:
             self._has_started = True
             self._id = decoded.response_id or ""
@@ -79,7 +79,7 @@ class GeminiEventReader:
         for row in decoded.candidates or ():
             yield from self._read_candidate(row, row.index or 0)
         if not decoded.candidates and (decoded.prompt_feedback or {}).get("blockReason"):
-            yield deltas.RefusalDelta(block_message(decoded.prompt_feedback or {}))
+            yield deltas.RefusalDelta(read_block_message(decoded.prompt_feedback or {}))
             self._finished_choices.add(0)
             yield deltas.Finish("filter")
         if (usage := Usage.parse("gemini", decoded.usage_metadata)) is not None:
@@ -105,7 +105,7 @@ class GeminiEventReader:
                 yield deltas.TextDelta(part.text, choice, logprobs=logprobs)
                 logprobs = None
         if row.grounding_metadata or row.citation_metadata:
-            grounding = self._groundings.setdefault(choice, Grounding())
+            grounding = self._groundings.setdefault(choice, GroundingCollector())
             grounding.add(row.grounding_metadata, row.citation_metadata)
         if row.finish_reason and choice not in self._finished_choices:
             self._finished_choices.add(choice)
@@ -116,7 +116,7 @@ class GeminiEventReader:
             yield deltas.Finish(reason, choice=choice)
 
     def _read_citations(self, choice: int) -> Iterator[deltas.ProviderDelta]:
-        """Yield all citations at the end, when the text is complete in which their offsets count."""
+        """Yield all citations; called at the end, because their offsets refer to the complete text."""
         if choice in self._groundings:
             text = TextContent("".join(self._texts.get(choice, ())))
             yield from (

@@ -19,9 +19,9 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import assign_citations
-from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
-from emberline.gateway.dialects.gemini.citations import Grounding, render_grounding
+from emberline.gateway.dialects.gemini.citations import GroundingCollector, render_grounding
 from emberline.gateway.dialects.gemini.content import ContentsParser, render_parts
 from emberline.wire.deltas import FinishReason
 from emberline.wire.finish_reasons import FROM_GEMINI, TO_GEMINI
@@ -44,17 +44,19 @@ _IGNORED_FIELDS = (
 def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     fields = FieldReader(body, "")
     if (error := fields.take_any("error")) is not None:
-        raise stream_error({"error": error})
+        raise make_stream_error({"error": error})
     id, model = fields.take("responseId", str, ""), fields.take("modelVersion", str, "")
     rows = fields.take("candidates", list, [])
     choices = [_parse_choice(raw, f"candidates[{index}]", id, changes) for index, raw in enumerate(rows)]
     if not choices:
-        choices = [CanonicalChoice([RefusalContent(block_message(fields.take("promptFeedback", dict, {})))], "filter")]
+        choices = [
+            CanonicalChoice([RefusalContent(read_block_message(fields.take("promptFeedback", dict, {})))], "filter")
+        ]
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
     return CanonicalReply("gemini", id, model, choices, usage=Usage.find_in("gemini", body))
 
 
-def block_message(feedback: Json) -> str:
+def read_block_message(feedback: Json) -> str:
     """Return why Gemini blocked the prompt; raise UpstreamBroken if the reply gives no block reason."""
     if not feedback.get("blockReason"):
         raise UpstreamBroken("Gemini's reply has neither candidates nor a blockReason")
@@ -78,7 +80,7 @@ def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> Can
         parts.append(part)
     reason = parse_finish_reason(fields.take("finishReason", str, "STOP"))
     logprobs = parse_logprobs(fields.take("logprobsResult", dict))
-    grounding = Grounding()
+    grounding = GroundingCollector()
     grounding.add(fields.take_any("groundingMetadata"), fields.take_any("citationMetadata"))
     assign_citations(content.parts, grounding.citations(content.parts))
     changes.report_reply_fields(fields.unread | grounding.unused_metadata(), _IGNORED_FIELDS)

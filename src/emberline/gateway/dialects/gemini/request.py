@@ -5,7 +5,7 @@ The model, and whether the reply is streamed, are in the URL and not in the body
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.adapt import merge_adjacent_messages
 from emberline.gateway.dialects.canonical import (
     CanonicalMessage,
     CanonicalRequest,
@@ -18,7 +18,7 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.field_reader import FieldReader, parse_each, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, parse_rows, unknown_value_error
 from emberline.gateway.dialects.gemini.camel_case import to_camel_case
 from emberline.gateway.dialects.gemini.content import FOREIGN_CALL_SIGNATURE, ContentsParser, render_parts
 from emberline.gateway.dialects.gemini.field_names import FIELD_NAMES
@@ -37,7 +37,7 @@ def parse(body: Json) -> CanonicalRequest:
     if request.model:
         request.source_fields["model"] = body["model"]
     parser = ContentsParser()
-    request.messages = parse_each(fields.require("contents", list), "contents", parser.parse_message)
+    request.messages = parse_rows(fields.require("contents", list), "contents", parser.parse_message)
     if (system := fields.take("systemInstruction", dict)) is not None:
         request.system = parser.parse_message(system, "systemInstruction").parts
         request.source_fields["systemInstruction"] = system
@@ -50,7 +50,7 @@ def parse(body: Json) -> CanonicalRequest:
 
 
 def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
-    """Read generationConfig into `request` and return the fields that were not understood."""
+    """Read generationConfig into `request` and return the fields that have no canonical counterpart."""
     for name in _INTEGER_FIELDS:
         if isinstance(value := config.unread.get(name), float) and value.is_integer():
             config.unread[name] = int(value)
@@ -76,7 +76,7 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
         for index, raw in enumerate(tools):
             kinds = FieldReader(raw, f"tools[{index}]")
             rows = kinds.take("functionDeclarations", list, [])
-            request.tools += parse_each(rows, kinds.path_of("functionDeclarations"), _parse_tool)
+            request.tools += parse_rows(rows, kinds.path_of("functionDeclarations"), _parse_tool)
             request.tools += [OpaqueContent(kind, {kind: value}) for kind, value in kinds.unread.items()]
     if (config := fields.take("toolConfig", dict)) is None:
         return
@@ -106,13 +106,13 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     if request.dialect == "gemini":
         contents = [_render_content(message, {}) for message in request.messages]
         return {"contents": contents, **request.source_fields, **request.extra}
-    _hoist_system(request, changes)
-    messages = merge_adjacent(request.messages, roles=("user", "assistant"))
+    _move_system_messages(request, changes)
+    messages = merge_adjacent_messages(request.messages, roles=("user", "assistant"))
     names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, ToolCallContent)}
     contents = [_render_content(message, names) for message in messages]
     body: Json = {"contents": [content for content in contents if content["parts"]]}
     if target_model.gemini_generation >= 3:
-        _sign_calls(body["contents"], changes)
+        _add_placeholder_signatures(body["contents"], changes)
     if request.system:
         body["systemInstruction"] = {"parts": render_parts(request.system, {})}
     if request.tools:
@@ -134,15 +134,15 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     return body
 
 
-def _render_content(message: CanonicalMessage, names: dict[str, str]) -> Json:
+def _render_content(message: CanonicalMessage, function_names_by_call: dict[str, str]) -> Json:
     role = {"role": "model" if message.role == "assistant" else "user"}
     extra = message.extra
     if message.shape == "list":  # parsed from Gemini: `extra` has the role as it was written, if any
         role = {}
-    return {**role, "parts": render_parts(message.parts, names), **extra}
+    return {**role, "parts": render_parts(message.parts, function_names_by_call), **extra}
 
 
-def _hoist_system(request: CanonicalRequest, changes: ChangeReport) -> None:
+def _move_system_messages(request: CanonicalRequest, changes: ChangeReport) -> None:
     rest: list[CanonicalMessage] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
@@ -155,8 +155,8 @@ def _hoist_system(request: CanonicalRequest, changes: ChangeReport) -> None:
     request.messages = rest
 
 
-def _sign_calls(contents: list[Json], changes: ChangeReport) -> None:
-    """Add Google's placeholder signature: Gemini 3 requires one on the first call of a message."""
+def _add_placeholder_signatures(contents: list[Json], changes: ChangeReport) -> None:
+    """Add Google's placeholder signature to the first tool call of each message: Gemini 3 requires a signature."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:

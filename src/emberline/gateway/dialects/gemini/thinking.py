@@ -1,4 +1,4 @@
-"""Gemini's reasoning options: a thinking level since its third generation, a token budget before."""
+"""Gemini's reasoning options: Gemini 3 and later take a thinking level, earlier models a token budget."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class GeminiEventWriter:
     def write(self, delta: deltas.ProviderDelta) -> bytes:
         match delta:
             case deltas.TextDelta(logprobs=None):
-                self._candidate_of(delta.choice).text.append(delta.text)
+                self._get_candidate(delta.choice).text.append(delta.text)
                 return self._flush_calls(delta.choice) + _TEXT_EVENT % (
                     sse.dumps(delta.text),
                     b"",
@@ -71,9 +71,9 @@ class GeminiEventWriter:
                     self._tail,
                 )
             case deltas.ToolCallArguments():
-                if delta.slot not in self._candidate_of(delta.choice).calls:
+                if delta.slot not in self._get_candidate(delta.choice).calls:
                     raise UpstreamBroken("the stream has tool call arguments after other content")
-                self._candidate_of(delta.choice).calls[delta.slot][1].append(delta.text)
+                self._get_candidate(delta.choice).calls[delta.slot][1].append(delta.text)
             case deltas.StreamStart():
                 assert not self._tail, "a stream has one start"
                 self._context.set_identity(delta)
@@ -82,9 +82,9 @@ class GeminiEventWriter:
             case deltas.UsageUpdate():
                 self._usage = delta.usage
             case deltas.StreamEnd():
-                return self._end()
+                return self._end_stream()
             case _:
-                return self._write_uncommon_delta(delta, self._candidate_of(delta.choice))
+                return self._write_uncommon_delta(delta, self._get_candidate(delta.choice))
         return b""
 
     def write_error(self, error: Exception) -> bytes:
@@ -95,10 +95,10 @@ class GeminiEventWriter:
             case deltas.TextDelta():
                 candidate.text.append(delta.text)
                 more = {"logprobsResult": render_logprobs(delta.logprobs or [])}
-                return self._flush_calls(delta.choice) + self._event(delta.choice, [{"text": delta.text}], more)
+                return self._flush_calls(delta.choice) + self._encode_event(delta.choice, [{"text": delta.text}], more)
             case deltas.RefusalDelta():
                 candidate.has_refusal = True
-                return self._flush_calls(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
+                return self._flush_calls(delta.choice) + self._encode_event(delta.choice, [{"text": delta.text}])
             case deltas.CitationDelta():
                 candidate.citations.append(delta.citation)
             case deltas.SignatureDelta() if delta.origin == "gemini":
@@ -109,7 +109,7 @@ class GeminiEventWriter:
                     "thought": True,
                     "thoughtSignature": encode_gemini_signature(delta.signature, delta.origin),
                 }
-                return self._flush_calls(delta.choice) + self._event(delta.choice, [thought])
+                return self._flush_calls(delta.choice) + self._encode_event(delta.choice, [thought])
             case deltas.ToolCallStart():
                 candidate.calls[delta.slot] = (delta, [])
                 candidate.signatures[delta.slot], candidate.next_signature = candidate.next_signature, ""
@@ -118,14 +118,14 @@ class GeminiEventWriter:
                 return self._flush_calls(delta.choice)
         return b""
 
-    def _candidate_of(self, choice: int) -> _Candidate:
+    def _get_candidate(self, choice: int) -> _Candidate:
         if (candidate := self._candidates.get(choice)) is None:
             candidate = self._candidates[choice] = _Candidate()
         return candidate
 
     def _flush_calls(self, choice: int) -> bytes:
-        """Write the collected tool calls: they are complete as soon as other content follows."""
-        candidate = self._candidate_of(choice)
+        """Return the event with the collected tool calls, which are complete once other content follows."""
+        candidate = self._get_candidate(choice)
         if not candidate.calls:
             return b""
         parts: list[Part] = []
@@ -134,14 +134,14 @@ class GeminiEventWriter:
                 parts.append(ReasoningContent("", "gemini", candidate.signatures[slot]))
             parts.append(ToolCallContent(call.id, call.name, "".join(pieces)))
         candidate.calls = {}
-        return self._event(choice, render_parts(parts, {}))
+        return self._encode_event(choice, render_parts(parts, {}))
 
-    def _event(self, choice: int, parts: list[Json], more: Json | None = None) -> bytes:
-        row = {"content": {"parts": parts, "role": "model"}, "index": choice} | (more or {})
+    def _encode_event(self, choice: int, parts: list[Json], extra_fields: Json | None = None) -> bytes:
+        row = {"content": {"parts": parts, "role": "model"}, "index": choice} | (extra_fields or {})
         return b'data: {"candidates":[%b]%b' % (sse.dumps(row), self._tail)
 
-    def _end(self) -> bytes:
-        """Write the last event, with the finish reasons, citations and usage."""
+    def _end_stream(self) -> bytes:
+        """Return the last event, with the finish reasons, citations and usage."""
         rows: list[Json] = []
         for choice, candidate in sorted(self._candidates.items()):
             assert candidate.finish is not None and not candidate.calls, (

@@ -1,1 +1,1 @@
-"""OpenAI's Responses."""
+"""The wire format of OpenAI's Responses API."""

@@ -1,4 +1,4 @@
-"""Citations in Responses: annotations of a text part, with character offsets in it."""
+"""Citations in Responses: annotations of a text part, with character offsets in the part's text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parse_citation(raw: object) -> Citation | None:
     return None
 
 
-def extract_from_parts(parts: Iterable[Part]) -> None:
+def extract_citations_from_parts(parts: Iterable[Part]) -> None:
     for part in parts:
         if isinstance(part, TextContent):
             assign_citations([part], extract_citations(part.extra, "annotations", parse_citation))

@@ -18,13 +18,13 @@ from emberline.gateway.dialects.canonical import (
     ToolResultContent,
 )
 from emberline.gateway.dialects.field_reader import FieldReader, check_type, parse_content, unknown_value_error
-from emberline.gateway.dialects.media import data_url, split_data_url
+from emberline.gateway.dialects.media import make_data_url, split_data_url
 from emberline.wire import signatures
 from emberline.wire.citations import render_responses_citation
 
 
 def parse_item(raw: object, path: str) -> CanonicalMessage:
-    """Parse one item into a separate message; `merge_adjacent` joins messages where required."""
+    """Parse one item into a message of its own; `merge_adjacent_messages` joins messages where required."""
     fields = FieldReader(raw, path)
     kind = fields.unread.get("type", "message")
     match kind:
@@ -104,7 +104,7 @@ def render_items(message: CanonicalMessage) -> list[Json]:
 
 
 def _is_message_content(part: Part) -> bool:
-    """Return whether an unknown part belongs to a message's content; other unknown parts are items."""
+    """Return whether an unknown part is content of a message; other unknown parts are items of their own."""
     return isinstance(part, OpaqueContent) and part.kind.startswith("input_")
 
 
@@ -163,14 +163,14 @@ def _render_part(part: Part, default_type: str) -> Json:
         case RefusalContent():
             return {"type": "refusal", "refusal": part.text, **part.extra}
         case ImageContent():
-            source = {"image_url": part.url or (data_url(part.mime, part.data) if part.data else "")}
+            source = {"image_url": part.url or (make_data_url(part.mime, part.data) if part.data else "")}
             source |= {"file_id": part.file_id, "detail": part.detail or ""}
             return {"type": "input_image", **{name: value for name, value in source.items() if value}, **part.extra}
         case FileContent():
-            data = data_url(part.mime, part.data) if part.mime else part.data
+            data = make_data_url(part.mime, part.data) if part.mime else part.data
             source = {"file_data": data if part.data else "", "file_url": part.url, "file_id": part.file_id}
             source["filename"] = part.name
             return {"type": "input_file", **{name: value for name, value in source.items() if value}, **part.extra}
         case OpaqueContent():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not adapted for Responses")
+    raise AssertionError(f"a Responses item cannot contain a {type(part).__name__}")

@@ -1,4 +1,4 @@
-"""Output items of a streamed response: each collects its text and returns the events for its changes."""
+"""The output items of a streamed response. Each item collects its text and returns its stream events."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StreamedItem:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def delta_event(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
-        return b'%b%b,"sequence_number":%d}\n\n' % (self._head, text, number)
+    def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
+        return b'%b%b,"sequence_number":%d}\n\n' % (self._head, text, sequence_number)
 
     def to_json(self) -> Json:
         raise NotImplementedError
@@ -75,7 +75,7 @@ class StreamedFunctionCall(StreamedItem):
 
 
 class StreamedMessage(StreamedItem):
-    """A message with one part, which opens directly after the item and closes directly before it."""
+    """A message item with one part. The part's first event follows the item's; its last event precedes the item's."""
 
     event_kind = "output_text"
     part_location: ClassVar[Json] = {"content_index": 0}
@@ -86,9 +86,9 @@ class StreamedMessage(StreamedItem):
         self._annotations: list[Json] = []
         self._part_is_open = False
 
-    def delta_event(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
+    def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
         self._logprobs += logprobs or ()
-        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._head, text, sse.dumps(logprobs or []), number)
+        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._head, text, sse.dumps(logprobs or []), sequence_number)
 
     def annotation_event(self, citation: Citation) -> Json:
         self._annotations.append(render_responses_citation(citation))
@@ -126,8 +126,8 @@ class StreamedMessage(StreamedItem):
 class StreamedRefusal(StreamedMessage):
     event_kind = "refusal"
 
-    def delta_event(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
-        return StreamedItem.delta_event(self, text, logprobs, number)
+    def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
+        return StreamedItem.delta_event(self, text, logprobs, sequence_number)
 
     def part_json(self) -> Json:
         return {"type": "refusal", "refusal": self.text}
@@ -137,7 +137,7 @@ class StreamedRefusal(StreamedMessage):
 
 
 class StreamedReasoning(StreamedItem):
-    """Reasoning: a summary with one part, or only encrypted content if `has_summary` is False."""
+    """A reasoning item: a summary with one part, or only encrypted content if `has_summary` is False."""
 
     event_kind = "reasoning_summary_text"
     part_location: ClassVar[Json] = {"summary_index": 0}

@@ -9,7 +9,7 @@ import msgspec
 
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects.canonical import Json
-from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.event_reader import EventDecoder
 from emberline.gateway.dialects.responses.citations import parse_citation
 from emberline.gateway.dialects.responses.reply import parse_finish_reason
@@ -94,7 +94,7 @@ class ResponsesEventReader:
             case _Event(response=_Response() as response):
                 yield from self._read_response(decoded.type, response)
             case _Event(type="error" | "response.failed"):
-                raise stream_error({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
+                raise make_stream_error({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
             case _Event(type=kind) if kind in _EVENTS_WITH_CONTENT:
                 raise UpstreamBroken(f"an event of the stream lacks its content: {kind}")
         # All other events repeat content, or belong to server-side tools.
@@ -107,7 +107,7 @@ class ResponsesEventReader:
             case "response.created":
                 yield deltas.StreamStart(response.id, response.model, int(response.created_at or 0))
             case "response.failed":
-                raise stream_error({"error": response.error or {"message": "the response failed"}})
+                raise make_stream_error({"error": response.error or {"message": "the response failed"}})
             case "response.completed" | "response.incomplete":
                 reason = parse_finish_reason(response.status, response.incomplete_details)
                 yield deltas.Finish("tool_calls" if reason == "stop" and self._calls else reason)

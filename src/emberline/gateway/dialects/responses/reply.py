@@ -15,7 +15,7 @@ from emberline.gateway.dialects.canonical import (
     correct_finish_reason,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
@@ -34,7 +34,7 @@ _DEFAULT_ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tool
 def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     fields = FieldReader(body, "")
     if fields.unread.get("status") in ("failed", "cancelled"):
-        raise stream_error(
+        raise make_stream_error(
             {"error": fields.unread.get("error") or {"message": f"the response has status {fields.unread['status']!r}"}}
         )
     id, model = fields.take("id", str, ""), fields.take("model", str, "")
@@ -45,7 +45,7 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
             if isinstance(part, TextContent):
                 logprobs += part.extra.get("logprobs") or []
             parts.append(part)
-    citations.extract_from_parts(parts)
+    citations.extract_citations_from_parts(parts)
     reason = parse_finish_reason(fields.unread.get("status"), fields.take("incomplete_details", dict))
     choice = CanonicalChoice(parts, correct_finish_reason(reason, parts), logprobs=logprobs or None)
     created = int(fields.take("created_at", float, 0))
@@ -63,7 +63,7 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
     choice = reply.choices[0]
     incomplete_reason = TO_RESPONSES[choice.finish_reason or "stop"]
     items = [
-        _render_item(part, item_id(reply.id, index), choice)
+        _render_item(part, make_item_id(reply.id, index), choice)
         for index, part in enumerate(choice.parts)
         if _is_representable(part)
     ]
@@ -80,7 +80,7 @@ def render_response(
     usage: Usage | None = None,
     error: Json | None = None,
 ) -> Json:
-    """Return the response object, complete or in progress."""
+    """Return the response object. `status` None stands for completed or, with `incomplete_reason`, incomplete."""
     return {
         "id": reply.id,
         "object": "response",
@@ -96,7 +96,7 @@ def render_response(
     }
 
 
-def item_id(response_id: str, index: int) -> str:
+def make_item_id(response_id: str, index: int) -> str:
     return f"item_{response_id.removeprefix('resp_')}_{index}"
 
 
@@ -121,7 +121,7 @@ def _render_item(part: Part, id: str, choice: CanonicalChoice) -> Json:
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []
             encrypted_content = signatures.encode_signature(part.signature, part.origin, "openai-responses") or None
             return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": encrypted_content}
-    raise AssertionError(f"{type(part).__name__} is not part of a response")
+    raise AssertionError(f"a response cannot contain a {type(part).__name__}")
 
 
 def render_text_part(text: str, logprobs: list[Json] | None, annotations: list[Json]) -> Json:

@@ -1,4 +1,4 @@
-"""Renders deltas as the events of a streamed response: items one after the other, each with one part."""
+"""Renders deltas as the events of a streamed response, in which each item has one part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emberline.gateway.dialects.responses.output_items import (
     StreamedReasoning,
     StreamedRefusal,
 )
-from emberline.gateway.dialects.responses.reply import item_id, render_response
+from emberline.gateway.dialects.responses.reply import make_item_id, render_response
 from emberline.wire import deltas, signatures, sse
 from emberline.wire.deltas import Citation
 from emberline.wire.finish_reasons import TO_RESPONSES
@@ -66,7 +66,7 @@ class ResponsesEventWriter:
                 self._finish = delta
                 return self._close_item()
             case deltas.StreamEnd():
-                return self._end()
+                return self._end_stream()
         return b""
 
     def write_error(self, error: Exception) -> bytes:
@@ -104,7 +104,7 @@ class ResponsesEventWriter:
         return event
 
     def _sign_reasoning(self, delta: deltas.SignatureDelta) -> bytes:
-        """Add the signature to the open reasoning item, or open one without text for it."""
+        """Add the signature to the open reasoning item; if none is open, begin a reasoning item without text."""
         before = b""
         if not isinstance(self._open_item, StreamedReasoning) or self._open_item.encrypted_content:
             before = self._begin_item(StreamedReasoning(*self._next_item_position(), has_summary=False))
@@ -125,7 +125,7 @@ class ResponsesEventWriter:
 
     def _next_item_position(self) -> tuple[str, int]:
         assert self._start is not None, "a stream starts before its first content"
-        return item_id(self._start.id, len(self._items)), len(self._items)
+        return make_item_id(self._start.id, len(self._items)), len(self._items)
 
     def _begin_item(self, item: StreamedItem) -> bytes:
         before = self._close_item()
@@ -137,14 +137,14 @@ class ResponsesEventWriter:
         if self._open_item is None:
             return b""
         item, self._open_item = self._open_item, None
-        return self._encode_events(item.close_events("incomplete" if self._incomplete_reason() else "completed"))
+        return self._encode_events(item.close_events("incomplete" if self._find_incomplete_reason() else "completed"))
 
-    def _incomplete_reason(self) -> str | None:
+    def _find_incomplete_reason(self) -> str | None:
         return TO_RESPONSES[self._finish.reason] if self._finish else None
 
-    def _end(self) -> bytes:
+    def _end_stream(self) -> bytes:
         assert self._finish is not None and self._open_item is None, "a finish reason precedes the end of the stream"
-        kind = "response.incomplete" if self._incomplete_reason() else "response.completed"
+        kind = "response.incomplete" if self._find_incomplete_reason() else "response.completed"
         return self._encode_events([{"type": kind, "response": self._render_response(None)}])
 
     def _render_response(self, status: str | None, error: Json | None = None) -> Json:
@@ -155,7 +155,7 @@ class ResponsesEventWriter:
             self._context,
             items,
             status=status,
-            incomplete_reason=self._incomplete_reason(),
+            incomplete_reason=self._find_incomplete_reason(),
             usage=self._usage,
             error=error,
         )
