@@ -118,19 +118,19 @@ class AnthropicWriter:
         self._usage = Usage()
 
     def write(self, delta: Delta) -> bytes:
+        if type(delta) is TextDelta:  # not `match`: isinstance is slow if the object is of a different Struct type
+            if self._open_kind != "text" or not delta.text or not self._stream:
+                return self._append_text("text", delta.text)
+            if self._pieces is not None:
+                self._pieces.append(delta.text)
+            return b"%b%b}}\n\n" % (self._delta_head, sse.dumps(delta.text))
+        if type(delta) is ToolCallArguments:
+            if self._open_kind != "tool_use" or delta.slot != self._open_slot:
+                raise DeltaOrderError("the stream interleaves the arguments of several tool calls")
+            return self._append_text("tool_use", delta.text)
+        if type(delta) is ReasoningDelta:
+            return self._append_text("thinking", delta.text)
         match delta:
-            case TextDelta():
-                if self._open_kind != "text" or not delta.text or not self._stream:
-                    return self._append_text("text", delta.text)
-                if self._pieces is not None:
-                    self._pieces.append(delta.text)
-                return b"%b%b}}\n\n" % (self._delta_head, sse.dumps(delta.text))
-            case ToolCallArguments():
-                if self._open_kind != "tool_use" or delta.slot != self._open_slot:
-                    raise DeltaOrderError("the stream interleaves the arguments of several tool calls")
-                return self._append_text("tool_use", delta.text)
-            case ReasoningDelta():
-                return self._append_text("thinking", delta.text)
             case RefusalDelta():
                 self._has_refusal = True
                 return self._append_text("text", delta.text)

@@ -62,24 +62,24 @@ class ChatWriter:
         self._prompt_ids: list[int] | None = None  # of a stream: only until a chunk has sent them
 
     def write(self, delta: Delta) -> bytes:
+        if type(delta) is TextDelta:  # not `match`: isinstance is slow if the object is of a different Struct type
+            frame = self._frames.get(delta.choice)
+            if frame is not None and frame.text and delta.logprobs is None:
+                return b"%b%b%b" % (frame.text, sse.dumps(delta.text), frame.after)
+            return self._write_choice(delta)
+        if type(delta) is ToolCallArguments:
+            frame = self._frames.get(delta.choice)
+            if frame is not None and frame.arguments:
+                text = sse.dumps(delta.text)
+                return b'%b%d,"function":{"arguments":%b}}]%b' % (frame.arguments, delta.slot, text, frame.after)
+            return self._write_choice(delta)
+        if type(delta) is ReasoningDelta:
+            if self._engine is not None and not self._engine.shows_reasoning:
+                return b""
+            if (frame := self._frames.get(delta.choice)) is not None:
+                return b"%b%b%b" % (frame.reasoning, sse.dumps(delta.text), frame.after)
+            return self._write_choice(delta)
         match delta:
-            case TextDelta():
-                frame = self._frames.get(delta.choice)
-                if frame is not None and frame.text and delta.logprobs is None:
-                    return b"%b%b%b" % (frame.text, sse.dumps(delta.text), frame.after)
-                return self._write_choice(delta)
-            case ToolCallArguments():
-                frame = self._frames.get(delta.choice)
-                if frame is not None and frame.arguments:
-                    text = sse.dumps(delta.text)
-                    return b'%b%d,"function":{"arguments":%b}}]%b' % (frame.arguments, delta.slot, text, frame.after)
-                return self._write_choice(delta)
-            case ReasoningDelta():
-                if self._engine is not None and not self._engine.shows_reasoning:
-                    return b""
-                if (frame := self._frames.get(delta.choice)) is not None:
-                    return b"%b%b%b" % (frame.reasoning, sse.dumps(delta.text), frame.after)
-                return self._write_choice(delta)
             case CitationDelta() | SignatureDelta():
                 self._get_choice(delta.choice).collect(delta)
             case UsageUpdate():

@@ -12,7 +12,7 @@ StreamEnd. Only the engine sends ReplyStart, PromptDelta and TokenIdsDelta.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, final
 
 import msgspec
 
@@ -85,6 +85,7 @@ class TokenIdsDelta(msgspec.Struct, frozen=True):
     prompt_ids: Sequence[int] = ()  # ids of the prompt, with a choice's first tokens
 
 
+@final
 class TextDelta(msgspec.Struct, frozen=True):
     text: str
     choice: int = 0
@@ -99,6 +100,7 @@ class CitationDelta(msgspec.Struct, frozen=True):
     choice: int = 0
 
 
+@final
 class ReasoningDelta(msgspec.Struct, frozen=True):
     text: str
     choice: int = 0
@@ -126,6 +128,7 @@ class ToolCallStart(msgspec.Struct, frozen=True):
     choice: int = 0
 
 
+@final
 class ToolCallArguments(msgspec.Struct, frozen=True):
     slot: int
     text: str  # next fragment of the arguments' JSON text

@@ -68,11 +68,11 @@ class ResponsesReplyWriter:
         }
 
     def _make_events(self, delta: Delta) -> list[Json]:
+        if type(delta) is TextDelta:  # not `match`: isinstance is slow if the object is of a different Struct type
+            return self._append_text(OutputMessage, delta)
+        if type(delta) is ReasoningDelta:
+            return self._append_text(OutputReasoning, delta)
         match delta:
-            case TextDelta():
-                return self._append_text(OutputMessage, delta)
-            case ReasoningDelta():
-                return self._append_text(OutputReasoning, delta)
             case ToolCallStart():
                 self._slot = delta.slot
                 return self._begin_item(

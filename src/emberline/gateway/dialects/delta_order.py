@@ -6,6 +6,7 @@ from emberline.gateway.core.errors import UpstreamBroken
 from emberline.wire.deltas import (
     Finish,
     ProviderDelta,
+    ReasoningDelta,
     StreamEnd,
     StreamStart,
     TextDelta,
@@ -24,7 +25,11 @@ class DeltaOrderChecker:
         self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
 
     def check(self, delta: ProviderDelta) -> None:
-        if type(delta) is TextDelta and delta.choice in self._open_choices:  # fast path for nearly all deltas
+        # Fast path for nearly all deltas; not `match`: isinstance is slow if the object is of a different Struct type.
+        if (type(delta) is TextDelta or type(delta) is ReasoningDelta) and delta.choice in self._open_choices:
+            return
+        if type(delta) is ToolCallArguments and delta.choice in self._open_choices:
+            self._check_arguments(delta)
             return
         match delta:
             case UsageUpdate():
@@ -53,8 +58,7 @@ class DeltaOrderChecker:
     def _check_choice_delta(self, delta: ProviderDelta) -> None:
         match delta:
             case ToolCallArguments():
-                if delta.slot >= self._call_counts.get(delta.choice, 0):
-                    raise UpstreamBroken(f"the stream has arguments for tool call {delta.slot}, which was not started")
+                self._check_arguments(delta)
             case ToolCallStart():
                 assert delta.slot == self._call_counts.get(delta.choice, 0), (
                     "tool calls are numbered in order of arrival"
@@ -63,3 +67,7 @@ class DeltaOrderChecker:
             case Finish():
                 self._open_choices.discard(delta.choice)
                 self._finished_choices.add(delta.choice)
+
+    def _check_arguments(self, delta: ToolCallArguments) -> None:
+        if delta.slot >= self._call_counts.get(delta.choice, 0):
+            raise UpstreamBroken(f"the stream has arguments for tool call {delta.slot}, which was not started")

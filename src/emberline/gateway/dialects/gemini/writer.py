@@ -53,27 +53,24 @@ class GeminiEventWriter:
         self._usage: Usage | None = None
 
     def write(self, delta: deltas.ProviderDelta) -> bytes:
+        if type(delta) is deltas.TextDelta and delta.logprobs is None:  # not `match`: isinstance of a Struct is slow
+            self._get_candidate(delta.choice).text.append(delta.text)
+            return self._flush_calls(delta.choice) + _TEXT_EVENT % (
+                sse.dumps(delta.text),
+                b"",
+                delta.choice,
+                self._tail,
+            )
+        if type(delta) is deltas.ReasoningDelta:
+            text = sse.dumps(delta.text)
+            return self._flush_calls(delta.choice) + _TEXT_EVENT % (text, b',"thought":true', delta.choice, self._tail)
+        if type(delta) is deltas.ToolCallArguments:
+            calls = self._get_candidate(delta.choice).calls
+            if delta.slot not in calls:
+                raise UpstreamBroken("the stream has tool call arguments after other content")
+            calls[delta.slot][1].append(delta.text)
+            return b""
         match delta:
-            case deltas.TextDelta(logprobs=None):
-                self._get_candidate(delta.choice).text.append(delta.text)
-                return self._flush_calls(delta.choice) + _TEXT_EVENT % (
-                    sse.dumps(delta.text),
-                    b"",
-                    delta.choice,
-                    self._tail,
-                )
-            case deltas.ReasoningDelta():
-                text = sse.dumps(delta.text)
-                return self._flush_calls(delta.choice) + _TEXT_EVENT % (
-                    text,
-                    b',"thought":true',
-                    delta.choice,
-                    self._tail,
-                )
-            case deltas.ToolCallArguments():
-                if delta.slot not in self._get_candidate(delta.choice).calls:
-                    raise UpstreamBroken("the stream has tool call arguments after other content")
-                self._get_candidate(delta.choice).calls[delta.slot][1].append(delta.text)
             case deltas.StreamStart():
                 assert not self._tail, "a stream has one start"
                 self._context.set_identity(delta)

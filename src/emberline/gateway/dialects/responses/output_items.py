@@ -88,7 +88,12 @@ class StreamedMessage(StreamedItem):
 
     def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
         self._logprobs += logprobs or ()
-        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._head, text, sse.dumps(logprobs or []), sequence_number)
+        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (
+            self._head,
+            text,
+            sse.dumps(logprobs or []),
+            sequence_number,
+        )
 
     def annotation_event(self, citation: Citation) -> Json:
         self._annotations.append(render_responses_citation(citation))

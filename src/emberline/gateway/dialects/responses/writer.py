@@ -35,15 +35,15 @@ class ResponsesEventWriter:
         self._sequence_number = 0
 
     def write(self, delta: deltas.ProviderDelta) -> bytes:
+        if type(delta) is deltas.TextDelta:  # not `match`: isinstance is slow if the Struct type differs
+            return self._append_text(StreamedMessage, delta.text, delta.logprobs)
+        if type(delta) is deltas.ToolCallArguments:
+            if not isinstance(self._open_item, StreamedFunctionCall) or self._open_item.slot != delta.slot:
+                raise UpstreamBroken("the stream interleaves the arguments of several tool calls")
+            return self._append_to_item(self._open_item, delta.text)
+        if type(delta) is deltas.ReasoningDelta:
+            return self._append_text(StreamedReasoning, delta.text)
         match delta:
-            case deltas.TextDelta():
-                return self._append_text(StreamedMessage, delta.text, delta.logprobs)
-            case deltas.ToolCallArguments():
-                if not isinstance(self._open_item, StreamedFunctionCall) or self._open_item.slot != delta.slot:
-                    raise UpstreamBroken("the stream interleaves the arguments of several tool calls")
-                return self._append_to_item(self._open_item, delta.text)
-            case deltas.ReasoningDelta():
-                return self._append_text(StreamedReasoning, delta.text)
             case deltas.RefusalDelta():
                 return self._append_text(StreamedRefusal, delta.text)
             case deltas.ToolCallStart():
