@@ -136,7 +136,7 @@ def test_any_bytes_parse_or_are_rejected(parse: Any, body: bytes) -> None:
 def test_warm_up_fills_parser_caches() -> None:
     for cached in (fields._find_field_rules, fields._resolve_type_hints):
         cached.cache_clear()
-    assembly.load_parts(ServerConfig(models={"m": "m"}, embedder=None), {})
+    assembly.preload_parts(ServerConfig(models={"m": "m"}, embedder=None), {})
     tables, hints = fields._find_field_rules.cache_info(), fields._resolve_type_hints.cache_info()
     for each in protocols.PROTOCOLS.values():
         each.parse(each.smallest_body)

@@ -21,7 +21,7 @@ from emberline.worker.engine_app import EngineApp
 from emberline.worker.main import serve
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "why"}]}
-OPEN = CrossSitePolicy.build((), (), loopback=True, authenticated=False)
+OPEN = CrossSitePolicy.build((), (), is_loopback=True, is_authenticated=False)
 
 
 class Page:
@@ -76,15 +76,15 @@ def test_rebound_host_name_is_refused(host: str, method: str) -> None:
 
 
 def test_configured_hosts_and_known_keys_are_allowed() -> None:
-    named = CrossSitePolicy.build((), ("Proxy.Example",), loopback=True, authenticated=False)
+    named = CrossSitePolicy.build((), ("Proxy.Example",), is_loopback=True, is_authenticated=False)
     assert Page(named, "POST", {"host": "proxy.example:443"}).reached
     assert not Page(named, "POST", {"host": "other.example"}).reached
     assert Page(OPEN, "POST", {"host": "any.example"}, vouched=True).reached
-    keyed = CrossSitePolicy.build((), (), loopback=True, authenticated=True)
+    keyed = CrossSitePolicy.build((), (), is_loopback=True, is_authenticated=True)
     assert Page(keyed, "POST", {"host": "any.example"}).reached
-    beyond = CrossSitePolicy.build((), (), loopback=False, authenticated=False)
+    beyond = CrossSitePolicy.build((), (), is_loopback=False, is_authenticated=False)
     assert Page(beyond, "POST", {"host": "any.example"}).reached
-    listed = CrossSitePolicy.build((), ("any.example",), loopback=False, authenticated=True)
+    listed = CrossSitePolicy.build((), ("any.example",), is_loopback=False, is_authenticated=True)
     assert not Page(listed, "POST", {"host": "evil.example"}).reached
 
 
@@ -140,7 +140,7 @@ def test_preflight_follows_allowed_origins() -> None:
     refused = Page(OPEN, "OPTIONS", asked)
     assert refused.status == 403 and not refused.reached and "access-control-allow-origin" not in refused.headers
     for origins in (("https://chat.example/",), ("*",)):
-        policy = CrossSitePolicy.build(origins, (), loopback=True, authenticated=False)
+        policy = CrossSitePolicy.build(origins, (), is_loopback=True, is_authenticated=False)
         page = Page(policy, "OPTIONS", asked)
         assert page.status == 204 and not page.reached
         assert page.headers["access-control-allow-origin"] == "https://chat.example"
@@ -149,7 +149,8 @@ def test_preflight_follows_allowed_origins() -> None:
         page = Page(policy, "POST", {"host": "localhost", "origin": "https://chat.example"})
         assert page.reached and page.headers["access-control-allow-origin"] == "https://chat.example"
         assert page.headers["vary"] == "origin"
-    other = Page(CrossSitePolicy.build(("https://chat.example",), (), loopback=True, authenticated=True), "POST", {
+    listed = CrossSitePolicy.build(("https://chat.example",), (), is_loopback=True, is_authenticated=True)
+    other = Page(listed, "POST", {
         "host": "localhost", "origin": "https://other.example"})  # fmt: skip
     assert other.status == 403
 
@@ -161,8 +162,8 @@ def test_provider_cors_headers_are_replaced() -> None:
 
 @pytest.mark.parametrize("text", ["chat.example", "https://chat.example/path", ""])
 def test_malformed_origin_is_refused_at_start(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="not an origin"):
-        CrossSitePolicy.build((text,), (), loopback=True, authenticated=False)
+    with pytest.raises(InvalidRequest, match="not a web origin"):
+        CrossSitePolicy.build((text,), (), is_loopback=True, is_authenticated=False)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])

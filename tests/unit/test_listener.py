@@ -108,4 +108,4 @@ def test_stop_logs_open_requests_and_timeout(caplog: pytest.LogCaptureFixture) -
 
     with restore_sigterm():
         asyncio.run(main())
-    assert "stopping, waiting for open requests: open=1 timeout_s=10" in caplog.text
+    assert "Stopping, waiting for open requests: open=1 timeout_s=10" in caplog.text

@@ -53,7 +53,7 @@ from emberline.router.upstream_request import UpstreamRequest as RouterCall
 from emberline.router.vllm import VLLMDialect
 from emberline.wire import event_splitter
 from emberline.worker.cluster_handler import parse_forwarded_request
-from emberline.worker.protocols import parse_large, parse_within_weight
+from emberline.worker.protocols import parse_large, parse_within_pickle_cost
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import StoredResponses
 
@@ -463,8 +463,8 @@ def test_request_with_too_many_values_is_rejected_in_the_child() -> None:
     with pytest.raises(WorkTooLarge, match="without its prompt"):
         parse_large("/v1/chat/completions", json.dumps(body).encode(), {"m": 10**6})
     with pytest.raises(WorkTooLarge, match="contains more than"):
-        parse_within_weight(json.loads, b"[" + b"1," * 1_000_000 + b"1]")
-    assert parse_within_weight(json.loads, b"[1,2]") == [1, 2]
+        parse_within_pickle_cost(json.loads, b"[" + b"1," * 1_000_000 + b"1]")
+    assert parse_within_pickle_cost(json.loads, b"[1,2]") == [1, 2]
     check_pickle_cost({"a": [1, "x"]}, max_cost=20)
     with pytest.raises(WorkTooLarge):
         check_pickle_cost([[]] * 6, max_cost=20)

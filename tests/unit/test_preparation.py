@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
-from emberline.worker.preparation import END_MARK, PromptBuilder
+from emberline.worker.preparation import END_MARKER, PromptBuilder
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TRIMS = CHATML.replace("m.content", "m.content | trim")
@@ -24,15 +24,15 @@ def render_continued(template: str, content: str, question: str = "q") -> str:
     return PromptBuilder(Tokenizer(build()), ChatTemplate({"default": template}, {}), HERMES, 1000).render(call)
 
 
-@pytest.mark.parametrize("content", ["<", "|", "e", "end", " foo", "foo \n", END_MARK, f"a{END_MARK * 3}"])
-@pytest.mark.parametrize("question", ["q", "end", END_MARK])
+@pytest.mark.parametrize("content", ["<", "|", "e", "end", " foo", "foo \n", END_MARKER, f"a{END_MARKER * 3}"])
+@pytest.mark.parametrize("question", ["q", "end", END_MARKER])
 def test_continued_prompt_ends_with_the_content(content: str, question: str) -> None:
     before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     assert render_continued(CHATML, content, question) == before + content.rstrip()
     assert render_continued(TRIMS, content, question) == before + content.strip()
 
 
-@pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, END_MARK)])
+@pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, END_MARKER)])
 def test_message_without_rendered_text_is_rejected(template: str, content: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         render_continued(template, content, content)

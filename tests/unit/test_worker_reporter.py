@@ -20,7 +20,7 @@ from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import LoadedModelInfo, PairingChange
 from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
 from emberline.net.errors import UpstreamUnreachable
-from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _name, wait_for_leases, with_reachable_url
+from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _worker_name, wait_for_leases, with_reachable_url
 from emberline.worker.worker_reporter import PAIRING_TIMEOUT_S, WorkerReporter
 
 P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
@@ -245,5 +245,7 @@ def test_worker_on_all_interfaces_registers_outgoing_address(host: str) -> None:
 
 def test_default_worker_name_is_its_address() -> None:
     one, two = (WorkerConfig("http://r", worker_url=f"http://10.0.0.{i}:8001") for i in (1, 2))
-    assert (_name(one, 8001), _name(two, 8001)) == ("10.0.0.1:8001", "10.0.0.2:8001")
-    assert _name(WorkerConfig("http://r", worker_name="given", worker_url="http://10.0.0.1:8001"), 8001) == "given"
+    assert (_worker_name(one, 8001), _worker_name(two, 8001)) == ("10.0.0.1:8001", "10.0.0.2:8001")
+    assert (
+        _worker_name(WorkerConfig("http://r", worker_name="given", worker_url="http://10.0.0.1:8001"), 8001) == "given"
+    )

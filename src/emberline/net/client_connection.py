@@ -1,7 +1,6 @@
-"""HTTPClientConnection: an HTTP/1.1 connection to a server, for one request at a time, reused for later ones.
+"""HTTPClientConnection: an HTTP/1.1 connection to a server. It carries one request at a time and is reused.
 
-Unread data is bounded: reading from the socket pauses while the caller reads slowly. The code is kept small because
-every event of every stream passes through it.
+While the caller reads a reply slowly, reading from the socket pauses, so that the memory for unread data is bounded.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class HTTPClientConnection(asyncio.Protocol):
         self._timer = DeadlineTimer(loop, self._on_deadline)  # ends the current wait
         self.is_closed = False
         self.idle_since = 0.0
-        self._reset(False)
+        self._reset_response(False)
 
-    def _reset(self, is_bodyless: bool) -> None:
+    def _reset_response(self, is_bodyless: bool) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
         self._head_size = 0  # bytes of the headers so far
@@ -58,39 +57,42 @@ class HTTPClientConnection(asyncio.Protocol):
 
     def send(self, method: str, head: bytes, body: bytes) -> None:
         assert self._transport is not None and not self.is_closed
-        self._reset(method == "HEAD")
+        self._reset_response(method == "HEAD")
         if len(body) < MAX_BUFFERED_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
 
     async def wait_for_head(self, timeout_s: float) -> None:
-        """Wait until `status` and `headers` have arrived. Raises UpstreamTimeout or UpstreamBroken."""
+        """Wait until the reply's status and headers have arrived. Raises UpstreamTimeout or UpstreamBroken."""
         deadline = self._loop.time() + timeout_s
         while not self._has_head and self._error is None:
-            if not await self._wait(deadline - self._loop.time()):
-                raise UpstreamTimeout(f"no reply within {timeout_s:.3g} s")
+            if not await self._wait_for_data(deadline - self._loop.time()):
+                raise UpstreamTimeout(f"the server sent no reply within {timeout_s:.3g} s")
         if not self._has_head:
             assert self._error is not None
             raise self._error
 
     async def read(self, timeout_s: float) -> bytes:
-        """Return the bytes that have arrived, b"" at the end. Raises UpstreamTimeout or UpstreamBroken."""
+        """Return the next bytes of the reply's body, or b"" at the body's end.
+
+        Raises UpstreamTimeout if no byte arrives for `timeout_s`, and UpstreamBroken if the connection fails.
+        """
         while not self._chunks:
             if self._error is None and self._compressed:
                 await asyncio.sleep(0)  # a little compressed data may be much: other tasks run between two pieces
-                self._inflate_next()
+                self._inflate_next_piece()
                 continue
             if self._error is not None:
                 raise self._error
             if self.is_complete:
                 return b""
-            if not await self._wait(timeout_s):
-                raise UpstreamTimeout(f"no data for {timeout_s:.3g} s within a reply")
+            if not await self._wait_for_data(timeout_s):
+                raise UpstreamTimeout(f"the server sent no data for {timeout_s:.3g} s in the middle of a reply")
         return self.take_received()
 
     def take_received(self) -> bytes:
-        """Return the bytes that have arrived, without waiting."""
+        """Return the bytes of the body that have arrived and were not read yet, without waiting."""
         chunks, self._chunks, self._size = self._chunks, [], 0
         if self._paused and not self._compressed:
             self._paused = False
@@ -98,8 +100,8 @@ class HTTPClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def _wait(self, seconds: float) -> asyncio.Future[bool]:
-        """Return a future that becomes True when data arrives, False at the timeout."""
+    def _wait_for_data(self, seconds: float) -> asyncio.Future[bool]:
+        """Return a future whose result is True when data arrives, or False when `seconds` have passed."""
         assert self._waiter is None or self._waiter.done(), "the connection is already being read"
         self._waiter = waiter = self._loop.create_future()
         if seconds <= 0:
@@ -112,21 +114,24 @@ class HTTPClientConnection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(False)
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 
     def is_reusable(self) -> bool:
-        """Return whether the reply is complete and the connection can take another request. The timer keeps running."""
+        """Return whether the reply is complete and the connection can carry the next request."""
         return self.is_complete and self._keep_alive and not self._chunks and self._error is None and not self.is_closed
 
     def fail(self, reason: str) -> None:
-        """Close the connection and make a pending read raise UpstreamBroken, unless the whole reply has arrived."""
+        """Close the connection and make the waiting read raise UpstreamBroken.
+
+        If the whole reply has already arrived, nothing happens.
+        """
         if not self.is_complete:
             self._chunks, self._size = [], 0
             self._error = self._error or UpstreamBroken(reason)
             self.abort()
-            self._wake()
+            self._wake_reader()
 
     def abort(self) -> None:
         self._timer.cancel()
@@ -150,12 +155,12 @@ class HTTPClientConnection(asyncio.Protocol):
             self._fail_parsing(e)
         self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
         if self._bytes_without_progress > MAX_HEAD_BYTES and not self.is_closed:
-            self._fail_parsing(self._head_too_large())
+            self._fail_parsing(self._head_too_large_error())
         if self._size + len(self._compressed) > MAX_BUFFERED_BYTES and not self._paused and not self.is_closed:
             assert self._transport is not None
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        self._wake_reader()
 
     def _fail_parsing(self, error: Exception) -> None:
         if not self.is_complete:  # else the bad data followed a complete reply
@@ -170,16 +175,18 @@ class HTTPClientConnection(asyncio.Protocol):
         if not self.is_complete and self._error is None and not self._message_ended:
             if error is None and self._has_head and not {"content-length", "transfer-encoding"} & self.headers.keys():
                 self._message_ended = True  # a reply without a length ends with the connection
-                self.is_complete = not self._compressed and not self._is_cut_off
+                self.is_complete = not self._compressed and not self._is_compressed_body_truncated
                 self._error = (
-                    UpstreamBroken(TRUNCATED_BODY_MESSAGE) if self._is_cut_off and not self._compressed else None
+                    UpstreamBroken(TRUNCATED_BODY_MESSAGE)
+                    if self._is_compressed_body_truncated and not self._compressed
+                    else None
                 )
             else:
                 where = "within a reply" if self._has_head else "before a reply"
                 self._error = UpstreamBroken(
                     f"the server closed the connection {where}" + (f" ({error})" if error else "")
                 )
-        self._wake()
+        self._wake_reader()
 
     # -- callbacks of the parser ---------------------------------------------------------------------------------------
 
@@ -190,7 +197,7 @@ class HTTPClientConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
         if self._head_size > MAX_HEAD_BYTES:
-            raise self._head_too_large()
+            raise self._head_too_large_error()
         if self._has_head:  # a trailer
             return
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -218,7 +225,7 @@ class HTTPClientConnection(asyncio.Protocol):
             self._has_compressed_data = True
             self._compressed += body
             if not self._chunks:
-                self._inflate()
+                self._inflate_piece()
         elif body:
             self._chunks.append(body)
             self._size += len(body)
@@ -227,26 +234,26 @@ class HTTPClientConnection(asyncio.Protocol):
         if self._has_head:  # else it was an informational (1xx) reply
             self._message_ended = True
             self._keep_alive = not self._is_bodyless and self._parser.should_keep_alive()
-            self._complete_if_inflated()
+            self._complete_if_all_inflated()
 
-    def _complete_if_inflated(self) -> None:
+    def _complete_if_all_inflated(self) -> None:
         if self._message_ended and not self._compressed:
-            if self._is_cut_off:
+            if self._is_compressed_body_truncated:
                 raise UpstreamBroken(TRUNCATED_BODY_MESSAGE)
             self.is_complete = True
 
-    def _inflate_next(self) -> None:
-        """Decompress one more piece after all before it were read."""
+    def _inflate_next_piece(self) -> None:
+        """Decompress the next piece of the body. Called when the caller has read all pieces before it."""
         try:
-            self._inflate()
-            self._complete_if_inflated()
+            self._inflate_piece()
+            self._complete_if_all_inflated()
         except (zlib.error, UpstreamBroken) as e:
             self._fail_parsing(e)
         if not self._compressed and self._paused and self._transport is not None and not self.is_closed:
             self._paused = False
             self._transport.resume_reading()
 
-    def _inflate(self) -> None:
+    def _inflate_piece(self) -> None:
         assert self._inflater is not None
         if self._inflater.eof:
             raise UpstreamBroken("extra data follows the compressed body of the reply")
@@ -259,9 +266,9 @@ class HTTPClientConnection(asyncio.Protocol):
             self._size += len(data)
 
     @property
-    def _is_cut_off(self) -> bool:
+    def _is_compressed_body_truncated(self) -> bool:
         return self._inflater is not None and self._has_compressed_data and not self._inflater.eof
 
-    def _head_too_large(self) -> UpstreamBroken:
+    def _head_too_large_error(self) -> UpstreamBroken:
         part = "trailer" if self._has_head else "head"
         return UpstreamBroken(f"the {part} of the reply is larger than the limit of {MAX_HEAD_BYTES} bytes")

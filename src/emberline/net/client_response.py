@@ -1,4 +1,4 @@
-"""HTTPClientResponse: the response to a request; its body is read as it arrives."""
+"""HTTPClientResponse: the response of a server, whose body the caller reads while it arrives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from emberline.net.errors import UpstreamBroken, UpstreamTimeout
 
 
 class HTTPClientResponse:
-    """A response, which the caller must close."""
+    """The status, headers and body of a response. The caller must close it."""
 
     __slots__ = ("_connection", "_release", "content_type", "headers", "status")
 
     def __init__(self, connection: HTTPClientConnection, release: Callable[[HTTPClientConnection], None]) -> None:
-        """`release` returns the connection to the pool."""
+        """`release` is called with the connection when the response is closed, and returns it to the pool."""
         self._connection: HTTPClientConnection | None = connection
         self._release = release
         self.status = connection.status
@@ -25,14 +25,17 @@ class HTTPClientResponse:
         self.content_type = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     def read(self, timeout_s: float = NO_TIMEOUT_S) -> Coroutine[Any, Any, bytes]:
-        """Return the bytes that have arrived, b"" at the end. Raises UpstreamTimeout after this time without any."""
+        """Return the next bytes of the body, or b"" at its end.
+
+        Raises UpstreamTimeout if no byte arrives for `timeout_s`.
+        """
         assert self._connection is not None, "closed"
         return self._connection.read(timeout_s)
 
     async def read_all(self, timeout_s: float = NO_TIMEOUT_S, max_bytes: int = sys.maxsize) -> bytes:
         """Return the whole body.
 
-        Raises UpstreamTimeout if it does not end within this time in total, UpstreamBroken if it is longer than
+        Raises UpstreamTimeout if the body is not complete after `timeout_s`, and UpstreamBroken if it is longer than
         `max_bytes`.
         """
         loop = asyncio.get_running_loop()
@@ -55,12 +58,12 @@ class HTTPClientResponse:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def abort(self, reason: str) -> None:
-        """Close the connection and make a pending read raise UpstreamBroken, unless the whole reply has arrived."""
+        """Close the connection and make the waiting read raise UpstreamBroken, unless the whole body has arrived."""
         if self._connection is not None:
             self._connection.fail(reason)
 
     def close(self) -> None:
-        """Release the connection: keep it after a complete reply, else close it so that the server stops sending."""
+        """Return the connection to the pool. If the body is not complete, close the connection to stop the server."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._release(connection)

@@ -1,6 +1,6 @@
-"""HTTPConnectionPool: sends HTTP requests and keeps the connections for later ones.
+"""HTTPConnectionPool: sends HTTP requests and keeps their connections open for later requests.
 
-The choice of the server and the reaction to a failure are the caller's.
+The caller chooses the server of each request and decides what to do after a failure.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class HTTPConnectionPool:
     def __init__(
         self, *, connect_timeout_s: float, idle_timeout_s: float, retries_stale: bool = False, dial: Dial | None = None
     ) -> None:
-        """`idle_timeout_s`: how long an unused connection is kept.
+        """Create a pool without connections.
 
-        `retries_stale`: if an idle connection is closed shortly after the request and before any byte of the reply, the
-        server had closed it already, and the request is sent once more on a new connection. `dial` connects to hosts
-        whose addresses are to be checked.
+        An unused connection is kept for `idle_timeout_s`. A reused connection may turn out to be closed: with
+        `retries_stale`, a request on it that got no byte of a reply is sent once more on a new connection. `dial`
+        connects to the hosts of requests with `checks_address`, and may refuse an address.
         """
         self._connect_timeout_s, self._idle_timeout_s = connect_timeout_s, idle_timeout_s
         self._retries_stale = retries_stale
@@ -54,7 +54,7 @@ class HTTPConnectionPool:
     def close(self) -> None:
         for connection in self._open:
             connection.abort()
-        self._close_idle()
+        self._close_idle_connections()
 
     async def request(
         self,
@@ -67,12 +67,13 @@ class HTTPConnectionPool:
         *,
         checks_address: bool = False,
     ) -> HTTPClientResponse:
-        """Send a request and return the response once its head has arrived; the caller must close it.
+        """Send a request and return the response when its status and headers have arrived.
 
-        `origin`: a URL without a path. Raises UpstreamUnreachable, UpstreamTimeout or UpstreamBroken.
+        The caller must close the response. `origin` is a URL without a path. Raises UpstreamUnreachable,
+        UpstreamTimeout or UpstreamBroken.
         """
-        target = self._origins.get((origin, checks_address)) or self._origin(origin, checks_address)
-        head = _head(method, path, target.host_header, headers, body)
+        target = self._origins.get((origin, checks_address)) or self._add_origin(origin, checks_address)
+        head = _encode_request_head(method, path, target.host_header, headers, body)
         deadline = self._loop.time() + timeout_s
         idle = target.take_idle(self._loop.time() - self._idle_timeout_s)
         while True:
@@ -101,10 +102,10 @@ class HTTPConnectionPool:
         timeout_s: float = NO_TIMEOUT_S,
         max_bytes: int = sys.maxsize,
     ) -> FetchedReply:
-        """Send a request and return its whole reply, whatever the status.
+        """Send a request and return the whole reply. A reply with an error status is returned, too.
 
-        `timeout_s` limits the whole exchange, `max_bytes` the reply's body. Raises UpstreamUnreachable, UpstreamTimeout
-        or UpstreamBroken.
+        `timeout_s` limits the time from the start to the end of the reply, `max_bytes` the size of its body. Raises
+        UpstreamUnreachable, UpstreamTimeout or UpstreamBroken.
         """
         parts = urlsplit(url)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -124,16 +125,16 @@ class HTTPConnectionPool:
         else:
             connection.abort()
 
-    def _origin(self, origin: str, checked: bool) -> OriginConnections:
+    def _add_origin(self, origin: str, checks_address: bool) -> OriginConnections:
         if len(self._origins) >= MAX_ORIGINS:
-            self._close_idle()
+            self._close_idle_connections()
         # An origin without further requests would never close its idle connections itself.
         for each in self._origins.values():
             each.close_stale(self._loop.time() - self._idle_timeout_s)
-        target = self._origins[origin, checked] = OriginConnections.parse(origin, checked)
+        target = self._origins[origin, checks_address] = OriginConnections.parse(origin, checks_address)
         return target
 
-    def _close_idle(self) -> None:
+    def _close_idle_connections(self) -> None:
         for target in self._origins.values():
             target.close()
         self._origins.clear()
@@ -146,7 +147,9 @@ class HTTPConnectionPool:
             async with asyncio.timeout(seconds):
                 return await self._connect(target)
         except TimeoutError:
-            raise UpstreamUnreachable(f"connecting to {target.host_header} timed out after {seconds:.3g} s") from None
+            raise UpstreamUnreachable(
+                f"connecting to {target.host_header} took longer than the limit of {seconds:.3g} s"
+            ) from None
         except (OSError, ValueError) as e:
             kind = "TLS error: " if isinstance(e, ssl.SSLError) else ""
             raise UpstreamUnreachable(f"cannot connect to {target.host_header}: {kind}{e}") from e
@@ -174,7 +177,7 @@ class HTTPConnectionPool:
         return self._tls
 
 
-def _head(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> bytes:
+def _encode_request_head(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if body or method not in ("GET", "HEAD", "DELETE"):

@@ -1,4 +1,4 @@
-"""DeadlineTimer: calls a function when a deadline passes that is set anew for each read or request."""
+"""DeadlineTimer: calls a function when a deadline passes. The deadline can be moved often at little cost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 
 class DeadlineTimer:
-    """One timer of the event loop serves all deadlines.
+    """A deadline with one timer of the event loop.
 
-    It is moved when it fires too early, not each time a deadline is set: that would cost time for every event of a
-    stream.
+    Setting a later deadline does not restart the timer. A timer that fires before the deadline is started again then.
     """
 
     __slots__ = ("_loop", "_on_deadline", "_timer", "deadline")
@@ -25,20 +24,20 @@ class DeadlineTimer:
     def set(self, deadline: float) -> None:
         self.deadline = deadline
         if deadline < math.inf and (self._timer is None or deadline < self._timer.when()):
-            self._start()
+            self._start_timer()
 
     def clear(self) -> None:
-        """Set no deadline. The timer stays, for the next deadline."""
+        """Remove the deadline. A new one can be set later."""
         self.deadline = math.inf
 
     def cancel(self) -> None:
-        """Stop the timer for good, and drop the reference to its owner: a cycle would wait for garbage collection."""
+        """Stop the timer for good and drop the function, so that no reference cycle keeps the owner in memory."""
         self.deadline, self._on_deadline = math.inf, _do_nothing
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _start(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(self.deadline, self._on_timer)
@@ -49,7 +48,7 @@ class DeadlineTimer:
             self.deadline = math.inf
             self._on_deadline()
         elif self.deadline < math.inf:
-            self._start()
+            self._start_timer()
 
 
 def _do_nothing() -> None:

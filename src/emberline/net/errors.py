@@ -1,9 +1,9 @@
-"""Errors of a request to another server.
+"""Errors of requests that this process sends to a different server.
 
 EmberlineError
 └── UpstreamFailed              502  upstream_failed         any failure
     ├── UpstreamUnreachable     502  upstream_unreached      no connection (refused, DNS, TLS): the request was not sent
-    ├── UpstreamTimeout         504  upstream_timeout        no reply, or no more data of it, within the time limit
+    ├── UpstreamTimeout         504  upstream_timeout        the reply, or its next data, did not arrive in time
     └── UpstreamBroken          502  upstream_broken         a reply that is cut off, malformed or empty
 """
 

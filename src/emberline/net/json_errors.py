@@ -1,4 +1,4 @@
-"""The exceptions that decoding invalid JSON may raise: malformed, not UTF-8, or nested too deep."""
+"""JSON_DECODE_ERRORS: the exceptions for JSON that is malformed, not UTF-8 or nested too deeply."""
 
 from __future__ import annotations
 

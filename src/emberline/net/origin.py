@@ -1,4 +1,4 @@
-"""OriginConnections: one origin (scheme, host, port) and its idle connections."""
+"""OriginConnections: a server, given by scheme, host and port, and the idle connections to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class OriginConnections:
 
     @staticmethod
     def parse(origin: str, is_address_checked: bool = False) -> OriginConnections:
-        """Parse a URL without a path. Raises InvalidRequest if it is not an http or https URL of a host."""
+        """Return the OriginConnections of a URL without a path.
+
+        Raises InvalidRequest if the URL is not of the form http://HOST[:PORT] or https://HOST[:PORT].
+        """
         try:
             parts = urlsplit(origin)
             host, port = parts.hostname, parts.port
@@ -32,17 +35,17 @@ class OriginConnections:
         tls = parts.scheme == "https"
         return OriginConnections(host, port or (443 if tls else 80), tls, parts.netloc, is_address_checked)
 
-    def take_idle(self, since: float) -> HTTPClientConnection | None:
-        """Return the most recently used idle connection, if any, after closing those not used since this time."""
-        self.close_stale(since)
+    def take_idle(self, unused_since: float) -> HTTPClientConnection | None:
+        """Close the idle connections that were last used before `unused_since`, and return the newest other one."""
+        self.close_stale(unused_since)
         while self.idle:
             if not (connection := self.idle.pop()).is_closed:
                 return connection
         return None
 
-    def close_stale(self, since: float) -> None:
-        """Close the idle connections not used since this time."""
-        while self.idle and self.idle[0].idle_since < since:
+    def close_stale(self, unused_since: float) -> None:
+        """Close the idle connections that were last used before the time `unused_since`."""
+        while self.idle and self.idle[0].idle_since < unused_since:
             self.idle.popleft().abort()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """RequestResponseCycle: one request and its reply, as the ASGI application sees them.
 
-The head of a reply with a content-length is held back until its body, so that a reply of one part is one write. Any
-other head is written at once.
+Status and headers of a reply with a content-length are written together with the first part of the body, which saves
+a write. Those of a stream are written at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for 
 
 
 class ReplyInterrupted(Exception):
-    """Raised by an application whose reply failed after its head: the connection is closed before the end."""
+    """Raised by an application to close the connection in the middle of a reply that cannot be completed."""
 
 
 class CycleConnection(Protocol):
-    """The methods of the connection that a cycle uses."""
+    """The methods of a server connection that its request-response cycle calls."""
 
     is_write_paused: bool  # the write buffer is full: the client reads too slowly
 
@@ -35,13 +35,13 @@ class CycleConnection(Protocol):
     def wait_for_drain(self) -> asyncio.Future[None]: ...
 
     def pause_reading(self) -> None:
-        """Stop reading from the client."""
+        """Stop reading from the client's socket until resume_reading() is called."""
         ...
 
     def resume_reading(self) -> None: ...
 
     def finish_cycle(self, cycle: RequestResponseCycle) -> None:
-        """Continue with the next request after the reply was written."""
+        """Start the connection's next request. The cycle calls this when its reply is written."""
         ...
 
     def send_error(self, status: int) -> None: ...
@@ -78,7 +78,10 @@ class RequestResponseCycle:
         keep_alive: bool,
         expects_continue: bool,
     ) -> None:
-        """`keep_alive`: the connection stays open afterwards. `expects_continue`: the client waits for a status 100."""
+        """`keep_alive`: the connection stays open after the reply.
+
+        `expects_continue`: the client sends its body only after it has received status 100.
+        """
         self.task: asyncio.Task[None] | None = None
         self.scope = scope
         self.keep_alive = keep_alive
@@ -116,27 +119,27 @@ class RequestResponseCycle:
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
-    def add_body(self, data: bytes) -> None:
+    def add_request_body(self, data: bytes) -> None:
         self._parts.append(data)
         self._size += len(data)
         if self._size > MAX_BUFFERED_BODY_BYTES:
             self._connection.pause_reading()
-        self.wake()
+        self.wake_receiver()
 
-    def end_body(self) -> None:
+    def end_request_body(self) -> None:
         self._has_whole_body = True
-        self.wake()
+        self.wake_receiver()
 
     @property
     def has_whole_body(self) -> bool:
         return self._has_whole_body
 
-    def wake(self) -> None:
+    def wake_receiver(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next ASGI message; after the end of the reply this is http.disconnect."""
+        """Return the next ASGI message: a part of the request's body, or http.disconnect after the end of the reply."""
         if self._expects_continue and not self._has_whole_body and not self.is_disconnected:
             self._expects_continue = False
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -171,7 +174,10 @@ class RequestResponseCycle:
             self._write_body(message.get("body", b""), message.get("more_body", False))
 
     def _write_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Write the head of the reply, or hold it back; header names are in lower case."""
+        """Write status and headers, or keep them until the body if the reply has a content-length.
+
+        The names of the headers must be in lower case.
+        """
         lines = [_LINES.get(status) or b"HTTP/1.1 %d " % status, *map(b": ".join, headers)]
         values = dict(headers)
         has_length = b"content-length" in values
@@ -197,24 +203,24 @@ class RequestResponseCycle:
         else:
             self._connection.write(head)
 
-    def _write_body(self, body: bytes, more: bool) -> None:
+    def _write_body(self, body: bytes, has_more: bool) -> None:
         if self.scope["method"] == "HEAD":
             body = b""
         if self._is_chunked:
             body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-            if not more:
+            if not has_more:
                 body += b"0\r\n\r\n"
         elif self._head or self._bytes_left:
             self._bytes_left -= len(body)
-            if self._bytes_left < 0 or (self._bytes_left and not more):
-                raise ValueError("the length of the reply differs from its content-length")
+            if self._bytes_left < 0 or (self._bytes_left and not has_more):
+                raise ValueError("the reply's body does not have the length that the content-length header states")
         head, self._head = self._head, b""
         if head and len(body) > MAX_JOINED_BODY_BYTES:
             self._connection.write(head)
             self._connection.write(body)
         elif head or body:
             self._connection.write(head + body)
-        if not more:
+        if not has_more:
             self.is_complete = True
-            self.wake()
+            self.wake_receiver()
             self._connection.finish_cycle(self)

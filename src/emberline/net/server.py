@@ -14,7 +14,7 @@ LISTEN_BACKLOG = 2048  # connections that wait to be accepted
 
 class HTTPServer:
     def __init__(self, app: App, *, max_message_bytes: int = 0) -> None:
-        """`max_message_bytes`: limit of one WebSocket message; 0: WebSockets are not accepted."""
+        """`max_message_bytes` limits the size of a WebSocket message. If it is 0, WebSockets are rejected."""
         self.state = ServerState(app, max_message_bytes=max_message_bytes)
         self._listener: asyncio.Server | None = None
 
@@ -29,7 +29,10 @@ class HTTPServer:
         return len(self.state.tasks)
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop accepting connections, let open requests finish within this time, then abort the rest."""
+        """Stop accepting connections and wait until the open requests have finished.
+
+        Requests that are still open after `timeout_s` are aborted.
+        """
         state = self.state
         if self._listener is not None:
             self._listener.close()

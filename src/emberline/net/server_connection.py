@@ -1,7 +1,8 @@
-"""HTTPServerConnection: an HTTP/1.1 connection of a client.
+"""HTTPServerConnection: an HTTP/1.1 connection of a client to the server.
 
-Its requests are answered one after the other, in order of arrival. Requests that arrive during a reply wait in a
-bounded queue. The connection is closed if the client sends no request, or no complete head, in time.
+The requests of a connection are answered one after the other. While requests wait in the queue, the server does not
+read from the connection. It closes a connection whose client does not send a request, or does not complete the
+request's headers, in time.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class HTTPServerConnection(asyncio.Protocol):
     def wait_for_drain(self) -> asyncio.Future[None]:
         assert self.is_write_paused and (self._drained is None or self._drained.done()), "a write is already waiting"
         self._drained = self.loop.create_future()
-        self._watch_reading()
+        self._watch_client_reading()
         return self._drained
 
     def pause_reading(self) -> None:
@@ -73,36 +74,39 @@ class HTTPServerConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def finish_cycle(self, cycle: RequestResponseCycle) -> None:
-        """Start the next request, or wait for one, after the reply was written."""
+        """Start the next request of the queue after a reply was written. If the queue is empty, wait for a request."""
         if cycle is not self._cycle:
             return
         self._cycle = None
         if not cycle.keep_alive or self._ignores_input:
             self.close()
         elif self._queue:
-            self._start(self._queue.popleft())
+            self._start_cycle(self._queue.popleft())
         else:
             self.resume_reading()
             # The rest of an unread body is discarded; the client has HEAD_TIMEOUT_S to send it.
-            self._close_after(KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S)
+            self._set_close_deadline(KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S)
 
     def send_error(self, status: int) -> None:
-        """Send an error reply without the application and close the connection."""
+        """Send an error reply that does not come from the application, and close the connection."""
         body = ERROR_BODIES[status]
         head = b"HTTP/1.1 %d %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.write(head % (status, body, len(body)) + body)
         self.close()
 
     def close(self) -> None:
-        """Close the connection once all data is sent, at the latest after CLOSE_TIMEOUT_S."""
+        """Close the connection when all data is sent, or when CLOSE_TIMEOUT_S has passed."""
         self._ignores_input = True
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                self._close_after(CLOSE_TIMEOUT_S)
+                self._set_close_deadline(CLOSE_TIMEOUT_S)
 
     def interrupt(self) -> None:
-        """Close the connection within a reply; at once if the client reads too slowly."""
+        """Close the connection in the middle of a reply.
+
+        Data that waits to be sent is sent first, unless the client reads too slowly.
+        """
         self._ignores_input = True
         if self.is_write_paused:
             self.abort()
@@ -128,7 +132,7 @@ class HTTPServerConnection(asyncio.Protocol):
         self._client = (transport.get_extra_info("peername") or ("", 0))[:2]
         self._server_address = (transport.get_extra_info("sockname") or ("", 0))[:2]
         self._state.connections.add(self)
-        self._close_after(HEAD_TIMEOUT_S)
+        self._set_close_deadline(HEAD_TIMEOUT_S)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._state.connections.discard(self)
@@ -139,7 +143,7 @@ class HTTPServerConnection(asyncio.Protocol):
         for cycle in (self._cycle, self._reading):
             if cycle is not None:
                 cycle.is_disconnected = True
-                cycle.wake()
+                cycle.wake_receiver()
         self._queue.clear()
 
     def pause_writing(self) -> None:
@@ -164,20 +168,20 @@ class HTTPServerConnection(asyncio.Protocol):
                 self._switch_to_websocket(data[e.args[0] :])
             return
         except httptools.HttpParserError as e:
-            self._reject_input(431 if isinstance(e.__context__, _TooLarge) else 400)
+            self._reject_input(431 if isinstance(e.__context__, _HeadTooLarge) else 400)
             return
         self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
         if self._bytes_without_progress > MAX_HEAD_BYTES:
             self._reject_input(431)
 
     def _reject_input(self, status: int) -> None:
-        """Reject invalid input, after the reply in progress."""
+        """Reject the client's invalid input with an error status, or close the connection if a reply has started."""
         self._ignores_input = True
         if self._cycle is None:
             self.send_error(status)
         elif self._reading is self._cycle:
             self._cycle.is_disconnected = True
-            self._cycle.wake()
+            self._cycle.wake_receiver()
             self.send_error(status) if not self._cycle.has_started else self.close()
 
     # -- callbacks of the parser ---------------------------------------------------------------------------------------
@@ -187,14 +191,14 @@ class HTTPServerConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._in_head, self._bytes_without_progress = True, 0
         if self._cycle is None:
-            self._close_after(HEAD_TIMEOUT_S)
+            self._set_close_deadline(HEAD_TIMEOUT_S)
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(value) > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
-            raise _TooLarge
+            raise _HeadTooLarge
         if self._in_head:  # a trailer must not pass as a header: the checks of the head did not see it
             self._headers.append((name.lower(), value))
 
@@ -206,17 +210,17 @@ class HTTPServerConnection(asyncio.Protocol):
         names = [name for name, _ in self._headers]
         hosts = names.count(b"host")
         if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise _BadHost  # with two, the Host check and the application could read different ones
+            raise _InvalidHostHeader  # with two, the Host check and the application could read different ones
         upgrades = parser.should_upgrade()
         if upgrades and self._is_websocket_upgrade():
             return
         keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
         expects_continue = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
-        scope = self._scope("http", parser.get_method().decode("ascii"), version)
+        scope = self._make_scope("http", parser.get_method().decode("ascii"), version)
         cycle = RequestResponseCycle(self, self._state, scope, keep_alive, expects_continue)
         self._reading = cycle
         if self._cycle is None:
-            self._start(cycle)
+            self._start_cycle(cycle)
         else:
             self._queue.append(cycle)
             self.pause_reading()
@@ -224,22 +228,22 @@ class HTTPServerConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._made_progress = True
         if self._reading is not None and not self._reading.is_complete:
-            self._reading.add_body(body)
+            self._reading.add_request_body(body)
 
     def on_message_complete(self) -> None:
         if self._reading is not None:
-            self._reading.end_body()
+            self._reading.end_request_body()
             self._reading = None
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _start(self, cycle: RequestResponseCycle) -> None:
+    def _start_cycle(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._timer.clear()  # no limit for a reply, unless the client stops reading
         cycle.task = self.loop.create_task(cycle.run())
         self._state.tasks.add(cycle.task)
 
-    def _scope(self, kind: str, method: str, version: str) -> dict[str, Any]:
+    def _make_scope(self, kind: str, method: str, version: str) -> dict[str, Any]:
         path, _, query = self._url.partition(b"?")
         if not path.startswith(b"/") or b"#" in self._url:
             parsed = httptools.parse_url(self._url)
@@ -264,34 +268,34 @@ class HTTPServerConnection(asyncio.Protocol):
         upgrade = next((value for name, value in self._headers if name == b"upgrade"), b"")
         return bool(self._state.max_message_bytes) and upgrade.lower() == b"websocket"
 
-    def _switch_to_websocket(self, rest: bytes) -> None:
+    def _switch_to_websocket(self, bytes_after_head: bytes) -> None:
         from emberline.net.websocket import WebSocketConnection
 
         assert self._transport is not None
         self._state.connections.discard(self)
         self._timer.cancel()
-        socket = WebSocketConnection(self._state, self._scope("websocket", "GET", "1.1"))
+        socket = WebSocketConnection(self._state, self._make_scope("websocket", "GET", "1.1"))
         self._transport.set_protocol(socket)
         socket.connection_made(self._transport)
         head = b"".join(b"%b: %b\r\n" % pair for pair in self._headers)
-        socket.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (self._url, head, rest))
+        socket.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (self._url, head, bytes_after_head))
 
-    def _close_after(self, seconds: float) -> None:
+    def _set_close_deadline(self, seconds: float) -> None:
         self._timer.set(self.loop.time() + seconds)
 
     def _on_deadline(self) -> None:
-        if self._cycle is not None and self._count_unread() < self._unread_bytes:
-            self._watch_reading()
+        if self._cycle is not None and self._count_unread_bytes() < self._unread_bytes:
+            self._watch_client_reading()
         else:
             self.abort() if self._ignores_input or self._cycle is not None else self.close()
 
-    def _watch_reading(self) -> None:
-        """Close the connection if the client reads nothing for WRITE_STALL_TIMEOUT_S; slow reading is allowed."""
-        self._unread_bytes = self._count_unread()
-        self._close_after(WRITE_STALL_TIMEOUT_S)
+    def _watch_client_reading(self) -> None:
+        """Close the connection after WRITE_STALL_TIMEOUT_S, unless the client has read some of the reply by then."""
+        self._unread_bytes = self._count_unread_bytes()
+        self._set_close_deadline(WRITE_STALL_TIMEOUT_S)
 
-    def _count_unread(self) -> int:
-        """Return the bytes the client has not read, with those in the kernel's buffer, to see slow progress too."""
+    def _count_unread_bytes(self) -> int:
+        """Return the number of bytes of replies that the client has not read: in our buffer and in the kernel's."""
         assert self._transport is not None
         queued = bytearray(4)
         with contextlib.suppress(OSError, ValueError):
@@ -299,9 +303,9 @@ class HTTPServerConnection(asyncio.Protocol):
         return self._transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
-class _TooLarge(Exception):
-    """A head is larger than the limits."""
+class _HeadTooLarge(Exception):
+    """The headers of a request, or one of them, exceed the size limits."""
 
 
-class _BadHost(Exception):
-    """A request has no Host header or several."""
+class _InvalidHostHeader(Exception):
+    """A request has no Host header, or more than one."""

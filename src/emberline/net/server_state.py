@@ -1,4 +1,4 @@
-"""ServerState: what all connections of a server share: the application, open connections and running tasks."""
+"""ServerState: the application, the open connections and the running tasks of a server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class ServerConnection(Protocol):
-    """An open connection of the server, HTTP or WebSocket."""
+    """An open HTTP or WebSocket connection of the server."""
 
     def close_when_idle(self) -> None:
-        """Close the connection after the request in progress."""
+        """Close the connection when the request in progress has been answered, or at once if there is no request."""
         ...
 
     def abort(self) -> None: ...
@@ -24,7 +24,7 @@ class ServerConnection(Protocol):
 
 class ServerState:
     def __init__(self, app: App, *, max_message_bytes: int) -> None:
-        """`max_message_bytes`: limit of one WebSocket message; 0: WebSockets are not accepted."""
+        """`max_message_bytes` limits the size of a WebSocket message. If it is 0, WebSockets are rejected."""
         self.app = app
         self.max_message_bytes = max_message_bytes
         self.loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """WebSocketConnection: an HTTP connection after its upgrade to a WebSocket, as the ASGI application sees it.
 
-At most one message waits unread: the next is read after the application has received it. The connection is closed if
-the client does not answer a ping before the next one.
+The next message is read from the socket when the application has received the message before it. The server sends a
+ping every PING_INTERVAL_S and closes the connection if a ping was not answered when the next one is due.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WebSocketConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._state.connections.discard(self)
-        self._end(CloseCode.ABNORMAL_CLOSURE)
+        self._mark_ended(CloseCode.ABNORMAL_CLOSURE)
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -86,24 +86,24 @@ class WebSocketConnection(asyncio.Protocol):
                 self._handle_request(event)
             elif isinstance(event, Frame):
                 self._handle_frame(event)
-        self._flush()
+        self._flush_frames()
         if self._response is None and self._protocol.handshake_exc is not None and not self._is_ended:
             # The request has a body, or is larger than the library accepts.
-            self._reject(HTTPStatus.BAD_REQUEST, Headers(), b"")
+            self._reject_upgrade(HTTPStatus.BAD_REQUEST, Headers(), b"")
         elif self._protocol.close_rcvd is not None:
-            self._end(self._protocol.close_rcvd.code)
-            self._close()
+            self._mark_ended(self._protocol.close_rcvd.code)
+            self._close_transport()
         elif self._protocol.parser_exc is not None and not self._is_ended:
             sent = self._protocol.close_sent
-            self._end(sent.code if sent is not None else CloseCode.PROTOCOL_ERROR)
+            self._mark_ended(sent.code if sent is not None else CloseCode.PROTOCOL_ERROR)
             self._close_after_error()
 
     def _handle_request(self, request: Request) -> None:
         self._response = self._protocol.accept(request)
         if self._response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             self._protocol.send_response(self._response)
-            self._flush()
-            self._close()
+            self._flush_frames()
+            self._close_transport()
             return
         offered = request.headers.get_all("Sec-WebSocket-Protocol")
         self._scope["subprotocols"] = [each.strip() for line in offered for each in line.split(",")]
@@ -142,7 +142,7 @@ class WebSocketConnection(asyncio.Protocol):
         except Exception:
             log.exception("WebSocket failed: path=%s", self._scope["path"])
         if self._timer is None and not self._is_ended:  # the application never accepted
-            self._reject(HTTPStatus.INTERNAL_SERVER_ERROR, Headers(), b"")
+            self._reject_upgrade(HTTPStatus.INTERNAL_SERVER_ERROR, Headers(), b"")
         self._send_close(CloseCode.NORMAL_CLOSURE)
 
     async def receive(self) -> dict[str, Any]:
@@ -152,13 +152,13 @@ class WebSocketConnection(asyncio.Protocol):
         return message
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send an ASGI message; it is dropped once the connection is closed."""
+        """Send an ASGI message to the client. If the connection is closed, the message is dropped."""
         await self._writable.wait()
         if self._is_ended:
             return
         match message["type"]:
             case "websocket.accept":
-                self._accept(message.get("subprotocol"), message.get("headers", ()))
+                self._accept_upgrade(message.get("subprotocol"), message.get("headers", ()))
             case "websocket.send":
                 async with self._send_lock:
                     await self._send_message(message)
@@ -169,24 +169,24 @@ class WebSocketConnection(asyncio.Protocol):
                 self._rejection = message["status"], Headers(pairs)
             case "websocket.http.response.body":
                 assert self._rejection is not None and not message.get("more_body")
-                self._reject(*self._rejection, message["body"])
+                self._reject_upgrade(*self._rejection, message["body"])
             case other:
                 raise AssertionError(f"unknown ASGI message type for a WebSocket: {other}")
 
-    def _accept(self, subprotocol: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _accept_upgrade(self, subprotocol: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
         assert self._response is not None and self._timer is None
         for name, value in headers:
             self._response.headers[name.decode("latin-1")] = value.decode("latin-1")
         if subprotocol is not None:
             self._response.headers["Sec-WebSocket-Protocol"] = subprotocol
         self._protocol.send_response(self._response)
-        self._flush()
-        self._timer = self._loop.call_later(PING_INTERVAL_S, self._ping)
+        self._flush_frames()
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._send_ping)
 
     async def _send_message(self, message: dict[str, Any]) -> None:
-        """Send a message, a large one in fragments: compressing 30 MB at once would take a second.
+        """Send a message. A message larger than MAX_FRAGMENT_BYTES is sent in fragments.
 
-        Between two fragments other tasks run, and sending waits for a client that reads slowly.
+        Other tasks run between two fragments: compressing 30 MB at once would block the event loop for a second.
         """
         text = message.get("text")
         data = message["bytes"] if text is None else text.encode()
@@ -195,7 +195,7 @@ class WebSocketConnection(asyncio.Protocol):
         try:
             while len(data) - start > MAX_FRAGMENT_BYTES:
                 send(data[start : start + MAX_FRAGMENT_BYTES], fin=False)
-                self._flush()
+                self._flush_frames()
                 send, start = self._protocol.send_continuation, start + MAX_FRAGMENT_BYTES
                 await asyncio.sleep(0)
                 await self._writable.wait()
@@ -205,45 +205,45 @@ class WebSocketConnection(asyncio.Protocol):
         except asyncio.CancelledError:  # within a message, so no other can follow
             self._send_close(CloseCode.INTERNAL_ERROR)
             raise
-        self._flush()
+        self._flush_frames()
 
-    def _reject(self, status: int, headers: Headers, body: bytes) -> None:
+    def _reject_upgrade(self, status: int, headers: Headers, body: bytes) -> None:
         headers["Content-Length"], headers["Connection"] = str(len(body)), "close"
         phrase = HTTPStatus(status).phrase if status in _STATUSES else ""
         if self._transport is not None:
             self._transport.write(Response(status, phrase, headers, body).serialize())
-        self._end(CloseCode.ABNORMAL_CLOSURE)
-        self._close()
+        self._mark_ended(CloseCode.ABNORMAL_CLOSURE)
+        self._close_transport()
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _ping(self) -> None:
+    def _send_ping(self) -> None:
         if self._is_ended:
             return
         if self._awaits_pong:
             self._send_close(CloseCode.INTERNAL_ERROR, "no answer to a ping")
-            self._close()
+            self._close_transport()
             return
         self._awaits_pong = True
         self._protocol.send_ping(b"")
-        self._flush()
-        self._timer = self._loop.call_later(PING_INTERVAL_S, self._ping)
+        self._flush_frames()
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._send_ping)
 
     def _send_close(self, code: int, reason: str = "") -> None:
-        """Send a close frame and close the connection when the client has answered it or CLOSE_TIMEOUT_S has passed."""
+        """Send a close frame. The connection is closed when the client answers it, or after CLOSE_TIMEOUT_S."""
         if self._is_ended or self._transport is None:
             return
         is_accepted = self._timer is not None
-        self._end(code)
+        self._mark_ended(code)
         if is_accepted:
             self._protocol.send_close(code, reason)
-            self._flush()
+            self._flush_frames()
             self._transport.resume_reading()
-            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close)
+            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close_transport)
         else:
-            self._close()
+            self._close_transport()
 
-    def _end(self, code: int) -> None:
+    def _mark_ended(self, code: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if not self._is_ended:
@@ -252,21 +252,21 @@ class WebSocketConnection(asyncio.Protocol):
         self._writable.set()  # asyncio does not call resume_writing for a closed connection
 
     def _close_after_error(self) -> None:
-        """Close after the client's invalid input, discarding what it still sends.
+        """Close the connection after invalid input of the client, and discard what the client still sends.
 
-        Closing at once would reset the connection, and the client might never read the close frame.
+        Closing the connection at once would reset it, and the client might never read the close frame.
         """
         assert self._transport is not None
         self._transport.write_eof()
         self._transport.resume_reading()
-        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close)
+        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close_transport)
 
-    def _flush(self) -> None:
+    def _flush_frames(self) -> None:
         if self._transport is not None and (data := b"".join(self._protocol.data_to_send())):
             self._transport.write(data)
 
-    def _close(self) -> None:
-        """Close the connection once all data is sent, at the latest after CLOSE_TIMEOUT_S."""
+    def _close_transport(self) -> None:
+        """Close the connection when all data is sent, or when CLOSE_TIMEOUT_S has passed."""
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():

@@ -1,1 +1,1 @@
-"""The HTTP servers of worker, router and gateway, as ASGI applications. No torch here."""
+"""What the HTTP servers of worker, router and gateway share: routes, access, metrics, listeners and tracing."""

@@ -1,8 +1,8 @@
-"""CrossSiteGuard: protects an ASGI application against calls from other sites' web pages.
+"""CrossSiteGuard: protects an ASGI application against requests from web pages of other sites.
 
-Any web page can make a browser call a server on the user's own machine. The Origin header names the page's site. The
-Host header has the name under which the browser found the server, and the page's owner may have pointed that name at
-127.0.0.1 (DNS rebinding)."""
+Any web page can make the browser send requests to a server on the user's own machine. The Origin header names the site
+of the page. The Host header has the name under which the browser found the server. The owner of the page may have
+pointed that name at 127.0.0.1, which is called DNS rebinding."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ class CrossSitePolicy:
     checks_host: bool
 
     @staticmethod
-    def build(origins: Iterable[str], hosts: Iterable[str], *, loopback: bool, authenticated: bool) -> CrossSitePolicy:
-        """Return the policy of a listener; raise InvalidRequest for a malformed origin.
+    def build(
+        origins: Iterable[str], hosts: Iterable[str], *, is_loopback: bool, is_authenticated: bool
+    ) -> CrossSitePolicy:
+        """Return the policy for a listening socket. Raises InvalidRequest for a malformed origin.
 
-        A page that uses DNS rebinding has no key. So on a loopback listener the Host header is checked if no key is
-        needed; on others it is checked if the operator has listed host names."""
+        The Host header is checked if the operator has listed host names, and on a loopback address if clients need no
+        key. A web page that uses DNS rebinding has no key, so a key makes the check unnecessary."""
         names = frozenset(name.lower() for name in hosts)
         allowed = frozenset(map(_normalize_origin, origins))
-        return CrossSitePolicy(allowed, names, not authenticated if loopback else bool(names))
+        return CrossSitePolicy(allowed, names, not is_authenticated if is_loopback else bool(names))
 
     def allows_host(self, header: str) -> bool:
-        name = _host_name(header)
-        return is_own_name(name) or name in self.hosts
+        name = _host_without_port(header)
+        return is_localhost_or_address(name) or name in self.hosts
 
     def allows_origin(self, origin: str) -> bool:
         return ANY_ORIGIN in self.origins or origin in self.origins
@@ -53,7 +55,7 @@ class CrossSitePolicy:
 
 class CrossSiteGuard:
     def __init__(self, app: App, policy: CrossSitePolicy, has_known_key: KeyCheck | None = None) -> None:
-        """`has_known_key` returns whether a request carries a known key: then its Host is not checked."""
+        """`has_known_key` returns whether a request has a valid key. Then its Host header is not checked."""
         self._app = app
         self._policy = policy
         self._has_known_key = has_known_key
@@ -75,7 +77,7 @@ class CrossSiteGuard:
                     raise _origin_error(origin)
                 await _reply_preflight(headers, send)
                 return
-            if not listed and not _is_safe(scope) and not _is_same_site(origin, headers):
+            if not listed and not _has_safe_method(scope) and not _is_same_site(origin, headers):
                 raise _origin_error(origin)
         except EmberlineError as error:
             await _reply_error(scope, receive, send, error)
@@ -91,16 +93,17 @@ class CrossSiteGuard:
         if self._has_known_key is None or not await self._has_known_key(scope):
             raise HostNotAllowed(
                 f"the Host header is {host[:100]!r}, which is not an allowed name of this server",
-                hint=f"call 127.0.0.1 or localhost, or start the server with --allowed-hosts {_host_name(host)[:100]}",
+                hint="call 127.0.0.1 or localhost, or start the server with "
+                f"--allowed-hosts {_host_without_port(host)[:100]}",
             )
 
 
-def is_own_name(name: str) -> bool:
-    """Whether no other site can have pointed this name here: localhost and IP addresses."""
-    return name == "localhost" or name.endswith(".localhost") or _is_address(name)
+def is_localhost_or_address(name: str) -> bool:
+    """Return whether the name is localhost or an IP address, which no other site can point at this server."""
+    return name == "localhost" or name.endswith(".localhost") or _is_ip_address(name)
 
 
-def _is_address(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -108,33 +111,33 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _host_name(header: str) -> str:
-    """Return the host of a Host header without the port, in lower case."""
+def _host_without_port(header: str) -> str:
+    """Return the host name in a Host header, without the port and in lower case."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].lower().rstrip(".")
 
 
 def _normalize_origin(text: str) -> str:
-    """Return an origin as browsers write it; raise InvalidRequest if it is malformed."""
+    """Return the origin in the form that browsers send. Raises InvalidRequest if the text is not an origin."""
     origin = text.strip().lower().rstrip("/")
     if origin not in (ANY_ORIGIN, "null") and ("://" not in origin or "/" in origin.partition("://")[2]):
         raise InvalidRequest(
-            f"{text[:100]!r} is not an origin",
+            f"{text[:100]!r} is not a web origin (scheme and host)",
             param="cors_origins",
             hint="use SCHEME://HOST without a path, such as https://chat.example.com, or *",
         )
     return origin
 
 
-def _is_safe(scope: Scope) -> bool:
+def _has_safe_method(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] in SAFE_METHODS
 
 
 def _is_same_site(origin: str, headers: dict[bytes, bytes]) -> bool:
-    """Whether the page comes from this server.
+    """Return whether the web page that sent the request comes from this server.
 
-    Browsers send that in Sec-Fetch-Site, which a page cannot change; for older ones Origin and Host are compared."""
+    The header Sec-Fetch-Site says so; a page cannot change it. For older browsers Origin and Host are compared."""
     if headers.get(b"sec-fetch-site") == b"same-origin":
         return True
     return origin.partition("://")[2].lower() == headers.get(b"host", b"").decode("latin-1").lower()
@@ -162,7 +165,7 @@ async def _reply_preflight(headers: dict[bytes, bytes], send: Send) -> None:
 
 
 def _with_cors_headers(origin: str | None, send: Send) -> Send:
-    """Return a `send` that lets pages of `origin`, and no others, read the reply."""
+    """Return a `send` function that adds the CORS headers with which pages of `origin` can read the reply."""
     added = [(b"vary", b"origin")]
     if origin is not None:
         added += [

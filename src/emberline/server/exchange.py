@@ -1,4 +1,4 @@
-"""Exchange: one HTTP request and its reply, over raw ASGI."""
+"""Exchange: one HTTP request and its reply, on the ASGI interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection, so that no reply can be sent."""
+    """The client closed the connection before the reply was complete."""
 
 
 class Exchange:
@@ -40,7 +40,7 @@ class Exchange:
         return self.headers.get(name.encode(), b"").decode("latin-1")
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Return the whole body; raise BodyTooLarge, or ClientDisconnected if the client is gone."""
+        """Return the request's whole body. Raises BodyTooLarge or ClientDisconnected."""
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > max_bytes:
             raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {max_bytes} are allowed")
@@ -71,11 +71,11 @@ class Exchange:
         await self.start_reply(200, "text/event-stream; charset=utf-8", fields)
 
     def send(self, data: bytes = b"", *, last: bool = False) -> Awaitable[None]:
-        """Write one more part of the reply to the client, without buffering."""
+        """Send the next part of the reply's body. `last`: the reply is complete with it."""
         return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, and cancel it and raise ClientDisconnected when the client disconnects.
+        """Run `work` to its end. If the client disconnects, cancel `work` and raise ClientDisconnected.
 
         The request's body must have been read before."""
         task = asyncio.ensure_future(work)
@@ -100,7 +100,7 @@ class Exchange:
     async def start_reply(
         self, status: int, content_type: str, headers: Mapping[str, str], body_bytes: int | None = None
     ) -> None:
-        """Send status and headers. `body_bytes`: the content-length, where it is known."""
+        """Send the reply's status and headers. `body_bytes` is the length of its body, if it is known."""
         assert self.status is None, "the exchange was answered twice"
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

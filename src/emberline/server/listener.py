@@ -1,4 +1,4 @@
-"""serve_until_stopped: an ASGI application on a listening socket, until a signal stops it."""
+"""Serves an ASGI application on a listening socket until a signal stops the process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise InvalidRequest if the address cannot be used.
+    """Return a listening socket. Raises InvalidRequest if the address cannot be used.
 
-    Two sockets with SO_REUSEADDR can bind one address until one of them listens. So this one listens at once, and a
-    port that a loading server has taken is detected too."""
+    The socket listens at once. Otherwise a second server could bind the same port while the first one loads its model,
+    because SO_REUSEADDR permits that until one of the sockets listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,14 +58,14 @@ def _bind_error_hint(error: OSError | OverflowError, port: int) -> str:
 
 
 def is_exposed(listener: socket.socket) -> bool:
-    """Whether other machines can reach this listener."""
+    """Return whether other machines can connect to this socket."""
     return not is_loopback(listener.getsockname()[0])
 
 
 def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_anyone: bool, hint: str) -> None:
-    """Raise InvalidRequest if other machines could use this listener without authentication.
+    """Raise InvalidRequest if other machines could use this socket without authentication.
 
-    `allows_anyone` permits that. `hint`: how to authenticate."""
+    `allows_anyone`: the operator permits that. `hint` tells the operator how to require authentication."""
     if is_exposed(listener) and not (is_authenticated or allows_anyone):
         host, port = listener.getsockname()[:2]
         listener.close()
@@ -77,7 +77,7 @@ def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_an
 
 
 async def answer_while_loading(listener: socket.socket) -> HTTPServer:
-    """Accept connections and answer 503 until `serve_until_stopped` is called with this server."""
+    """Reply to all requests with status 503 until `serve_until_stopped` is called with the returned server."""
     server = HTTPServer(_reply_loading)
     await server.start(listener)
     return server
@@ -102,10 +102,11 @@ async def serve_until_stopped(
     max_message_bytes: int = 0,
     server: HTTPServer | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve the application until the process receives SIGTERM or SIGINT.
 
-    `on_ready` is called when requests are served, `before_stop` before they no longer are. `max_message_bytes`: of a
-    WebSocket message; 0: no WebSockets. `server`: the one that answered while the application was loading."""
+    `on_ready` is called when the server accepts requests, and `before_stop` after the signal, while it still accepts
+    them. `max_message_bytes` limits the size of a WebSocket message; if it is 0, WebSockets are rejected. `server` is
+    the server that `answer_while_loading` returned."""
     with _stop_event() as stop:
         if server is None:
             server = HTTPServer(app, max_message_bytes=max_message_bytes)
@@ -116,7 +117,7 @@ async def serve_until_stopped(
         on_ready()
         await stop.wait()
         if count := server.open_requests:
-            log.info("stopping, waiting for open requests: open=%d timeout_s=%g", count, SHUTDOWN_TIMEOUT_S)
+            log.info("Stopping, waiting for open requests: open=%d timeout_s=%g", count, SHUTDOWN_TIMEOUT_S)
         if before_stop is not None:
             await before_stop()
         await server.stop(SHUTDOWN_TIMEOUT_S)
@@ -125,7 +126,7 @@ async def serve_until_stopped(
 
 @contextmanager
 def _stop_event() -> Iterator[asyncio.Event]:
-    """Yield an event that a stop signal sets; only the main thread receives signals."""
+    """Yield an event that is set when the process receives SIGTERM or SIGINT. Works in the main thread only."""
     stop = asyncio.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,7 +1,7 @@
-"""require_json: the content-type that a JSON body must have.
+"""Checks that a request with a JSON body has the content-type of JSON.
 
-Another site's web page can send text/plain, forms and bodies without a type. Before it may send application/json, its
-browser asks the server for permission (a CORS preflight)."""
+This protects against web pages of other sites. They can send text/plain, forms and bodies without a content-type.
+Before they can send application/json, the browser asks the server for permission (a CORS preflight)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_json(content_type: str) -> bool:
 
 
 def require_json(content_type: str) -> None:
-    """Raise UnsupportedMediaType unless this content-type is JSON."""
+    """Raise UnsupportedMediaType if the content-type is not JSON."""
     if not is_json(content_type):
         state = f"is {content_type[:100]!r}" if content_type else "is missing"
         raise UnsupportedMediaType(

@@ -1,4 +1,4 @@
-"""The metrics of /metrics for Prometheus, under the names that vLLM dashboards already use."""
+"""The metrics that /metrics shows to Prometheus, under the same names as in vLLM."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class MetricFamily:
     lines: list[str]
 
     @staticmethod
-    def from_samples(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> MetricFamily:
-        return MetricFamily(name, help_, kind, [f"{name}{{{labels}}} {value}" for labels, value in samples])
+    def from_samples(name: str, help_text: str, kind: str, samples: Iterable[tuple[str, float]]) -> MetricFamily:
+        return MetricFamily(name, help_text, kind, [f"{name}{{{labels}}} {value}" for labels, value in samples])
 
 
 def render_exposition(families: Iterable[MetricFamily]) -> str:
-    """Return the text format; samples of one name, from several models, share one description."""
+    """Return the metrics in Prometheus' text format. Families of the same name are merged into one."""
     text: dict[str, list[str]] = {}
     for family in families:
         described = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
@@ -36,7 +36,7 @@ def render_exposition(families: Iterable[MetricFamily]) -> str:
 
 
 class ReplyCounter:
-    """Counts the server's HTTP replies, of all models together."""
+    """Counts the HTTP replies of the server by path and status."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -50,8 +50,8 @@ class ReplyCounter:
 
 
 class Histogram:
-    def __init__(self, name: str, help_: str, bounds: Sequence[float]) -> None:
-        self.name, self.help, self.bounds = name, help_, bounds
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self.name, self.help, self.bounds = name, help_text, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -71,7 +71,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """KV cache of an engine, for `cache_config_info`."""
+    """The properties of an engine's KV cache that the metric `cache_config_info` shows."""
 
     device: str = "cpu"  # or cuda
     dtype: str = ""
@@ -115,8 +115,8 @@ class ModelMetrics:
         self.n = Histogram("vllm:request_params_n", "The n of requests.", (1, 2, 5, 10, 20, 50, 100))
         self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", TOKEN_BUCKETS)
         self.block_residency = {
-            kind: Histogram(f"vllm:kv_block_{kind}_seconds", help_, LATENCY_BUCKETS_S)
-            for kind, help_ in (
+            kind: Histogram(f"vllm:kv_block_{kind}_seconds", help_text, LATENCY_BUCKETS_S)
+            for kind, help_text in (
                 ("lifetime", "From the time a KV block is filled to its eviction or release."),
                 ("idle_before_evict", "How long an evicted KV block had not been used."),
                 ("reuse_gap", "How long a KV block was idle before its content was reused."),
@@ -128,7 +128,7 @@ class ModelMetrics:
         self._memory = (0, 0)
 
     def record_engine_start(self, seconds: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
-        """Record the start-up times and memory that the running engine reported when it was ready."""
+        """Record how long each phase of the engine's start took, and the memory of its weights and KV cache."""
         self._startup, self._memory = dict(seconds), (weight_bytes, kv_bytes)
 
     def record_step(self, stats: Stats) -> None:
@@ -138,9 +138,9 @@ class ModelMetrics:
             self._step = stats.step
             self.iteration.observe(stats.step_tokens)
 
-    def record_request(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
+    def record_request(self, prompt_tokens: int, num_choices: int, max_tokens: int | None) -> None:
         self.prompt.observe(prompt_tokens)
-        self.n.observe(n)
+        self.n.observe(num_choices)
         self.max_tokens.observe(max_tokens)
 
     def record_admission(self, prompt_tokens: int, cached_tokens: int) -> None:
@@ -166,7 +166,7 @@ class ModelMetrics:
         self, stats: Stats, *, restarts: int, ready: bool, block_size: int, cache: CacheInfo = CPU_CACHE
     ) -> Iterator[MetricFamily]:
         one = self.labels
-        for name, help_, gauge in (
+        for name, help_text, gauge in (
             ("vllm:num_requests_running", "Requests in the batch.", stats.running),
             ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", stats.kv_usage),
@@ -177,8 +177,8 @@ class ModelMetrics:
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
         ):
-            yield MetricFamily.from_samples(name, help_, "gauge", [(one, gauge)])
-        for name, help_, counter in (
+            yield MetricFamily.from_samples(name, help_text, "gauge", [(one, gauge)])
+        for name, help_text, counter in (
             ("vllm:num_preemptions_total", "Requests that lost their blocks and were recomputed.", stats.preemptions),
             ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
@@ -195,7 +195,7 @@ class ModelMetrics:
             ),
             ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
         ):
-            yield MetricFamily.from_samples(name, help_, "counter", [(one, counter)])
+            yield MetricFamily.from_samples(name, help_text, "counter", [(one, counter)])
         labels = self._cache_labels(stats, block_size, cache)
         yield MetricFamily.from_samples("vllm:cache_config_info", "KV cache settings.", "gauge", [(labels, 1)])
         yield from self._labelled_families(stats)
@@ -226,7 +226,7 @@ class ModelMetrics:
             "gauge",
             [(one, int(is_awake))],
         )
-        for name, help_, counter in (
+        for name, help_text, counter in (
             ("wakes", "Times the model was loaded or woken.", stats.wakes),
             ("wake_seconds", "Time spent loading or waking the model.", stats.wake_seconds),
             ("wake_bytes", "Bytes copied to wake the model.", stats.wake_bytes),
@@ -234,10 +234,10 @@ class ModelMetrics:
             ("sleep_seconds", "Time spent putting the model to sleep.", stats.sleep_seconds),
             ("sleep_bytes", "Bytes copied to put the model to sleep.", stats.sleep_bytes),
         ):
-            yield MetricFamily.from_samples(f"emberline:model_{name}_total", help_, "counter", [(one, counter)])
+            yield MetricFamily.from_samples(f"emberline:model_{name}_total", help_text, "counter", [(one, counter)])
 
     def _tier_families(self, tiers: Mapping[str, TierStats]) -> Iterator[MetricFamily]:
-        for name, help_, kind in (
+        for name, help_text, kind in (
             ("on", "1 when the tier is in use, 0 after an I/O error.", "gauge"),
             ("blocks", "KV blocks in the tier.", "gauge"),
             ("capacity", "KV blocks that fit in the tier.", "gauge"),
@@ -259,12 +259,12 @@ class ModelMetrics:
         ):
             samples = [(f'{self.labels},tier="{tier}"', float(getattr(s, name))) for tier, s in tiers.items()]
             full = f"emberline:kv_tier_{name}" + ("_total" if kind == "counter" else "")
-            yield MetricFamily.from_samples(full, help_, kind, samples)
+            yield MetricFamily.from_samples(full, help_text, kind, samples)
 
     def _cache_labels(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
-        """Return the labels of the KV cache.
+        """Return the labels of the metric `cache_config_info`.
 
-        Blocks are counted by the memory that holds them, those of the host tier included."""
+        They have the number of blocks in GPU memory and in host memory."""
         on_gpu = cache.device != "cpu"
         kept = stats.tiers["host"].capacity if stats.tiers and "host" in stats.tiers else 0
         labels = {
@@ -277,7 +277,7 @@ class ModelMetrics:
         return ",".join([self.labels, *(f'{name}="{value}"' for name, value in labels.items())])
 
     def _labelled_families(self, stats: Stats) -> Iterator[MetricFamily]:
-        """Yield the families that have labels besides the model's."""
+        """Yield the metrics that have further labels beside the model's name."""
         one = self.labels
         if stats.tiers:
             yield from self._tier_families(stats.tiers)

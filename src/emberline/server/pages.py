@@ -16,7 +16,9 @@ class StaticPage:
 def load_pages(index: str = "index.html") -> dict[str, StaticPage]:
     """Return the static files by URL path.
 
-    `index` is served at `/`. The other files of web/ and of the index's own folder are served under /static/."""
+    The file `index` is served at `/`. The other files in web/ and in the folder of `index` are served under
+    /static/.
+    """
     index_folder = index.rpartition("/")[0]
     web = files("emberline").joinpath("web")
     pages = {}

@@ -1,7 +1,7 @@
-"""RouteTable: maps the paths of a server to handlers, checks access, and answers exactly once.
+"""RouteTable: passes each request to the handler of its path, after a check of the request's key.
 
-An error is written in the caller's API protocol. Once a reply has started, the connection is closed instead, so that
-the client sees that the reply is incomplete."""
+If a handler fails, the client gets an error reply in the format of its API protocol. If the handler had already started
+a reply, the connection is closed, so that the client sees that the reply is incomplete."""
 
 from __future__ import annotations
 
@@ -42,47 +42,54 @@ class RouteTable:
     reply_counter: ReplyCounter = field(default_factory=ReplyCounter)
     prefix_routes: dict[str, HTTPRoute] = field(default_factory=dict)  # by the start of the path
 
-    async def handle(self, x: Exchange) -> None:
-        """Handle one exchange; raise the connection abort of `net` if a started reply failed."""
+    async def handle(self, exchange: Exchange) -> None:
+        """Reply to one request. Raises ReplyInterrupted, which closes the connection, if a started reply failed."""
         is_cut_off = False
         try:
-            await self._dispatch(x)
+            await self._dispatch(exchange)
         except ClientDisconnected:
-            x.log_fields["client"] = "gone"
+            exchange.log_fields["client"] = "gone"
         except Exception as e:
-            is_cut_off = x.status is not None
+            is_cut_off = exchange.status is not None
             if not isinstance(e, EmberlineError | TimeoutError):
-                log.exception("Request failed: method=%s path=%s", x.method, x.path)
+                log.exception("Request failed: method=%s path=%s", exchange.method, exchange.path)
             elif is_cut_off:
-                log.warning("Reply aborted: path=%s error=%s", x.path, e)
+                log.warning("Reply aborted: path=%s error=%s", exchange.path, e)
             if not is_cut_off:
-                await reply_error(x, e)
-        known = x.path if x.path in self.routes else "other"
-        self.reply_counter.count(known, x.status or (499 if "client" in x.log_fields else 500))
+                await reply_error(exchange, e)
+        known = exchange.path if exchange.path in self.routes else "other"
+        self.reply_counter.count(known, exchange.status or (499 if "client" in exchange.log_fields else 500))
         if is_cut_off:
             raise ReplyInterrupted
 
-    async def _dispatch(self, x: Exchange) -> None:
-        if x.method in ("GET", "HEAD") and (page := self.pages.get(x.path)) is not None:
-            await x.reply(200, page.body, page.content_type, {"cache-control": "no-cache"})
+    async def _dispatch(self, exchange: Exchange) -> None:
+        if exchange.method in ("GET", "HEAD") and (page := self.pages.get(exchange.path)) is not None:
+            await exchange.reply(200, page.body, page.content_type, {"cache-control": "no-cache"})
             return
-        route = self.model_route if x.path.startswith(MODEL_PATH_PREFIX) else self.routes.get(x.path)
+        route = self.model_route if exchange.path.startswith(MODEL_PATH_PREFIX) else self.routes.get(exchange.path)
         if route is None:
             route = next(
-                (candidate for prefix, candidate in self.prefix_routes.items() if x.path.startswith(prefix)), None
+                (candidate for prefix, candidate in self.prefix_routes.items() if exchange.path.startswith(prefix)),
+                None,
             )
         if route is None:
-            raise NotFound(f"the path {x.path[:200]!r} does not exist", hint=self.not_found_hint)
-        if route.method and x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
-            raise MethodNotAllowed(f"{x.path} accepts {route.method}, not {x.method[:20]}", allowed=route.method)
-        self.access_policy.check(x, route.required_key)
+            raise NotFound(f"the path {exchange.path[:200]!r} does not exist", hint=self.not_found_hint)
+        if (
+            route.method
+            and exchange.method != route.method
+            and not (exchange.method == "HEAD" and route.method == "GET")
+        ):
+            raise MethodNotAllowed(
+                f"{exchange.path} accepts {route.method}, not {exchange.method[:20]}", allowed=route.method
+            )
+        self.access_policy.check(exchange, route.required_key)
         if route.method == "POST":
-            require_json(x.header("content-type"))
-        await route.handler(x)
+            require_json(exchange.header("content-type"))
+        await route.handler(exchange)
 
 
-async def reply_error(x: Exchange, error: Exception) -> None:
-    """Reply with the error, in the API protocol of the request."""
-    reply = (anthropic_error if x.protocol_path.startswith("/v1/messages") else openai_error)(error)
+async def reply_error(exchange: Exchange, error: Exception) -> None:
+    """Send an error reply in the format of the request's API protocol (OpenAI or Anthropic)."""
+    reply = (anthropic_error if exchange.protocol_path.startswith("/v1/messages") else openai_error)(error)
     allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
-    await x.reply_json(reply.body, reply.status, {**reply.headers, **allow})
+    await exchange.reply_json(reply.body, reply.status, {**reply.headers, **allow})

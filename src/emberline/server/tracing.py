@@ -1,4 +1,4 @@
-"""Starts and stops the trace exporter of a server process and records a span for each HTTP exchange."""
+"""Starts and stops the trace exporter of a server process, and records a span for each HTTP request."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ class RequestTracing:
             yield MetricFamily(full, help_, "counter", [f"{full} {count}"])
 
     def trace_handler(self, handler: Handler) -> Handler:
-        """Return a handler that records each exchange as a span, below the client's own span if any."""
+        """Return a handler that records a span for each request. The client's span, if any, is the parent."""
 
-        async def handle(x: Exchange) -> None:
-            parent = TraceContext.parse(x.header(TRACEPARENT_HEADER))
+        async def handle(exchange: Exchange) -> None:
+            parent = TraceContext.parse(exchange.header(TRACEPARENT_HEADER))
             if parent is None:
-                x.headers.pop(TRACESTATE_HEADER.encode(), None)  # tracestate has no meaning without traceparent
-            span = x.span = self.tracer.start_span(x.path, SpanKind.SERVER, parent)
+                exchange.headers.pop(TRACESTATE_HEADER.encode(), None)  # tracestate has no meaning without traceparent
+            span = exchange.span = self.tracer.start_span(exchange.path, SpanKind.SERVER, parent)
             error = ""
             try:
-                await handler(x)
-                error = str(x.log_fields.get("error", "")) or (str(x.status) if (x.status or 0) >= 400 else "")
+                await handler(exchange)
+                error = str(exchange.log_fields.get("error", "")) or (
+                    str(exchange.status) if (exchange.status or 0) >= 400 else ""
+                )
             except (ClientDisconnected, asyncio.CancelledError):
                 error = "client_gone"
                 raise
@@ -58,20 +60,20 @@ class RequestTracing:
                 error = e.code if isinstance(e, EmberlineError) else EmberlineError.code
                 raise
             finally:
-                _set_span_attributes(span, x)
+                _set_span_attributes(span, exchange)
                 span.end(error)
 
         return handle
 
 
-def _set_span_attributes(span: Span, x: Exchange) -> None:
-    operation = OPERATION_BY_PATH.get(x.protocol_path)
-    span.name = f"{operation or x.path} {span.attributes.get('gen_ai.request.model') or ''}".strip()
+def _set_span_attributes(span: Span, exchange: Exchange) -> None:
+    operation = OPERATION_BY_PATH.get(exchange.protocol_path)
+    span.name = f"{operation or exchange.path} {span.attributes.get('gen_ai.request.model') or ''}".strip()
     span.attributes |= {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "emberline",
-        "http.route": x.path,
-        "http.response.status_code": x.status,
+        "http.route": exchange.path,
+        "http.response.status_code": exchange.status,
     }
 
 
@@ -79,7 +81,7 @@ def _set_span_attributes(span: Span, x: Exchange) -> None:
 async def open_tracing(
     config: TraceConfig | None, service: str, instance: str = ""
 ) -> AsyncIterator[RequestTracing | None]:
-    """Yield the tracing of a process, or None if `config` is None."""
+    """Yield a RequestTracing that exports spans as `config` says; None if `config` is None."""
     if config is None:
         yield None
         return

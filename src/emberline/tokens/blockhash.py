@@ -1,4 +1,4 @@
-"""block_hash: the identity of a KV block, used by scheduler, tiers, workers and router."""
+"""Hashes of KV blocks. A hash identifies the content of a block in the scheduler, workers and router alike."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DIGEST_BYTES = 16
 
 
 def root_hash(layout: str, salt: str = "") -> bytes:
-    """Return the hash that serves as the parent of a sequence's first block.
+    """Return the hash that takes the place of the parent for the first block of a sequence.
 
-    `layout` names model and cache format, `salt` the tenant: blocks of different ones never have equal hashes."""
+    Blocks with a different `layout` (model and cache format) or `salt` (tenant) never have equal hashes."""
     digest = blake2b(HASH_VERSION, digest_size=DIGEST_BYTES)
     for part in (layout.encode(), salt.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -21,12 +21,12 @@ def root_hash(layout: str, salt: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the hash of one full block; through `parent` it covers all tokens before the block too."""
+    """Return the hash of a full block. `parent`, the hash of the block before it, stands for all earlier tokens."""
     return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=DIGEST_BYTES).digest()
 
 
 def last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:
-    """Return the hash of the last full block and the number of full blocks; None if there is none."""
+    """Return the hash of the last full block and the number of full blocks; None if no block is full."""
     digest = root
     for at in range(0, len(tokens) - block_size + 1, block_size):
         digest = block_hash(digest, tokens[at : at + block_size])

@@ -1,7 +1,7 @@
-"""CostGuardTransformer: adds calls that spend the render budget to a template's syntax tree.
+"""CostGuardTransformer: adds calls to a chat template that count and limit the work of rendering it.
 
-jinja2 compiles loops, concatenations, outputs, comparisons and slices to plain Python, so the sandbox cannot intercept
-them. The added guards are filters with spaces in their names, which no template can use by itself."""
+jinja2 compiles loops, concatenations, outputs, comparisons and slices to plain Python, which its sandbox cannot
+intercept. Each added call, a guard, is a filter with spaces in its name, so that no template can use it by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL_COST = 2048  # of a macro call, which takes about 40 microseconds
 Body = TypeVar("Body", nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
 
 
-def budget_of(context: Context) -> RenderBudget:
+def render_budget_of(context: Context) -> RenderBudget:
     budget = context.parent[BUDGET_KEY]
     assert isinstance(budget, RenderBudget)
     return budget
@@ -31,7 +31,7 @@ def budget_of(context: Context) -> RenderBudget:
 class CostGuardTransformer(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         if node.recursive:
-            raise SecurityError("recursive loops are not supported")
+            raise SecurityError("recursive loops are not supported in chat templates")
         self._charge_body(node)
         node.iter = _wrap_in_guard(node.iter, "guard loop")
         return node
@@ -66,60 +66,60 @@ class CostGuardTransformer(NodeTransformer):
         return _wrap_in_guard(node, "guard size") if isinstance(node.arg, nodes.Slice) else node
 
     def _charge_body(self, node: Body) -> Body:
-        """Make each pass through the body spend a cost in proportion to the body's length."""
+        """Add a guard that makes each pass through the body cost as much as the body is long."""
         cost = 0 if isinstance(node, nodes.For) else CALL_COST
         cost += NODE_COST * sum(1 for _ in node.find_all(nodes.Node))
         cost += sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
         node.body.insert(
-            0, nodes.Output([_wrap_in_guard(nodes.Const(cost, lineno=node.lineno), "guard body", always=True)])
+            0, nodes.Output([_wrap_in_guard(nodes.Const(cost, lineno=node.lineno), "guard body", wraps_constants=True)])
         )
         return node
 
 
-def _wrap_in_guard(node: nodes.Node, name: str, always: bool = False) -> nodes.Expr:
+def _wrap_in_guard(node: nodes.Node, name: str, wraps_constants: bool = False) -> nodes.Expr:
     assert isinstance(node, nodes.Expr)
-    if isinstance(node, nodes.Const) and not always:
+    if isinstance(node, nodes.Const) and not wraps_constants:
         return node
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 @pass_context
-def _guard_loop(context: Context, value: Any) -> Any:
+def _spend_loop_cost(context: Context, value: Any) -> Any:
     if isinstance(value, Iterator):
         value = list(value)  # a view of data whose cost was already spent
-    budget_of(context).spend(size_of(value) * STEP_COST)
+    render_budget_of(context).spend(size_of(value) * STEP_COST)
     return value
 
 
 @pass_context
-def _guard_concat(context: Context, values: list[Any]) -> str:
-    budget_of(context).spend_nested(values)
+def _concatenate_within_budget(context: Context, values: list[Any]) -> str:
+    render_budget_of(context).spend_nested(values)
     return "".join([str(v) for v in values])
 
 
 @pass_context
-def _guard_nested(context: Context, value: Any) -> Any:
-    budget_of(context).spend_nested(value)
+def _spend_nested_size(context: Context, value: Any) -> Any:
+    render_budget_of(context).spend_nested(value)
     return value
 
 
 @pass_context
-def _guard_size(context: Context, value: Any) -> Any:
-    budget_of(context).spend(size_of(value))
+def _spend_size(context: Context, value: Any) -> Any:
+    render_budget_of(context).spend(size_of(value))
     return value
 
 
 @pass_context
-def _guard_body(context: Context, cost: int) -> str:
-    budget_of(context).spend(cost)
+def _spend_body_cost(context: Context, cost: int) -> str:
+    render_budget_of(context).spend(cost)
     return ""
 
 
 GUARDS: dict[str, Callable[..., Any]] = {
-    "guard loop": _guard_loop,
-    "guard concat": _guard_concat,
-    "guard deep": _guard_nested,
-    "guard size": _guard_size,
-    "guard body": _guard_body,
+    "guard loop": _spend_loop_cost,
+    "guard concat": _concatenate_within_budget,
+    "guard deep": _spend_nested_size,
+    "guard size": _spend_size,
+    "guard body": _spend_body_cost,
 }

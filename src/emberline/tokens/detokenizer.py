@@ -1,6 +1,6 @@
 """Detokenizer: turns tokens into text as they arrive, in whole characters, and finds stop strings.
 
-A stop string may begin and end inside a token, so text that may be the beginning of one is held back:
+A stop string may begin and end inside a token. Text that may be the beginning of a stop string is held back:
 
 decoded text   [ emitted ............ | held: may begin a stop string ]  + bytes of an incomplete character
 """
@@ -27,9 +27,9 @@ class Detokenizer:
     ) -> None:
         """Raises UnsupportedModel if the tokenizer cannot decode single tokens.
 
-        `continues_prompt`: the text follows a prompt, so a SentencePiece model's first space is kept.
-        `shown_special_ids`: special tokens that are shown although the others are skipped.
-        `min_tokens`: stop strings are not searched for in the text of this many first tokens."""
+        `continues_prompt`: the text continues a prompt, so the first space of a SentencePiece model is kept.
+        `shown_special_ids`: special tokens that are part of the text even if `skip_special` is set.
+        `min_tokens`: number of tokens at the start in whose text stop strings are not searched."""
         if tokenizer.alphabet is Alphabet.OPAQUE:
             raise UnsupportedModel("the model's tokenizer cannot decode single tokens, which text generation needs")
         self._token_bytes = tokenizer.token_bytes
@@ -44,9 +44,9 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that was found
 
     def push(self, ids: Iterable[int]) -> str:
-        """Return the new text.
+        """Add tokens and return the text that can be sent now.
 
-        Tokens after a complete stop string are ignored; `len(offsets)` counts the used ones."""
+        Tokens after a complete stop string are ignored. `len(offsets)` is the number of tokens that were used."""
         if not self._stops:
             return "".join([self._decode_token(i) for i in ids])
         out = []
@@ -57,7 +57,7 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """Return the held text after the last token; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back, after the last token. An incomplete character becomes U+FFFD."""
         if self.matched_stop is not None:
             return ""
         text = self._hold_stop_prefix(self._decode_bytes(b"", final=True))
@@ -76,10 +76,10 @@ class Detokenizer:
         return text
 
     def _hold_stop_prefix(self, text: str) -> str:
-        """Return the text that can be emitted; set `matched_stop` at the first complete stop string.
+        """Return the text that cannot belong to a stop string, and set `matched_stop` if a stop string is complete.
 
-        Of several, the one that ends first is used, and of those the longest: the result does not depend on how the
-        text is split into tokens."""
+        If several stop strings match, the one that ends first is used, or the longest of those that end there. So the
+        result does not depend on how the text is split into tokens."""
         if len(self.offsets) <= self._min_tokens:
             return text
         text = self._held_text + text
@@ -88,13 +88,13 @@ class Detokenizer:
             end, start, self.matched_stop = min(matches)
             self._held_text = ""
             return text[: end if self._include_stop else start]
-        keep = max((_overlap(text, s) for s in self._stops), default=0)
+        keep = max((_stop_prefix_length(text, s) for s in self._stops), default=0)
         cut = len(text) - keep
         self._held_text = text[cut:]
         return text[:cut]
 
 
-def _overlap(text: str, stop: str) -> int:
+def _stop_prefix_length(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):

@@ -1,6 +1,6 @@
-"""RenderBudget: limits the work of rendering one template.
+"""RenderBudget: limits the work of rendering a chat template once.
 
-The cost is counted in characters processed and not measured as time, so the limit is the same on every machine."""
+The work is counted in characters and not in seconds, so that the limit is the same on every machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RenderBudget:
     def spend(self, amount: int) -> None:
         self.remaining -= amount + STEP_COST
         if self.remaining < 0:
-            raise RenderBudgetExceeded("rendering does too much work or produces too much text")
+            raise RenderBudgetExceeded("rendering the chat template does too much work or produces too much text")
 
     def spend_nested(self, value: Any) -> None:
-        """Spend the cost of printing or comparing `value`.
+        """Spend the cost of printing or comparing `value`, with all lists and dicts inside it.
 
-        A list that occurs twice inside another is counted twice."""
+        A list that occurs twice inside `value` is counted twice."""
         stack = [value]
         while stack:
             v = stack.pop()
@@ -40,9 +40,9 @@ class RenderBudget:
                 stack += v
 
     def spend_text_call(self, name: str, text: Any, args: list[Any]) -> None:
-        """Spend the cost of a string method or filter.
+        """Spend the cost of the string method or filter `name`, called with `text` and `args`.
 
-        `replace`, `join` and `indent` may produce far more than they read."""
+        For `replace`, `join` and `indent` the cost includes the result, which may be far longer than the input."""
         self.spend(size_of(text) + sum(size_of(a) for a in args))
         if name == "replace" and len(args) >= 2:
             self.spend(str(text).count(str(args[0])) * size_of(args[1]))

@@ -1,8 +1,8 @@
 """TemplateSandbox: a jinja2 environment in which a malicious template cannot harm the server.
 
-jinja2's own sandbox blocks access to Python's internals but allows endless loops and output. Here every loop pass,
-call, filter, operator and output first spends a cost from one `RenderBudget` per rendering, in proportion to its data.
-Operations whose cost cannot be computed in advance (format widths, powers, recursive loops) are not supported.
+jinja2's own sandbox blocks access to Python's internals but allows endless loops and output. Here each rendering has a
+`RenderBudget`, and every loop pass, call, filter, operator and output first spends a part of it that grows with the
+size of the data. Format widths, powers and recursive loops are rejected, because their cost is not known in advance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace, pass_context
 
-from emberline.tokens.cost_guards import GUARDS, CostGuardTransformer, budget_of
+from emberline.tokens.cost_guards import GUARDS, CostGuardTransformer, render_budget_of
 from emberline.tokens.render_budget import size_of
 
 MAX_INT_BITS = 256
@@ -51,14 +51,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
         self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
         self.filters = {
-            **{name: _charge_calls(name, FILTERS[name], nested=False) for name in _SHALLOW_FILTERS.split()},
-            **{name: _charge_calls(name, FILTERS[name], nested=True) for name in _NESTED_FILTERS.split()},
+            **{name: _spend_before_call(name, FILTERS[name], nested=False) for name in _SHALLOW_FILTERS.split()},
+            **{name: _spend_before_call(name, FILTERS[name], nested=True) for name in _NESTED_FILTERS.split()},
             "tojson": _tojson,
             "safe": lambda value: value,  # nothing is ever escaped
             **GUARDS,
         }
         self.tests = {
-            name: _charge_calls(name, test, nested=name in _NESTED_TESTS.split()) for name, test in TESTS.items()
+            name: _spend_before_call(name, test, nested=name in _NESTED_TESTS.split()) for name, test in TESTS.items()
         }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -73,37 +73,39 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return isinstance(obj, (LoopContext, Namespace, Macro)) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Do nothing: jinja2 would treat str.format specially, and it is not an allowed method here."""
+        """Return None, which turns off jinja2's special treatment of str.format: templates may not call it here."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, arguments = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
         name = __obj.__name__ if isinstance(owner, str) else ""
-        budget_of(__context).spend_text_call(name, owner, arguments)
+        render_budget_of(__context).spend_text_call(name, owner, arguments)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or (operator == "%" and isinstance(left, str)):
-            raise SecurityError(f"the operator {operator} is not supported here")
+            raise SecurityError(f"the operator {operator} is not supported in chat templates")
         times = 1
         if operator == "*":
             times = max([1, *(n for n in (left, right) if isinstance(n, int))])
-        budget_of(context).spend((size_of(left) + size_of(right)) * times if _is_any_sequence(left, right) else 0)
+        render_budget_of(context).spend(
+            (size_of(left) + size_of(right)) * times if _is_either_a_sequence(left, right) else 0
+        )
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > MAX_INT_BITS:
-            raise SecurityError(f"a number has more than {MAX_INT_BITS} bits")
+            raise SecurityError(f"a number in the chat template has more than {MAX_INT_BITS} bits")
         return result
 
 
-def _is_any_sequence(left: Any, right: Any) -> bool:
+def _is_either_a_sequence(left: Any, right: Any) -> bool:
     return isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
 
 
-def _charge_calls(name: str, inner: Any, nested: bool) -> Callable[..., Any]:
+def _spend_before_call(name: str, inner: Any, nested: bool) -> Callable[..., Any]:
     leading = getattr(getattr(inner, "jinja_pass_arg", None), "name", "")
 
     @pass_context
-    def charge_and_call(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        budget, arguments = budget_of(context), [*args, *kwargs.values()]
+    def spend_and_call(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget, arguments = render_budget_of(context), [*args, *kwargs.values()]
         if name == "join":  # the filter takes the list first, the separator second
             budget.spend_text_call(name, arguments[0] if arguments else "", [value])
         else:
@@ -115,7 +117,7 @@ def _charge_calls(name: str, inner: Any, nested: bool) -> Callable[..., Any]:
         result = inner(*first, *args, **kwargs)
         return list(result) if isinstance(result, Iterator) else result
 
-    return charge_and_call
+    return spend_and_call
 
 
 @pass_context
@@ -127,16 +129,16 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    budget_of(context).spend_nested(value)
+    render_budget_of(context).spend_nested(value)
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
-        raise SecurityError(f"tojson has indent {indent!r}; it must be 0 to 16")
+        raise SecurityError(f"the chat template calls tojson with indent {indent!r}; it must be 0 to 16")
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    budget_of(context).spend(len(text))
+    render_budget_of(context).spend(len(text))
     return text
 
 
 class GenerationTag(Extension):
-    """{% generation %} marks the assistant's text for training. Here it is replaced by its content."""
+    """The template tag {% generation %}, which marks the assistant's text for training. Only its content is used."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""ChatTemplate: renders messages and tools to the prompt text that a model was trained on."""
+"""ChatTemplate: renders messages and tools to a prompt, in the format that the model was trained on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESERVED_NAMES = frozenset(
 
 
 class MessagesRejected(TemplateError):
-    """The template called raise_exception: its model does not support these messages."""
+    """The template called raise_exception, because its model does not support these messages."""
 
 
 class _CompiledTemplate(NamedTuple):
@@ -37,24 +37,26 @@ class ChatTemplate:
     def __init__(
         self, sources: dict[str, str], special_tokens: dict[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """`sources`: templates by name; `tool_use` is used for requests with tools, `default` for the others."""
+        """`sources` has the templates by name: `tool_use` for requests with tools, and `default`."""
         self.sources, self._special_tokens, self._now = sources, special_tokens, now
         environment = TemplateSandbox()
-        self._templates = {name: _compile(environment, source) for name, source in sources.items()}
+        self._templates = {name: _compile_template(environment, source) for name, source in sources.items()}
 
     @staticmethod
     def load(directory: Path, override: Path | None = None) -> ChatTemplate:
         config = read_object_if_exists(directory / "tokenizer_config.json")
         separate_file = directory / "chat_template.jinja"
         if override is not None:
-            sources = {"default": _read_source(override)}
+            sources = {"default": _read_template_source(override)}
         elif separate_file.exists():
-            sources = {"default": _read_source(separate_file)}
+            sources = {"default": _read_template_source(separate_file)}
         else:
             json_file = read_object_if_exists(directory / "chat_template.json")
             sources = _named_sources(config.get("chat_template") or json_file.get("chat_template"))
         if not sources:
-            raise UnsupportedModel(f"{directory} has no chat template", hint="pass one with --chat-template FILE")
+            raise UnsupportedModel(
+                f"the model directory {directory} has no chat template", hint="pass one with --chat-template FILE"
+            )
         return ChatTemplate(
             sources,
             {name: text for name in SPECIAL_TOKEN_NAMES if (text := _special_token_text(config.get(name))) is not None},
@@ -77,10 +79,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             BUDGET_KEY: RenderBudget(),
         }
-        return _render(self._template_for(bool(tools)).template, variables)
+        return _render_template(self._template_for(bool(tools)).template, variables)
 
     def extra_variables(self, with_tools: bool) -> frozenset[str]:
-        """Return the variables that a request may set and the template reads."""
+        """Return the names of the variables that the template reads and that a request may set."""
         return self._template_for(with_tools).extra_variables
 
     def _template_for(self, with_tools: bool) -> _CompiledTemplate:
@@ -89,12 +91,13 @@ class ChatTemplate:
         return self._templates.get("default") or next(iter(self._templates.values()))
 
 
-def _render(template: Template, variables: dict[str, Any]) -> str:
+def _render_template(template: Template, variables: dict[str, Any]) -> str:
     try:
         return template.render(variables)
     except SecurityError as e:
         raise ModelFileError(
-            f"the chat template is not allowed to do this: {e}", hint="pass another one with --chat-template FILE"
+            f"the chat template did something that is not allowed: {e}",
+            hint="pass another one with --chat-template FILE",
         ) from e
     except MessagesRejected as e:
         raise InvalidRequest(f"the model's chat template rejects these messages: {e}", param="messages") from e
@@ -104,7 +107,7 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
         raise ModelFileError(f"the chat template failed: {type(e).__name__}: {e}") from e
 
 
-def _compile(environment: TemplateSandbox, source: str) -> _CompiledTemplate:
+def _compile_template(environment: TemplateSandbox, source: str) -> _CompiledTemplate:
     if len(source) > MAX_SOURCE_CHARS:
         raise ModelFileError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
     try:
@@ -121,7 +124,7 @@ def _reject_messages(message: Any = "") -> None:
 
 
 def _named_sources(value: Any) -> dict[str, str]:
-    """Return templates by name from one template, or from a list of {"name", "template"}."""
+    """Return templates by name. `value` is one template, or a list of objects with `name` and `template`."""
     if isinstance(value, str):
         return {"default": value}
     entries = value if isinstance(value, list) else []
@@ -129,7 +132,7 @@ def _named_sources(value: Any) -> dict[str, str]:
     return {name: text for name, text in templates.items() if isinstance(name, str) and isinstance(text, str)}
 
 
-def _read_source(path: Path) -> str:
+def _read_template_source(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -137,6 +140,6 @@ def _read_source(path: Path) -> str:
 
 
 def _special_token_text(value: Any) -> str | None:
-    """Return the text of a special token, given as a string or as an object with `content`."""
+    """Return the text of a special token. `value` is the text, or an object with the text as `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""Tokenizer: turns text into token ids, and ids into the exact bytes they stand for."""
+"""Tokenizer: converts text to token ids, and token ids to the bytes of the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Alphabet(Enum):
-    """How the entries of a vocabulary represent bytes."""
+    """How the tokens of a vocabulary are written as text."""
 
     BYTE_LEVEL = "byte-level"  # GPT-2: each byte is a printable character
     PIECES = "pieces"  # SentencePiece: ▁ for a space, <0xAB> for a byte
@@ -42,7 +42,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedModel(
-                f"{directory} has no tokenizer.json", hint="convert the model's tokenizer with transformers first"
+                f"the model directory {directory} has no tokenizer.json",
+                hint="convert the model's tokenizer with transformers first",
             )
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
@@ -60,7 +61,7 @@ class Tokenizer:
             return [e.ids for e in self._inner.encode_batch_fast(texts, add_special_tokens=add_special)]
         except (UnicodeEncodeError, TypeError) as e:
             raise InvalidRequest(
-                "the text is not valid Unicode: a surrogate is not part of a pair",
+                "the text is not valid Unicode: it contains half of a surrogate pair",
                 hint="send text that can be encoded as UTF-8",
             ) from e
 
@@ -72,7 +73,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_first_space else text
 
     def token_bytes(self, id_: int) -> bytes:
-        """Return the bytes that the token adds to the text; b"" for ids that only pad the model's vocabulary."""
+        """Return the bytes that the token adds to a text. An id that only pads the vocabulary has none."""
         data = self._bytes.get(id_)
         if data is None:
             data = self._bytes[id_] = self._decode_token(id_)
@@ -99,7 +100,7 @@ class Tokenizer:
 
 
 def _detect_alphabet(decoder: Any) -> tuple[Alphabet, bool]:
-    """Return the alphabet, and whether decoding drops the space that SentencePiece puts before the text."""
+    """Return the alphabet, and whether decoding removes the space that SentencePiece adds before a text."""
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     steps = state.get("decoders", [state])
     kinds = {step.get("type"): step for step in steps}
@@ -113,9 +114,9 @@ def _detect_alphabet(decoder: Any) -> tuple[Alphabet, bool]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's mapping of characters to bytes.
+    """Return the mapping from characters to bytes that GPT-2's tokenizer uses.
 
-    Printable Latin-1 bytes stand for themselves; the others follow in order from U+0100 on."""
+    A printable Latin-1 character is mapped to its own byte. The remaining bytes have the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""TraceContext: the ids of a trace and a span, parsed from and written to W3C's `traceparent` header."""
+"""TraceContext: the ids of a trace and a span, as in the W3C header `traceparent`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class TraceContext:
 
     @staticmethod
     def parse(header: str) -> TraceContext | None:
-        """Parse a traceparent header; None if it is invalid. Later versions may have more fields at the end."""
+        """Return the context in a traceparent header; None if the header is invalid.
+
+        Further fields at the end are accepted if the header has a later version.
+        """
         found = _TRACEPARENT.fullmatch(header.strip())
         if found is None:
             return None
@@ -31,7 +34,7 @@ class TraceContext:
 
     @staticmethod
     def start_trace(sample_rate: float) -> TraceContext:
-        """Start a new trace; its random id decides whether it belongs to the share that is sampled."""
+        """Return the context of a new trace, which is sampled with the probability `sample_rate`."""
         trace = os.urandom(16).hex()
         return TraceContext(trace, "", int(trace[16:], 16) < sample_rate * 2.0**64)
 

@@ -1,7 +1,7 @@
-"""OTLPSpanExporter: sends spans to an OTLP collector in batches, in the background.
+"""OTLPSpanExporter: sends spans to an OpenTelemetry (OTLP) collector, in batches and in the background.
 
-Spans that the collector does not accept in time are dropped and counted: no request waits for the collector, and
-memory is bounded while it is unavailable.
+Spans that the collector does not accept in time are dropped and counted. So no request waits for the collector, and the
+memory for spans is bounded while the collector is unavailable.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RETRYABLE_STATUSES = (408, 429, 502, 503, 504)
 
 
 class OTLPSpanExporter:
-    """An async context manager; leaving it sends the queued spans within SHUTDOWN_TIMEOUT_S."""
+    """An async context manager. At its exit the queued spans are sent, for up to SHUTDOWN_TIMEOUT_S."""
 
     def __init__(
         self, pool: HTTPConnectionPool, config: TraceConfig, resource: Attributes, clock: Clock, wall_clock: Clock
     ) -> None:
-        """`resource`: attributes of this process. `wall_clock`: Unix time in seconds."""
+        """`resource` has the attributes of this process. `clock` is the clock of the spans, `wall_clock` Unix time."""
         self._pool = pool
         parts = urlsplit(config.collector_url)
         self._origin, self._path = f"{parts.scheme}://{parts.netloc}", parts.path + (parts.query and f"?{parts.query}")
@@ -57,7 +57,7 @@ class OTLPSpanExporter:
         self.sent = self.dropped = 0
 
     def put(self, span: Span) -> None:
-        """Queue a span for export without waiting; it is dropped if the queue is full."""
+        """Queue a span for export, without waiting. If the queue is full, the span is dropped."""
         if (
             self._closing.is_set()
             or len(self._queue) >= MAX_QUEUED_SPANS
@@ -88,64 +88,64 @@ class OTLPSpanExporter:
         while not (self._closing.is_set() and not self._queue):
             await self._has_spans.wait()
             self._has_spans.clear()
-            await self._pause(BATCH_DELAY_S)
+            await self._wait_until_closing(BATCH_DELAY_S)
             while self._queue:
                 batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))]
                 self._bytes -= sum(span.size_bytes for span in batch)
                 accepted = 0
                 try:
-                    accepted = await self._send(batch)
+                    accepted = await self._send_batch(batch)
                 except Exception:
                     log.exception("Span export failed: dropped=%d", len(batch))
                 finally:  # also if the shutdown timeout cancels this task
                     self.sent += accepted
                     self.dropped += len(batch) - accepted
 
-    async def _pause(self, seconds: float) -> None:
+    async def _wait_until_closing(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def _send(self, batch: list[Span]) -> int:
-        """Send a batch with retries and return how many spans the collector accepted."""
-        body, reason = self._encode(batch), ""
+    async def _send_batch(self, batch: list[Span]) -> int:
+        """Send a batch, with retries, and return the number of spans that the collector accepted."""
+        body, reason = self._encode_batch(batch), ""
         for pause in (*RETRY_DELAYS_S, None):
             try:
-                status, headers, reply = await self._post(body)
+                status, headers, reply = await self._post_batch(body)
                 reason = f"status {status}"
             except EmberlineError as e:
                 status, headers, reply, reason = 0, {}, b"", str(e)
             if 200 <= status < 300:
                 self._is_failing = False
-                return len(batch) - min(_count_rejected(reply), len(batch))
+                return len(batch) - min(_count_rejected_spans(reply), len(batch))
             if (status and status not in RETRYABLE_STATUSES) or pause is None:
                 break
-            await self._pause(min(max(_retry_after(headers), pause), MAX_RETRY_DELAY_S))
+            await self._wait_until_closing(min(max(_retry_after_seconds(headers), pause), MAX_RETRY_DELAY_S))
         if not self._is_failing:
             log.warning("Span export failed, dropping spans: collector=%s reason=%s", self._origin, reason)
         self._is_failing = True
         return 0
 
-    async def _post(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
+    async def _post_batch(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
         reply = await self._pool.request(self._origin, "POST", self._path, self._headers, body, EXPORT_TIMEOUT_S)
         try:
             return reply.status, reply.headers, await reply.read_all(EXPORT_TIMEOUT_S, MAX_REPLY_BYTES)
         finally:
             reply.close()
 
-    def _encode(self, batch: list[Span]) -> bytes:
-        """Return the body of an export request."""
+    def _encode_batch(self, batch: list[Span]) -> bytes:
+        """Return the spans as the JSON body of an OTLP export request."""
         epoch = self._wall.now() - self._clock.now()
         scoped = {"scope": {"name": "emberline"}, "spans": [span.to_otlp(epoch) for span in batch]}
         return msgspec.json.encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]})
 
 
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds of the Retry-After header, 0 without one."""
+def _retry_after_seconds(headers: Mapping[str, str]) -> float:
+    """Return the seconds in the Retry-After header; 0 if there is no such header."""
     value = headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
-def _count_rejected(reply: bytes) -> int:
+def _count_rejected_spans(reply: bytes) -> int:
     try:
         return max(0, int(msgspec.json.decode(reply)["partialSuccess"]["rejectedSpans"]))
     except (*JSON_DECODE_ERRORS, KeyError, TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Span: one piece of work on a request, with a start, one end and attributes.
+"""Span: an OpenTelemetry span, which is a piece of work on a request with start time, end time and attributes.
 
-Spans are exported as OTLP's JSON, in which integers are strings and ids are hexadecimal.
+Spans are exported in the JSON format of OTLP, in which integers are strings and ids are hexadecimal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SpanEvent(NamedTuple):
 
 
 class SpanSink(Protocol):
-    """Receives the ended spans."""
+    """An object that receives each span when the span has ended."""
 
     def put(self, span: Span) -> None:
         """Queue a span for export, without waiting."""
@@ -39,7 +39,7 @@ class SpanSink(Protocol):
 
 
 class Span:
-    """A span with times of `clock`. If its trace is not sampled it only passes the context on."""
+    """A span with times of `clock`. A span of a trace that is not sampled only carries the trace's ids."""
 
     __slots__ = (
         "_clock",
@@ -74,7 +74,7 @@ class Span:
         self.events: list[SpanEvent] = []
 
     def start_child(self, name: str, kind: SpanKind = SpanKind.INTERNAL, start_time: float | None = None) -> Span:
-        """Start a child span; a span that is not sampled returns itself."""
+        """Return a new child span. If the trace is not sampled, return this span itself."""
         if not self.context.is_sampled:
             return self
         return Span(self._sink, self._clock, name, kind, self.context, start_time)
@@ -92,11 +92,11 @@ class Span:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate memory of the span in bytes: the length of its text attributes."""
+        """The total length of the text attributes, as an estimate of the span's memory."""
         return sum(len(value) for value in self.attributes.values() if isinstance(value, str))
 
     def to_otlp(self, epoch: float) -> dict[str, Any]:
-        """Return the span as OTLP's JSON; `epoch`: the Unix time in seconds at the clock's zero."""
+        """Return the span as an OTLP JSON object. `epoch` is the Unix time at which the span's clock was zero."""
         assert self.end_time is not None
         return {
             "traceId": self.context.trace_id,
@@ -104,11 +104,15 @@ class Span:
             **({"parentSpanId": self.parent_id} if self.parent_id else {}),
             "name": self.name,
             "kind": int(self.kind),
-            "startTimeUnixNano": _nanoseconds(self.start_time + epoch),
-            "endTimeUnixNano": _nanoseconds(max(self.start_time, self.end_time) + epoch),
+            "startTimeUnixNano": _format_nanoseconds(self.start_time + epoch),
+            "endTimeUnixNano": _format_nanoseconds(max(self.start_time, self.end_time) + epoch),
             "attributes": encode_attributes({**self.attributes, "error.type": self.error_code or None}),
             "events": [
-                {"name": name, "timeUnixNano": _nanoseconds(time + epoch), "attributes": encode_attributes(attributes)}
+                {
+                    "name": name,
+                    "timeUnixNano": _format_nanoseconds(time + epoch),
+                    "attributes": encode_attributes(attributes),
+                }
                 for name, time, attributes in self.events
             ],
             "status": {"code": STATUS_ERROR, "message": self.error_code} if self.error_code else {"code": STATUS_OK},
@@ -130,5 +134,5 @@ def _encode_value(value: AttributeValue) -> dict[str, Any]:
     return {"stringValue": value}
 
 
-def _nanoseconds(seconds: float) -> str:
+def _format_nanoseconds(seconds: float) -> str:
     return str(round(seconds * 1e6) * 1000)

@@ -1,4 +1,4 @@
-"""Tracer: starts a process's spans, below the client's span or as the root of a new trace."""
+"""Tracer: starts the spans of a process, as children of the client's span or as roots of new traces."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from emberline.trace.span import Span, SpanKind, SpanSink
 
 class Tracer:
     def __init__(self, sink: SpanSink, clock: Clock, sample_rate: float = 1.0) -> None:
-        """`sample_rate`: share of new traces to record; for others the process that started the trace has decided."""
+        """`sample_rate`: share of new traces that are recorded. A trace that the client started has its own flag."""
         self._spans = sink
         self._clock = clock
         self._share = sample_rate
 
     def start_span(self, name: str, kind: SpanKind, parent: TraceContext | None) -> Span:
-        """Start a span; `parent`: the client's context, or None for a new trace."""
+        """Return a new span. `parent` is the context that the client sent, or None for a new trace."""
         return Span(self._spans, self._clock, name, kind, parent or TraceContext.start_trace(self._share))

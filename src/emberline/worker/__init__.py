@@ -1,1 +1,1 @@
-"""The HTTP side of a worker: API calls, replies, and the endpoints for routers and other workers."""
+"""The server process of a worker: its HTTP endpoints, from a parsed request to the reply."""

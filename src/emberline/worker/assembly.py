@@ -1,4 +1,4 @@
-"""Assembles the application of a server process from the files of its models and a ready engine."""
+"""Creates the ASGI application of a server process from the files of its models and the running engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("emberline.server")
 
 @dataclass(frozen=True, slots=True)
 class PreloadedParts:
-    """Parts that need no engine and are loaded while the engine starts."""
+    """The parts of the application that are loaded while the engine starts, because they do not need it."""
 
     models: dict[str, ModelTextFiles]
     embedding_model: EmbeddingModel | None
@@ -45,15 +45,15 @@ class PreloadedParts:
 
 @dataclass(frozen=True, slots=True)
 class ModelTextFiles:
-    """The tokenizer and chat template of one model."""
+    """The tokenizer and the chat template of a model, and the directory of its checkpoint."""
 
     directory: Path
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
 
-def load_parts(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedParts:
-    protocols.warm_up()
+def preload_parts(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedParts:
+    protocols.warm_up_protocols()
     models = {
         name: ModelTextFiles(directory, Tokenizer.load(directory), _load_template(directory, config))
         for name, directory in directories.items()
@@ -64,7 +64,7 @@ def load_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Preload
 
 
 def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
-    """Load the embedding model; None if it is turned off, or if the default one cannot be downloaded."""
+    """Return the embedding model; None if it is turned off, or if the default model cannot be downloaded."""
     if name is None:
         return None
     try:
@@ -93,7 +93,7 @@ class AssembledServer:
             self.embedding_model.stop()
 
 
-def assemble(
+def assemble_server(
     config: ServerConfig, parts: PreloadedParts, engine: AsyncEngine, tracing: RequestTracing | None
 ) -> AssembledServer:
     catalog = ModelCatalog(
@@ -105,7 +105,11 @@ def assemble(
 
 
 def _open_response_store(config: ServerConfig) -> ResponseStore | None:
-    """Open the response store. auto: a temporary file; none at a worker, as its router may choose another next time."""
+    """Return the store for responses, or None if responses are not stored.
+
+    With `auto` a server uses a temporary file. A worker behind a router stores none, because the router may send the
+    next request of the conversation to a different worker.
+    """
     if config.response_store == "none" or (config.response_store == "auto" and config.worker is not None):
         return None
     path = None if config.response_store == "auto" else Path(config.response_store)

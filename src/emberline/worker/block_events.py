@@ -1,4 +1,4 @@
-"""BlockEventStream: streams to a router which KV blocks this worker's caches hold, as lines of JSON."""
+"""BlockEventStream: tells a router which KV blocks this worker's caches hold, as a stream of JSON lines."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ class BlockEventStream:
         self._engine = engine
 
     async def handle(self, exchange: Exchange) -> None:
-        """Stream the batches after the one that `?incarnation=...&since=...` names, then new ones as they arise."""
+        """Stream batches of block events without end.
+
+        The stream starts after the batch with the number `since` of the query, if the worker still has the batches
+        after it and `incarnation` is this run of the worker's process.
+        """
         query = {name: values[-1] for name, values in parse_qs(exchange.query).items()}
         since = query.get("since", "0")
         if not (since.isascii() and since.isdigit() and len(since) < 20):
             what = f"since is {since[:40]!r}; it must be the number of a batch, such as 0"
             raise InvalidRequest(what, param="since")
         await exchange.read_body(0)
-        await exchange.run_while_connected(self._stream(exchange, query.get("incarnation", ""), int(since)))
+        await exchange.run_while_connected(self._stream_batches(exchange, query.get("incarnation", ""), int(since)))
 
-    async def _stream(self, exchange: Exchange, incarnation: str, seq: int) -> None:
+    async def _stream_batches(self, exchange: Exchange, incarnation: str, since: int) -> None:
         self._engine.watch_blocks()
         ledger = self._engine.block_events
         await exchange.start_reply(200, "application/x-ndjson", {"cache-control": "no-cache"})
         while not ledger.is_closed:
-            batches = ledger.batches_after(incarnation, seq)
+            batches = ledger.batches_after(incarnation, since)
             if batches:
-                incarnation, seq = batches[-1].incarnation, batches[-1].seq
+                incarnation, since = batches[-1].incarnation, batches[-1].seq
             for batch in batches or [ledger.heartbeat()]:
                 await exchange.send(dumps(batch) + b"\n")
-            if (incarnation, seq) == (ledger.incarnation, ledger.seq) or not ledger.is_complete:
+            if (incarnation, since) == (ledger.incarnation, ledger.seq) or not ledger.is_complete:
                 await ledger.wait_for_change(HEARTBEAT_INTERVAL_S)
         await exchange.send(last=True)

@@ -1,4 +1,4 @@
-"""ModelCatalog: the models of a server, by their names in the API."""
+"""ModelCatalog: the models that a server serves, by the names that requests use."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ class ModelCatalog:
         return iter(self._models.values())
 
     def __getitem__(self, name: str) -> LoadedModel:
-        """Return the model of this name. Raises ModelNotFound."""
+        """Return the model with this name. Raises ModelNotFound."""
         if (model := self._models.get(name)) is None:
             raise ModelNotFound(f"model {name[:200]!r} not found", param="model", hint=self._models_hint())
         return model
 
     def select(self, name: str | None) -> LoadedModel:
-        """Return the model of this name or, for None, the only model. Raises InvalidRequest if there are several."""
+        """Return the model with this name. For None, return the server's only model.
+
+        Raises ModelNotFound, or InvalidRequest if the name is None and the server has several models.
+        """
         if name is not None:
             return self[name]
         if len(self._models) > 1:
             raise InvalidRequest(
-                "model is required, as the server has several", param="model", hint=self._models_hint()
+                "model is required, because this server has several models", param="model", hint=self._models_hint()
             )
         return next(iter(self))
 

@@ -1,4 +1,7 @@
-"""Choice: converts the engine's outputs of one choice to deltas of text, reasoning and tool calls."""
+"""Choice: one of the n alternative replies to a prompt. It converts the engine's outputs to deltas.
+
+A delta is a part of the reply: text, reasoning or a tool call.
+"""
 
 from __future__ import annotations
 
@@ -66,16 +69,16 @@ class Choice:
 
     @property
     def parses_output(self) -> bool:
-        """Whether the text is parsed into reasoning, tool calls and content, whose tokens are counted separately."""
+        """Whether the text is split into reasoning, tool calls and content."""
         return self._parser is not None
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next token belongs to the reasoning."""
+        """Whether the reply is inside its reasoning part, so that the next token belongs to the reasoning."""
         return self._parser is not None and not self.is_finished and self._parser.in_reasoning
 
     def process_output(self, output: Output) -> list[Delta]:
-        """Return the deltas of an engine output. Raises the output's error."""
+        """Return the deltas for an engine output. If the output has an error, raise that error."""
         if self.is_finished:
             return []  # the engine had generated it before the stop string was found
         if output.error is not None:
@@ -86,10 +89,10 @@ class Choice:
                 self._last_id = output.tokens[-1]
                 self.num_tokens += len(output.tokens)
             return [TextDelta(text, self.index)] if text else []
-        return self._process_all(output, text, self.in_reasoning)
+        return self._process_in_full(output, text, self.in_reasoning)
 
     def echo_prompt(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
-        """Return the prompt's text and, if `logprobs` has them, the log-probabilities of its tokens after the first."""
+        """Return a delta with the prompt's text. `logprobs` are those of the prompt's tokens after the first."""
         text = self._tokenizer.decode(ids, skip_special=False)
         if logprobs is None:
             return PromptDelta(self.index, text)
@@ -99,7 +102,7 @@ class Choice:
         return PromptDelta(self.index, text, [_make_token_info(self._tokenizer, *each) for each in tokens])
 
     def record_metrics(self, metrics: ModelMetrics, output: Output, now: float) -> None:
-        """Record the time between tokens and, at the end, the finish of an engine output that was just processed."""
+        """Record the metrics of an engine output that was processed at the time `now`."""
         if output.tokens:
             if self._last_token_time is not None:
                 metrics.itl.observe(now - self._last_token_time)
@@ -108,11 +111,11 @@ class Choice:
             reason = self.finish_reason or output.finish.value
             metrics.record_completion(reason, output.timing, self.num_tokens - self.num_replayed_tokens)
 
-    def _process_all(self, output: Output, text: str, thinking: bool) -> list[Delta]:
+    def _process_in_full(self, output: Output, text: str, was_in_reasoning: bool) -> list[Delta]:
         num_taken = len(self._detokenizer.offsets) - self.num_tokens  # fewer than all if a stop string ended the text
         if output.logprobs:
             self._infos += [
-                self._info(t, p, self._detokenizer.offsets[self.num_tokens + i])
+                self._make_info(t, p, self._detokenizer.offsets[self.num_tokens + i])
                 for i, (t, p) in enumerate(zip(output.tokens[:num_taken], output.logprobs, strict=False))
             ]
         deltas: list[Delta] = []
@@ -123,29 +126,29 @@ class Choice:
             self._last_id = output.tokens[num_taken - 1]
         self.num_tokens += num_taken
         deltas += self._parse_text(text)
-        if (thinking and self.in_reasoning) or any(isinstance(delta, ReasoningDelta) for delta in deltas):
+        if (was_in_reasoning and self.in_reasoning) or any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.reasoning_tokens += num_taken
         if self._detokenizer.matched_stop is not None:
             self.needs_engine_abort = output.finish is None
-            deltas += self._end("stop", self._detokenizer.matched_stop)
+            deltas += self._finish("stop", self._detokenizer.matched_stop)
         elif output.finish is not None:
             deltas += self._parse_text(self._detokenizer.flush())
-            deltas += self._end(_REASONS[output.finish], None)
+            deltas += self._finish(_REASONS[output.finish], None)
         return deltas
 
     def _parse_text(self, text: str) -> list[Delta]:
         if self._parser is None:
-            return self._with_infos([TextDelta(text, self.index)] if text or self._infos else [])
-        return self._with_infos(self._parser.push(text) if text else [])
+            return self._attach_token_infos([TextDelta(text, self.index)] if text or self._infos else [])
+        return self._attach_token_infos(self._parser.push(text) if text else [])
 
-    def _end(self, reason: EngineFinishReason, stop: str | None) -> list[Delta]:
+    def _finish(self, reason: EngineFinishReason, stop: str | None) -> list[Delta]:
         self.is_finished = True
         ended_by_token = reason == "stop" and stop is None
         deltas: list[Delta] = []
         if self._parser is not None:
-            deltas = self._with_infos(self._parser.flush(was_cut_off=reason in ("length", "abort")))
+            deltas = self._attach_token_infos(self._parser.flush(was_cut_off=reason in ("length", "abort")))
         if self._infos:
-            deltas.append(TextDelta("", self.index, self._take_infos()))
+            deltas.append(TextDelta("", self.index, self._take_token_infos()))
         if reason == "stop" and self._parser is not None and self._parser.num_calls:
             reason = "tool_calls"
         self.finish_reason = reason
@@ -153,20 +156,20 @@ class Choice:
         token = self._last_id if ended_by_token and (is_requested or self._last_id in self._eos_token_ids) else None
         return [*deltas, Finish(reason, stop, self.index, token, is_requested and token is not None)]
 
-    def _with_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Attach the collected token infos to the first text among the deltas."""
+    def _attach_token_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Attach the log-probabilities that wait for their text to the first delta with text."""
         out: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, TextDelta | ReasoningDelta) and self._infos:
-                delta = type(delta)(delta.text, delta.choice, self._take_infos())
+                delta = type(delta)(delta.text, delta.choice, self._take_token_infos())
             out.append(delta)
         return out
 
-    def _take_infos(self) -> list[TokenInfo]:
+    def _take_token_infos(self) -> list[TokenInfo]:
         infos, self._infos = self._infos, []
         return infos
 
-    def _info(self, token: int, logprob: TokenLogprob, offset: int) -> TokenInfo:
+    def _make_info(self, token: int, logprob: TokenLogprob, offset: int) -> TokenInfo:
         return _make_token_info(self._tokenizer, token, logprob, offset)
 
 

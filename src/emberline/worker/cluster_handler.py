@@ -1,4 +1,8 @@
-"""ClusterHandler: endpoints for routers: continue another worker's reply, or compute a prompt for another worker."""
+"""ClusterHandler: endpoints that a router calls.
+
+The router lets this worker continue a reply that a different worker has started (resume), or compute a prompt whose
+reply a different worker will generate (prefill).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ MAX_FORWARD_OVERHEAD_BYTES = 8 << 20  # of a forwarded request beside the client
 
 
 class ForwardedRequest(msgspec.Struct):
-    """A client's request forwarded by a router, with the state of its reply."""
+    """A client's request as a router forwards it, with the part of the reply that exists already."""
 
     path: str
     body: msgspec.Raw
@@ -53,14 +57,14 @@ class ForwardedRequest(msgspec.Struct):
 
 class ClusterHandler:
     def __init__(self, handler: GenerationHandler, max_body: int, has_api_keys: bool = False) -> None:
-        """`has_api_keys`: this server requires API keys of its clients."""
+        """`max_body`: bytes of a client's body. `has_api_keys`: clients of this server need an API key."""
         self._handler = handler
         self._has_api_keys = has_api_keys
         self._max_body = max_body
 
     async def resume(self, exchange: Exchange) -> None:
-        """Continue a reply that another worker has started."""
-        forwarded, body = await self._read(exchange)
+        """Continue a reply that a different worker has started."""
+        forwarded, body = await self._read_forwarded_request(exchange)
         tenant = tenant_from_router(exchange, self._has_api_keys)
         context = replace(
             forwarded.to_context(),
@@ -71,16 +75,20 @@ class ClusterHandler:
         await self._handler.handle(exchange, forwarded.path, body, context)
 
     async def prefill(self, exchange: Exchange) -> None:
-        """Compute a prompt and stream JSON lines: the ticket for pulling its KV blocks, then the result or an error."""
-        forwarded, body = await self._read(exchange)
+        """Compute a prompt for a different worker, and stream JSON lines about it.
+
+        The first line has the ticket with which that worker reads the prompt's KV blocks, the last line the result or
+        an error.
+        """
+        forwarded, body = await self._read_forwarded_request(exchange)
         context = replace(
             forwarded.to_context(), span=exchange.span, tenant=tenant_from_router(exchange, self._has_api_keys)
         )
         call, model = await self._handler.parse(forwarded.path, body, context)
         await exchange.run_while_connected(_stream_lines(exchange, model.generator.prefill(call, context)))
 
-    async def _read(self, exchange: Exchange) -> tuple[ForwardedRequest, bytes]:
-        """Read the forwarded request and the client's body in it. Raises InvalidRequest or BodyTooLarge."""
+    async def _read_forwarded_request(self, exchange: Exchange) -> tuple[ForwardedRequest, bytes]:
+        """Return the forwarded request and the client's body inside it. Raises InvalidRequest or BodyTooLarge."""
         data = await exchange.read_body(self._max_body + MAX_FORWARD_OVERHEAD_BYTES)
         forwarded, body = await offload.run_by_size(len(data), parse_forwarded_request, data)
         if forwarded.path not in PROTOCOLS:
@@ -92,7 +100,7 @@ class ClusterHandler:
 
 
 def parse_forwarded_request(data: bytes) -> tuple[ForwardedRequest, bytes]:
-    """Parse a forwarded request; a large one in a child process. Raises InvalidRequest."""
+    """Return the forwarded request and the client's body inside it. Raises InvalidRequest."""
     try:
         forwarded = msgspec.json.decode(data, type=ForwardedRequest)
     except JSON_DECODE_ERRORS as e:
@@ -103,19 +111,19 @@ def parse_forwarded_request(data: bytes) -> tuple[ForwardedRequest, bytes]:
 
 
 async def _stream_lines(exchange: Exchange, outputs: AsyncGenerator[Output, None]) -> None:
-    """Stream the outputs as lines; an error before the first line has its own status."""
+    """Send the engine's outputs as JSON lines. An error before the first line becomes an error reply."""
     async with aclosing(outputs):
         try:
             ended = False
             async for output in outputs:
                 lines = []
                 if output.ticket is not None and exchange.status is None:
-                    lines.append(_line("ticket", output.ticket))
+                    lines.append(_encode_line("ticket", output.ticket))
                 if output.finish is not None:
-                    lines.append(_line("done", _result_json(output)))
+                    lines.append(_encode_line("done", _result_json(output)))
                     ended = True
                 if lines:
-                    await _send(exchange, lines, last=ended)
+                    await _send_lines(exchange, lines, last=ended)
         except Exception as e:
             if exchange.status is None:
                 raise
@@ -124,7 +132,7 @@ async def _stream_lines(exchange: Exchange, outputs: AsyncGenerator[Output, None
             reply = openai_error(e)
             exchange.log_fields["error"] = reply.body["error"]["code"]
             details = {"code": reply.body["error"]["code"], "message": reply.body["error"]["message"]}
-            await _send(exchange, [_line("error", details | {"status": reply.status})], last=True)
+            await _send_lines(exchange, [_encode_line("error", details | {"status": reply.status})], last=True)
 
 
 def _result_json(output: Output) -> dict[str, Any]:
@@ -134,11 +142,11 @@ def _result_json(output: Output) -> dict[str, Any]:
     return {"token": output.tokens[0], "cached": output.cached_tokens, "seconds": seconds or 0.0}
 
 
-async def _send(exchange: Exchange, lines: list[bytes], *, last: bool) -> None:
+async def _send_lines(exchange: Exchange, lines: list[bytes], *, last: bool) -> None:
     if exchange.status is None:
         await exchange.start_reply(200, "application/x-ndjson", {"cache-control": "no-cache"})
     await exchange.send(b"".join(lines), last=last)
 
 
-def _line(name: str, value: Any) -> bytes:
+def _encode_line(name: str, value: Any) -> bytes:
     return dumps({name: value}) + b"\n"

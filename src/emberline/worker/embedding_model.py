@@ -1,4 +1,4 @@
-"""EmbeddingModel: converts texts to vectors with the embedding model's tokenizer and process."""
+"""EmbeddingModel: converts texts to vectors, in a process of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class EmbeddingModel:
         self._process = EmbedderProcess(directory, threads)
 
     async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
-        """Return one unit vector for each input and the total number of tokens. Raises InvalidRequest subclasses."""
+        """Return a vector of length 1 for each input, and the number of tokens of all inputs.
+
+        Raises ModelNotFound or ContextLengthExceeded.
+        """
         if call.common.model not in ("", self.name):
             raise ModelNotFound(
                 f"embedding model {call.common.model[:200]!r} not found",
@@ -47,13 +50,13 @@ class EmbeddingModel:
                 )
         vectors: Sequence[array[float]] = await asyncio.to_thread(self._process.embed, ids)
         if call.dimensions is not None and call.dimensions < self.dim:
-            vectors = [_unit(vector[: call.dimensions]) for vector in vectors]
+            vectors = [_normalize(vector[: call.dimensions]) for vector in vectors]
         return vectors, sum(len(tokens) for tokens in ids)
 
     def stop(self) -> None:
         self._process.stop()
 
 
-def _unit(vector: array[float]) -> array[float]:
+def _normalize(vector: array[float]) -> array[float]:
     norm = sum(v * v for v in vector) ** 0.5 or 1.0
     return array("f", (v / norm for v in vector))

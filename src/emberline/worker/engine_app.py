@@ -1,4 +1,4 @@
-"""EngineApp: the ASGI application of a server or worker: its routes and their handlers."""
+"""EngineApp: the ASGI application of a server or worker. It has a handler for each path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from emberline.worker.cluster_handler import ClusterHandler
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.preparation import LONG_TEXT_CHARS
-from emberline.worker.protocols import PROTOCOLS, parse_within_weight
+from emberline.worker.protocols import PROTOCOLS, parse_within_pickle_cost
 from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
@@ -59,7 +59,7 @@ class EngineApp:
         self._config = config
         self._engine = engine
         self._catalog = catalog
-        responses = StoredResponses(response_store, self._tenant)
+        responses = StoredResponses(response_store, self._tenant_of)
         self._handler = GenerationHandler(catalog, responses)
         self._embeddings = embedding_model
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
@@ -111,19 +111,19 @@ class EngineApp:
         await self._handler.handle(
             exchange,
             exchange.path,
-            await self._body(exchange),
+            await self._read_body(exchange),
             RequestContext.from_exchange(exchange, bool(self._config.api_keys)),
         )
 
     # -- the rest of the API ------------------------------------------------------------------------------------------
 
     async def _count_tokens(self, exchange: Exchange) -> None:
-        call = await self._parse(anthropic.parse_count_tokens, exchange)
+        call = await self._parse_body(anthropic.parse_count_tokens, exchange)
         model = self._catalog.select(call.common.model or None)
         await exchange.reply_json(anthropic.render_token_count(await model.generator.count_prompt_tokens(call)))
 
     async def _create_embeddings(self, exchange: Exchange) -> None:
-        call = await self._parse(embeddings.parse, exchange)
+        call = await self._parse_body(embeddings.parse, exchange)
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="start the server with --embedder minilm")
         vectors, tokens = await self._embeddings.embed(call)
@@ -135,7 +135,7 @@ class EngineApp:
         await exchange.reply_json(embeddings.render(call, vectors, tokens, self._embeddings.name))
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        call = await self._parse(tokenize.parse, exchange)
+        call = await self._parse_body(tokenize.parse, exchange)
         prompts = self._catalog.select(call.model or None).generator.prompt_builder
         text, special = (
             (call.prompt, call.add_special_tokens)
@@ -147,7 +147,7 @@ class EngineApp:
         await exchange.reply_json(tokenize.render(call, ids, strings, prompts.max_context))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        call = await self._parse(tokenize.parse_detokenize, exchange)
+        call = await self._parse_body(tokenize.parse_detokenize, exchange)
         tokenizer = self._catalog.select(call.model or None).generator.prompt_builder.tokenizer
         is_short = len(call.ids) < LONG_TEXT_CHARS
         if is_short:
@@ -182,7 +182,7 @@ class EngineApp:
         await exchange.reply_json(body, 200 if ready else 503)
 
     async def _report_progress(self, exchange: Exchange) -> None:
-        """Report the time since the engine's last message: it shows a stalled engine while the server is live."""
+        """Report the time since the engine's last message. A long time shows that the engine is stalled."""
         engine = self._engine
         is_progressing = engine.state is EngineState.READY and engine.seconds_without_message < STALL_TIMEOUT_S
         stalled = "stuck" if engine.state is EngineState.READY else engine.state.value
@@ -199,7 +199,7 @@ class EngineApp:
         )
 
     async def _report_stats(self, exchange: Exchange) -> None:
-        """Reply with the totals of all models."""
+        """Reply with the engine's statistics, added up over all models."""
         engine, s = self._engine, Stats.total(self._engine.stats.values())
         await exchange.reply_json(
             {
@@ -235,19 +235,19 @@ class EngineApp:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    async def _parse(self, parse: Callable[[bytes], T], exchange: Exchange) -> T:
-        """Parse the body, a large one in a child process."""
-        body = await self._body(exchange)
+    async def _parse_body(self, parse: Callable[[bytes], T], exchange: Exchange) -> T:
+        """Return the parsed body of the request. A large body is parsed in a child process."""
+        body = await self._read_body(exchange)
         return (
             parse(body)
             if len(body) < LARGE_INPUT_BYTES
-            else await offload.run(len(body), parse_within_weight, parse, body)
+            else await offload.run(len(body), parse_within_pickle_cost, parse, body)
         )
 
-    def _tenant(self, exchange: Exchange) -> str:
+    def _tenant_of(self, exchange: Exchange) -> str:
         return RequestContext.from_exchange(exchange, bool(self._config.api_keys)).tenant
 
-    async def _body(self, exchange: Exchange) -> bytes:
+    async def _read_body(self, exchange: Exchange) -> bytes:
         return await exchange.read_body(self._config.max_body)
 
     @property

@@ -1,6 +1,7 @@
 """Generation: runs the prompts of one request on the engine and yields the reply as groups of deltas.
 
-A reply that another worker started is continued: its output so far is replayed first.
+If a different worker has started the reply, the output of that worker is replayed first. This restores the state of the
+detokenizer and the parsers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REPLAY_GROUPS_PER_YIELD = 256  # replayed groups before the event loop runs othe
 
 @dataclass(slots=True)
 class DeltaGroup:
-    """The deltas of one engine output."""
+    """The deltas (parts of the reply) that one engine output led to."""
 
     deltas: list[Delta]
     is_replayed: bool = False  # another worker has already sent them to the client
@@ -45,7 +46,7 @@ class DeltaGroup:
 
     @property
     def token_group(self) -> TokenGroup:
-        """The output's tokens and finish, for a handoff."""
+        """The tokens and the finish reason of the output, in the form that moves to a different worker."""
         if self.output is None:
             return TokenGroup(0, ())
         finish = self.output.finish.value if self.output.finish is not None else ""
@@ -67,7 +68,7 @@ class Generation:
         timeout: float,
         token_timeout: float,
     ) -> None:
-        """`timeout`, `token_timeout`: seconds for the whole request and for each token."""
+        """`timeout` is the time limit of the whole request in seconds, `token_timeout` that of each token."""
         self._engine = engine
         self._prompts = prompts
         self._params = prompts[0].params
@@ -89,22 +90,22 @@ class Generation:
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._started_prompts: set[int] = set()  # first choices of the prompts that have output
         self._has_started = False
-        self._chain = self._last_block() if context.reports_chain else ""  # until a group has it
+        self._chain = self._describe_last_block() if context.reports_chain else ""  # until a group has it
         self._phase_spans: PhaseSpans | None = None  # None: tracing is off
         if context.span is not None:
             self._phase_spans = PhaseSpans(context.span, model, [len(prompt.token_ids) for prompt in prompts])
         for prompt in prompts:
             metrics.record_request(len(prompt.token_ids), self._params.n, self._params.max_tokens)
 
-    def _last_block(self) -> str:
-        """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
+    def _describe_last_block(self) -> str:
+        """Return the hash and the number of the first prompt's last full KV block, separated by a space."""
         info = self._engine.model_info[self._model]
         root = root_hash(info.layout, self._common.cache_salt)
         end = last_full_block(root, self._prompts[0].token_ids, info.block_size)
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
-    def groups(self) -> AsyncGenerator[DeltaGroup, None]:
-        """Yield the reply without its final usage. Closing the generator aborts the engine's requests."""
+    def delta_groups(self) -> AsyncGenerator[DeltaGroup, None]:
+        """Yield the reply, without the final usage. Closing the generator aborts the engine's requests."""
         prompt = self._prompts[0]
         return self._all_groups() if prompt.budget is None else self._budgeted_groups(prompt, prompt.budget)
 
@@ -112,15 +113,16 @@ class Generation:
         return DeltaGroup([self._usage()])
 
     def _usage(self) -> UsageUpdate:
-        """Return the tokens of the prompts and those that all choices have generated until now."""
+        """Return the number of tokens of the prompts, and of all choices until now."""
         input, cached = self._num_prompt_tokens, self._cached_tokens
         output, reasoning = self._count_tokens()
         return UsageUpdate(Usage(input=input, cached_read=cached, output=output, reasoning=reasoning))
 
     async def prefill(self) -> AsyncGenerator[Output, None]:
-        """Compute the prompt and resumed tokens; yield the next token and the ticket for pulling the KV blocks.
+        """Compute the KV blocks of the prompt and of resumed tokens, for a different worker.
 
-        With a reasoning budget only the prompt is computed: the tokens after it may belong to two engine requests.
+        Yield the outputs of the engine: the next token, and the ticket with which that worker reads the KV blocks. With
+        a reasoning budget only the prompt is computed, as the tokens after it may belong to two engine requests.
         """
         prompt = self._prompts[0]
         resumed = self._resumed.tokens_of([0]) if prompt.budget is None else ()
@@ -147,22 +149,22 @@ class Generation:
         *,
         source: dict[str, Any] | None = None,
         publish: bool = False,
-        merging: bool = False,
+        merges_outputs: bool = False,
     ) -> AsyncGenerator[Output, None]:
         common, time_left = self._common, max(0.0, self._deadline - self._engine.now())
         head = (uuid.uuid4().hex, ids, params, common.priority, common.cache_salt, time_left, self._model)
         submission = Submission(*head, resumed, source, publish, self._token_timeout)
-        return self._engine.submit(submission, merges=merging)
+        return self._engine.submit(submission, merges=merges_outputs)
 
     # -- from engine outputs to deltas ---------------------------------------------------------------------------------
 
     def _replay_start(self) -> DeltaGroup:
-        """Return the start of a reply that another worker has sent without any output after it."""
+        """Return the start of the reply, if a different worker has sent the start and nothing else to the client."""
         self._has_started = True
         return DeltaGroup([ReplyStart(self._num_prompt_tokens, self._cached_tokens)], is_replayed=True)
 
     def _process_output(self, prompt: PreparedPrompt, output: Output, is_replayed: bool = False) -> DeltaGroup | None:
-        """Return the deltas of an engine output; None if it has none, because a stop string had ended the choice."""
+        """Return the deltas of an engine output; None if a stop string had already ended its choice."""
         choice = self._choices[prompt.first_choice + output.index]
         group = DeltaGroup([], is_replayed)
         if self._phase_spans is not None and not is_replayed:
@@ -204,7 +206,7 @@ class Generation:
             group.cached_tokens = self._cached_tokens
 
     def _count_tokens(self) -> tuple[int, int]:
-        """Return the number of tokens of all choices so far, and of those in reasoning."""
+        """Return the number of tokens that all choices have, and how many of them are reasoning."""
         return sum(c.num_tokens for c in self._choices), sum(c.reasoning_tokens for c in self._choices)
 
     # -- any number of prompts -----------------------------------------------------------------------------------------
@@ -227,21 +229,24 @@ class Generation:
         unfinished = [
             prompt for prompt in self._prompts if not all(self._choices[i].is_finished for i in prompt.choice_indexes)
         ]
-        merging = self._merges_outputs and not any(choice.parses_output for choice in self._choices)
+        merges_outputs = self._merges_outputs and not any(choice.parses_output for choice in self._choices)
         if len(unfinished) == 1:  # most requests; the tasks that several prompts need are a third of an event's cost
             prompt = unfinished[0]
-            async with aclosing(self._prompt_outputs(prompt, merging)) as outputs:
+            async with aclosing(self._prompt_outputs(prompt, merges_outputs)) as outputs:
                 async for output in outputs:
                     if (group := self._process_output(prompt, output)) is not None:
                         yield group
             return
-        async with aclosing(self._concurrent_outputs(unfinished, merging)) as prompt_outputs:
+        async with aclosing(self._concurrent_outputs(unfinished, merges_outputs)) as prompt_outputs:
             async for prompt, output in prompt_outputs:
                 if (group := self._process_output(prompt, output)) is not None:
                     yield group
 
     async def _compute_logprobs(self, top: int) -> None:
-        """Compute the log-probabilities of resumed tokens again, as those of a prompt: a handoff does not have them."""
+        """Compute the log-probabilities of the resumed tokens, which the handoff does not include.
+
+        They are computed as those of a prompt. `top` is the number of likely tokens for each position.
+        """
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
         for index, tokens in self._resumed:
             ids = self._prompt_of(index).token_ids
@@ -256,10 +261,10 @@ class Generation:
         return self._prompts[choice_index // self._params.n]
 
     async def _concurrent_outputs(
-        self, prompts: Sequence[PreparedPrompt], merging: bool
+        self, prompts: Sequence[PreparedPrompt], merges_outputs: bool
     ) -> AsyncGenerator[tuple[PreparedPrompt, Output], None]:
         queue: asyncio.Queue[tuple[PreparedPrompt, Output] | BaseException | None] = asyncio.Queue()
-        feeders = [asyncio.create_task(self._feed(prompt, queue, merging)) for prompt in prompts]
+        feeders = [asyncio.create_task(self._feed_queue(prompt, queue, merges_outputs)) for prompt in prompts]
         try:
             left = len(feeders)
             while left:
@@ -275,18 +280,18 @@ class Generation:
                 feeder.cancel()
             await asyncio.gather(*feeders, return_exceptions=True)
 
-    def _prompt_outputs(self, prompt: PreparedPrompt, merging: bool) -> AsyncGenerator[Output, None]:
+    def _prompt_outputs(self, prompt: PreparedPrompt, merges_outputs: bool) -> AsyncGenerator[Output, None]:
         resumed = self._resumed.tokens_of(prompt.choice_indexes)
-        return self._submit(prompt.token_ids, self._params, resumed, source=self._source, merging=merging)
+        return self._submit(prompt.token_ids, self._params, resumed, source=self._source, merges_outputs=merges_outputs)
 
-    async def _feed(
+    async def _feed_queue(
         self,
         prompt: PreparedPrompt,
         queue: asyncio.Queue[tuple[PreparedPrompt, Output] | BaseException | None],
-        merging: bool,
+        merges_outputs: bool,
     ) -> None:
         try:
-            async with aclosing(self._prompt_outputs(prompt, merging)) as outputs:
+            async with aclosing(self._prompt_outputs(prompt, merges_outputs)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt, output))
             queue.put_nowait(None)
@@ -310,11 +315,12 @@ class Generation:
     async def _budgeted_outputs(
         self, prompt: PreparedPrompt, budget: ReasoningBudget
     ) -> AsyncGenerator[tuple[Output, bool], None]:
-        """Yield the outputs; when the budget is spent, close the reasoning and continue with a second engine request.
+        """Yield engine outputs, each with whether it is replayed. When the budget is spent, close the reasoning.
 
-        Each output comes with whether it is replayed, and must be processed before the next. The closing marker is
-        yielded as if the model had written it. The second request replaces the first in the same step of the event
-        loop, so that no other request can take its place, with the tokens and the time left.
+        The marker that closes the reasoning is yielded as if the model had written it. Then a second engine request
+        generates the answer, with the tokens and the time that are left. It is submitted in the same step of the event
+        loop, so that no other request can take the place of the first. The caller must process each output before it
+        asks for the next.
         """
         params, choice = self._params, self._choices[0]
         tokens, timing = list[int](), None
@@ -329,11 +335,11 @@ class Generation:
                     continue
                 left = max_tokens - len(tokens) - len(budget.closing_tokens)
                 if left < 1:  # no token could follow the marker
-                    final_timing = _with_finished(timing, self._engine.now())
-                    yield self._own_output(Output(output.id, finish=FinishReason.LENGTH, timing=final_timing))
+                    final_timing = _with_finish_time(timing, self._engine.now())
+                    yield self._output_or_replay(Output(output.id, finish=FinishReason.LENGTH, timing=final_timing))
                     return
                 tokens += budget.closing_tokens
-                yield self._own_output(Output(output.id, tokens=budget.closing_tokens))
+                yield self._output_or_replay(Output(output.id, tokens=budget.closing_tokens))
                 if not choice.is_finished:  # by a stop string in the marker
                     break
             else:
@@ -343,17 +349,23 @@ class Generation:
         async with aclosing(self._request_outputs(prompt, [*prompt.token_ids, *tokens], after)) as outputs:
             async for output, is_replayed in outputs:
                 if (last := output.timing) is not None:
-                    output.timing = _with_finished(timing or last, last.finished)
+                    output.timing = _with_finish_time(timing or last, last.finished)
                 yield output, is_replayed
 
-    def _own_output(self, output: Output) -> tuple[Output, bool]:
-        """Return an output made here in place of the engine, or its replay if another worker has sent it."""
+    def _output_or_replay(self, output: Output) -> tuple[Output, bool]:
+        """Return the output, which does not come from the engine, and False.
+
+        If a different worker has already sent this output, return the replayed output and True.
+        """
         return (self._resumed.next_output()[1], True) if self._resumed else (output, False)
 
     async def _request_outputs(
         self, prompt: PreparedPrompt, ids: list[int], params: SamplingParams
     ) -> AsyncGenerator[tuple[Output, bool], None]:
-        """Yield the outputs of one of the two engine requests: first the resumed ones, then new ones."""
+        """Yield the outputs of one engine request, each with whether it is replayed.
+
+        The outputs that a different worker has sent come first.
+        """
         choice, tokens = self._choices[0], list[int]()
         while self._resumed and not choice.is_finished:
             _, output = self._resumed.next_output()
@@ -367,5 +379,5 @@ class Generation:
                 yield output, False
 
 
-def _with_finished(timing: Timing | None, finished: float | None) -> Timing | None:
+def _with_finish_time(timing: Timing | None, finished: float | None) -> Timing | None:
     return timing and replace(timing, finished=finished)

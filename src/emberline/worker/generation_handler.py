@@ -1,4 +1,4 @@
-"""GenerationHandler: answers the generation requests of all protocols, with a stream or a plain reply."""
+"""GenerationHandler: replies to the generation requests of all API protocols, with a stream or one JSON body."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class GenerationHandler:
     async def parse(
         self, path: str, body: bytes, context: RequestContext
     ) -> tuple[ChatCall | CompletionCall, LoadedModel]:
-        """Parse a body and select its model; add the model's sampling defaults, the seed and the tenant's cache salt.
+        """Return the parsed body and its model.
 
-        Raises InvalidRequest or ModelNotFound.
+        Parameters that the body does not set get the model's sampling defaults and the router's seed. The tenant is
+        added to the cache salt. Raises InvalidRequest or ModelNotFound.
         """
         if len(body) < LARGE_INPUT_BYTES:
             call = PROTOCOLS[path].parse(body)
@@ -118,12 +119,12 @@ async def _send_stream(
     groups: AsyncGenerator[DeltaGroup, None],
     headers: dict[str, str],
     saver: ResponseSaver | None,
-    tracked: bool,
+    is_tracked: bool,
 ) -> None:
-    """Send the reply as a stream, each group in one write.
+    """Send the reply as a stream of events, with one write for each group of deltas.
 
-    The status is sent with the first group, so that an earlier error can have its own. Replayed groups restore the
-    writer's state and are not sent.
+    The status is sent with the first group. So an error before the first group gets an error status. Replayed groups
+    are given to the writer, to restore its state, and are not sent.
     """
     async with aclosing(groups):
         try:
@@ -137,18 +138,18 @@ async def _send_stream(
                         await exchange.start_event_stream(
                             headers | (server_timing_header(group.output.timing) if group.output else {})
                         )
-                    await exchange.send(b"".join([*_comments(group, unsent), *unsent] if tracked else unsent))
+                    await exchange.send(b"".join([*_router_comments(group, unsent), *unsent] if is_tracked else unsent))
                 unsent = []
             unsent.append(writer.write(StreamEnd()))
             if saver is not None:
                 await saver.save(writer.body())  # before the client knows that the response has ended
         except asyncio.CancelledError:
             # A tracked stream continues at another worker.
-            if exchange.status is not None and not exchange.client_disconnected and not tracked:
+            if exchange.status is not None and not exchange.client_disconnected and not is_tracked:
                 await _end_stream_at_shutdown(exchange, writer)
             raise
         except Exception as e:
-            if exchange.status is None or (tracked and isinstance(e, RETRY_ELSEWHERE_ERRORS)):
+            if exchange.status is None or (is_tracked and isinstance(e, RETRY_ELSEWHERE_ERRORS)):
                 raise
             if not isinstance(e, EmberlineError):
                 log.exception("Stream failed: path=%s", exchange.path)
@@ -156,11 +157,13 @@ async def _send_stream(
             unsent = [writer.write_error(e)]
     if exchange.status is None:
         await exchange.start_event_stream(headers)
-    await exchange.send(b"".join([*_comments(DeltaGroup([]), unsent), *unsent] if tracked else unsent), last=True)
+    await exchange.send(
+        b"".join([*_router_comments(DeltaGroup([]), unsent), *unsent] if is_tracked else unsent), last=True
+    )
 
 
 async def _end_stream_at_shutdown(exchange: Exchange, writer: ReplyWriter) -> None:
-    """End an open stream with the protocol's error event when the server stops."""
+    """Send the API protocol's error event as the end of a stream, because the server stops."""
     error = ShuttingDown()
     exchange.log_fields["error"], exchange.logged_status = error.code, error.status
     with contextlib.suppress(TimeoutError):
@@ -168,7 +171,7 @@ async def _end_stream_at_shutdown(exchange: Exchange, writer: ReplyWriter) -> No
             await exchange.send(writer.write_error(error), last=True)
 
 
-def _comments(group: DeltaGroup, events: list[bytes]) -> list[bytes]:
+def _router_comments(group: DeltaGroup, events: list[bytes]) -> list[bytes]:
     line = group.token_group.to_comment(sum(map(len, events)))
     cached = [b": cached %d\n\n" % group.cached_tokens] if group.cached_tokens is not None else []
     return [*cached, b": chain %s\n\n" % group.chain.encode(), line] if group.chain else [*cached, line]

@@ -46,7 +46,10 @@ class Generator:
         self._token_timeout = token_timeout
 
     def find_ignored_fields(self, call: Call) -> list[str]:
-        """Return the request fields without effect on this model. Raises InvalidRequest for any but hints."""
+        """Return the names of request fields that have no effect on this model.
+
+        Raises InvalidRequest if such a field would have changed the meaning of the reply.
+        """
         return self.prompt_builder.find_ignored_fields(call) if isinstance(call, ChatCall) else []
 
     async def count_prompt_tokens(self, call: ChatCall) -> int:
@@ -54,11 +57,11 @@ class Generator:
         return len(await self.prompt_builder.encode(text, add_special=call.add_special_tokens, param="messages"))
 
     async def generate(self, call: Call, context: RequestContext) -> AsyncGenerator[DeltaGroup, None]:
-        """Yield the reply as groups of deltas; closing the generator aborts the request."""
+        """Yield the reply as groups of deltas. Closing the generator aborts the request."""
         prompts = await self._preparer.prepare(call, context.id, context.created)
         generation = self._start_generation(prompts, call, context)
         try:
-            async with aclosing(generation.groups()) as groups:
+            async with aclosing(generation.delta_groups()) as groups:
                 async for group in groups:
                     yield group
         finally:
@@ -66,11 +69,13 @@ class Generator:
         yield generation.final_usage()
 
     async def prefill(self, call: Call, context: RequestContext) -> AsyncGenerator[Output, None]:
-        """Compute the prompt only, for another worker that continues the request, and yield the engine's outputs."""
+        """Compute only the prompt, for a different worker that generates the reply. Yield the engine's outputs."""
         prompts = await self._preparer.prepare(call, context.id, context.created)
         if len(prompts) > 1 or call.params.n > 1 or prompts[0].echo:
             given = f"{len(prompts)} prompts, n={call.params.n}, echo={prompts[0].echo}"
-            raise InvalidRequest(f"a separate prefill takes one prompt, n=1 and no echo; got {given}", param="n")
+            raise InvalidRequest(
+                f"a request for a prefill alone must have one prompt, n=1 and no echo; got {given}", param="n"
+            )
         generation = self._start_generation(prompts, call, context)
         try:
             async with aclosing(generation.prefill()) as outputs:

@@ -1,4 +1,7 @@
-"""The worker's or server's process, from start to stop. The engine process starts first; the rest loads meanwhile."""
+"""The server process of `emberline serve` and of a worker, from start to stop.
+
+The engine process is started first. Tokenizers and templates are loaded while it starts.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ T = TypeVar("T")
 async def serve(
     config: ServerConfig, engine_config: EngineConfig, fleet_config: TimeSharingConfig, start_time: float
 ) -> None:
-    """Serve until a signal stops the process. `start_time`: start of the process on the monotonic clock."""
+    """Serve until a signal stops the process. `start_time`: when the process started, by the monotonic clock."""
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     config = _check_access(config, listener)
@@ -53,9 +56,9 @@ async def serve(
         assert config.worker is not None
         check_worker_address(config.worker, config.host, port)
     server = await answer_while_loading(listener)
-    directories = await _in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
+    directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
-        engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
+        engine_config = replace(engine_config, transfer=_transfer_config(config.worker, config.host, port))
     configs = {
         name: replace(engine_config.with_kv_ports(i), model=str(directory))
         for i, (name, directory) in enumerate(directories.items())
@@ -66,29 +69,29 @@ async def serve(
     assembled = registrar = None
     try:
         from emberline.server.tracing import open_tracing
-        from emberline.worker.assembly import assemble, load_parts
+        from emberline.worker.assembly import assemble_server, preload_parts
 
-        parts = await asyncio.to_thread(load_parts, config, directories)
+        parts = await asyncio.to_thread(preload_parts, config, directories)
         await starting
         service = "emberline-server" if config.worker is None else "emberline-worker"
-        async with open_tracing(config.trace, service, _name(config.worker, port)) as spans:
-            assembled = assemble(config, parts, engine, spans)
+        async with open_tracing(config.trace, service, _worker_name(config.worker, port)) as spans:
+            assembled = assemble_server(config, parts, engine, spans)
             _log_models(engine.model_info)
             if config.worker is not None:
                 registrar = _make_registrar(config.worker, config, port, assembled.app)
 
-            def ready() -> None:
+            def announce_ready() -> None:
                 _log_ready(config.host, port, engine.model_info, start_time)
                 if registrar is not None:
                     registrar.start()
 
-            async def leaving() -> None:
+            async def announce_shutdown() -> None:
                 engine.block_events.close()
                 if registrar is not None:
                     await registrar.announce_shutdown()
 
-            guarded = CrossSiteGuard(assembled.app, _cross_site(config, listener))
-            await serve_until_stopped(guarded, listener, ready, leaving, server=server)
+            guarded = CrossSiteGuard(assembled.app, _cross_site_policy(config, listener))
+            await serve_until_stopped(guarded, listener, announce_ready, announce_shutdown, server=server)
             await wait_for_leases(engine)
     finally:
         if registrar is not None:
@@ -99,10 +102,10 @@ async def serve(
             assembled.close()
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Run the work in a daemon thread and return its result.
+async def _run_in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a daemon thread and return its result.
 
-    A download may take minutes, and Ctrl-C must end the process meanwhile: it would wait for asyncio's own threads.
+    A process does not wait for daemon threads when it ends. So Ctrl-C works during a download of several minutes.
     """
     done: Future[T] = Future()
 
@@ -118,7 +121,10 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig:
-    """Check access from other machines; without API keys such a worker accepts only its router's cluster key."""
+    """Raise InvalidRequest if other machines could use the server without a key.
+
+    Return the config. A worker without API keys that other machines can reach accepts only the cluster key.
+    """
     cluster_key = config.cluster_key if config.worker is not None else None
     hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")
     authenticated = bool(config.api_keys or cluster_key)
@@ -126,20 +132,23 @@ def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig
     return replace(config, closed=is_exposed(listener) and not config.open and not config.api_keys)
 
 
-def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
+def _cross_site_policy(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
     hostname = (
         urlsplit(config.worker.worker_url).hostname if config.worker is not None and config.worker.worker_url else None
     )
     return CrossSitePolicy.build(
         config.cors_origins,
         (*config.allowed_hosts, *([hostname] if hostname else [])),
-        loopback=not is_exposed(listener),
-        authenticated=bool(config.api_keys),
+        is_loopback=not is_exposed(listener),
+        is_authenticated=bool(config.api_keys),
     )
 
 
 async def wait_for_leases(engine: AsyncEngine) -> None:
-    """Wait until other workers have pulled the KV blocks leased to them; after the timeout they recompute them."""
+    """Wait until other workers have read the KV blocks that this worker keeps for them, or until a time limit.
+
+    After the time limit the other workers compute these blocks themselves.
+    """
     deadline = engine.now() + LEASE_DRAIN_TIMEOUT_S
     while engine.state is EngineState.READY and engine.now() < deadline:
         transfer = Stats.total(engine.stats.values()).transfer
@@ -152,7 +161,7 @@ def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: 
     from emberline.cluster.registrar import Registrar
     from emberline.worker.worker_reporter import WorkerReporter
 
-    name, url = _name(worker, port), _url(worker, config.host, port)
+    name, url = _worker_name(worker, port), _worker_url(worker, config.host, port)
     reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
     return Registrar(
         worker.router, config.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
@@ -160,20 +169,23 @@ def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: 
 
 
 def check_worker_address(worker: WorkerConfig, host: str, port: int) -> None:
-    """Raise InvalidRequest if a router would reject this worker's name or address, before the model is loaded."""
+    """Raise InvalidRequest if a router would reject this worker's name or address."""
     from emberline.cluster.registration import ModelRegistration, WorkerRegistration
 
     try:
-        WorkerRegistration(_name(worker, port), "none yet", _url(worker, host, port), (ModelRegistration("any"),))
+        WorkerRegistration(
+            _worker_name(worker, port), "none yet", _worker_url(worker, host, port), (ModelRegistration("any"),)
+        )
     except ValueError as error:
         hint = "check --worker-name and --worker-url"
         raise InvalidRequest(f"invalid worker name or URL: {error}", param="worker", hint=hint) from error
 
 
 def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
-    """Return the config with a URL that the router can reach, if the worker listens on all interfaces.
+    """Return the config with a URL that the router can reach.
 
-    Raises InvalidRequest if this machine's address towards the router cannot be found.
+    For a worker that listens on all interfaces, the URL has the address of the interface that leads to the router.
+    Raises InvalidRequest if that address cannot be found.
     """
     from emberline.cluster.address import is_unspecified_address, outgoing_address
 
@@ -187,12 +199,12 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
     return replace(worker, worker_url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
 
 
-def _url(worker: WorkerConfig, host: str, port: int) -> str:
+def _worker_url(worker: WorkerConfig, host: str, port: int) -> str:
     return worker.worker_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _name(worker: WorkerConfig | None, port: int) -> str:
-    """Return the worker's name, by default its address: cloned machines may have the same hostname."""
+def _worker_name(worker: WorkerConfig | None, port: int) -> str:
+    """Return the worker's name. By default it is the worker's address, as cloned machines may share a hostname."""
     if worker is None:
         return f"{socket.gethostname()}:{port}"
     return worker.worker_name or (
@@ -200,10 +212,10 @@ def _name(worker: WorkerConfig | None, port: int) -> str:
     )
 
 
-def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
-    """Return the KV transfer's config, with the name and address of the HTTP server."""
+def _transfer_config(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
+    """Return the configuration of KV transfers, with the worker's name and address."""
     hostname = urlsplit(worker.worker_url).hostname if worker.worker_url else None
-    return TransferConfig(_name(worker, port), host, advertised_host=hostname, required=worker.role != "both")
+    return TransferConfig(_worker_name(worker, port), host, advertised_host=hostname, required=worker.role != "both")
 
 
 def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
@@ -220,7 +232,7 @@ def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
 
 
 def _log_ready(host: str, port: int, ready: Mapping[str, LoadedModelInfo], start_time: float) -> None:
-    """Log that the server is ready, with the time of each phase over all models; imports happen once."""
+    """Log that the server is ready, with the seconds of each start-up phase added up over all models."""
     phases: dict[str, float] = {}
     for info in ready.values():
         for phase, seconds in info.seconds.items():

@@ -1,6 +1,7 @@
-"""PhaseSpans: the phases of a request as child spans: queue, prefill (with the pull of KV blocks) and decode.
+"""PhaseSpans: records the phases of a request as trace spans: queue, prefill, pull of KV blocks, decode.
 
-They are recorded when the request has ended, from the engine's times of the first choice; token totals cover all.
+The spans are recorded when the request has ended. Their times are those of the first choice. The numbers of tokens in
+the request's own span cover all choices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ CUT_OFF_ERROR = "cut_off"  # error of a phase that did not end: the client disco
 
 class PhaseSpans:
     def __init__(self, span: Span, model: str, prompt_lengths: Sequence[int]) -> None:
-        """`prompt_lengths`: number of tokens of each prompt."""
+        """`span` is the span of the request. `prompt_lengths` has the number of tokens of each prompt."""
         self._span = span
         self._prompt_tokens = prompt_lengths[0]
         self._timing: Timing | None = None  # the latest
@@ -25,7 +26,7 @@ class PhaseSpans:
         span.attributes |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompt_lengths)}
 
     def record_output(self, index: int, output: Output) -> None:
-        """Count an engine output of choice `index`; `output.index` counts within its prompt."""
+        """Add an engine output of the choice `index`, which counts over all prompts of the request."""
         self._all_generated += len(output.tokens)
         if index:
             self._all_cached += 0 if output.index else output.cached_tokens
@@ -71,12 +72,12 @@ class PhaseSpans:
             span.end(end_time=end) if end is not None else span.end(CUT_OFF_ERROR, end_time=end_time)
 
 
-def _record_pull(prefill: Span, pulled: BlockPull) -> None:
-    span = prefill.start_child("pull", start_time=pulled.began)
+def _record_pull(prefill: Span, pull: BlockPull) -> None:
+    span = prefill.start_child("pull", start_time=pull.began)
     span.attributes |= {
-        "emberline.pull.source": pulled.source,
-        "emberline.pull.bytes": pulled.bytes,
-        "emberline.pull.moving_seconds": pulled.moving,
-        "emberline.pull.prefill_seconds": pulled.prefill,
+        "emberline.pull.source": pull.source,
+        "emberline.pull.bytes": pull.bytes,
+        "emberline.pull.moving_seconds": pull.moving,
+        "emberline.pull.prefill_seconds": pull.prefill,
     }
-    span.end(pulled.failure, end_time=pulled.ended)
+    span.end(pull.failure, end_time=pull.ended)

@@ -1,6 +1,6 @@
-"""Converts a parsed request to its PreparedPrompts.
+"""Converts a parsed request to PreparedPrompts, which the engine can run.
 
-PromptBuilder turns messages or texts into tokens. CallPreparer adds the grammar for tools and response formats.
+PromptBuilder converts messages and texts to tokens. CallPreparer adds the grammar for tools and response formats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
-END_MARK = "\ue0f1\ue0f2"  # private-use characters, which no template writes
+END_MARKER = "\ue0f1\ue0f2"  # private-use characters, which no template writes
 MANY_MESSAGES = 100  # more are rendered in a thread
 MANY_TOOLS = 20  # more are rendered in a thread
 
@@ -50,7 +50,7 @@ class PromptBuilder:
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
 
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
-        """Render the call; a long one in a thread, so that the event loop keeps running. Raises as `render` does."""
+        """Return the prompt's text as `render` does. A long prompt is rendered in a thread, off the event loop."""
         if len(call.messages) > self.max_context:
             raise ContextLengthExceeded(
                 f"messages has {len(call.messages)} items; the model's context holds {self.max_context} tokens",
@@ -65,10 +65,11 @@ class PromptBuilder:
         return await asyncio.to_thread(self.render, call, created) if is_long else self.render(call, created)
 
     def render(self, call: ChatCall, created: int | None = None) -> str:
-        """Render the messages with the model's chat template.
+        """Return the prompt's text: the messages and tools, rendered with the model's chat template.
 
-        `created`: the Unix time that the template sees, so that a reply which continues elsewhere or after midnight
-        has the same prompt; None: now. Raises InvalidRequest if the model has no template or rejects the request.
+        The template sees `created`, a Unix time, as the current time; None stands for now. So a reply that continues
+        at a different worker has the same prompt. Raises InvalidRequest if the model has no chat template, or if its
+        template rejects the request.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -80,9 +81,9 @@ class PromptBuilder:
         if not self._supports_tools:
             messages = tools.inject_tools(messages, _callable_tools(call), self._style)
         tool_list = self._tools_for_template(call)
-        mark = _choose_mark(messages) if call.continues_last_message else ""
-        if mark:
-            messages = [*messages[:-1], _append_mark(messages[-1], mark)]
+        marker = _choose_end_marker(messages) if call.continues_last_message else ""
+        if marker:
+            messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
         time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
         text = self._template.render(
             messages,
@@ -91,10 +92,13 @@ class PromptBuilder:
             **call.template_args,
             **time_args,
         )
-        return _cut_at_mark(text, mark) if mark else text
+        return _cut_at_end_marker(text, marker) if marker else text
 
     def find_ignored_fields(self, call: ChatCall) -> list[str]:
-        """Return the request fields without effect on this model. Raises InvalidRequest for any but hints."""
+        """Return the names of request fields that have no effect on this model.
+
+        Raises InvalidRequest if such a field would have changed the meaning of the reply.
+        """
         if self._template is None:
             return []
         known = self._template.extra_variables(self._tools_for_template(call) is not None)
@@ -104,7 +108,7 @@ class PromptBuilder:
         return found
 
     def _tools_for_template(self, call: ChatCall) -> list[dict[str, Any]] | None:
-        """Return the tools for a template that supports them, else None."""
+        """Return the tools in the form that templates take; None if there are none or the template ignores tools."""
         shown = _callable_tools(call)
         return tools.tools_for_template(shown) if shown and self._supports_tools else None
 
@@ -125,16 +129,17 @@ class PromptBuilder:
         return [self.tokenizer.token_text(i) for i in ids]
 
     def truncate(self, ids: list[int], call: GenerationCall) -> list[int]:
-        """Return the prompt's last or first tokens, as many as the request keeps."""
+        """Return the prompt cut to the length that the request's field truncate_prompt_tokens asks for."""
         if call.truncate_prompt_tokens is None:
             return ids
-        kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
-        return ids[:kept] if call.keeps_first_tokens or not kept else ids[-kept:]
+        num_kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
+        return ids[:num_kept] if call.keeps_first_tokens or not num_kept else ids[-num_kept:]
 
     def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
-        """Return the call's parameters with its bad words as tokens, each with and without a leading space.
+        """Return the call's sampling parameters with its bad words, which become sequences of token ids.
 
-        Raises InvalidRequest for an allowed token id outside the vocabulary.
+        Each word is added with and without a leading space. Raises InvalidRequest if `allowed_token_ids` has an id
+        outside the vocabulary.
         """
         if any(token >= self.tokenizer.vocab_size for token in call.params.allowed_token_ids):
             param = "allowed_token_ids"
@@ -149,7 +154,7 @@ class PromptBuilder:
         return replace(call.params, bad_words=tuple(words)) if words else call.params
 
     def check_length(self, ids: Sequence[int], param: str) -> None:
-        """Raise an error that names the protocol's field if the prompt is empty or too long for the context."""
+        """Raise an error if the prompt is empty or too long for the model. `param`: request field with the prompt."""
         if len(ids) >= self.max_context:
             raise ContextLengthExceeded(
                 f"{param} has {len(ids)} tokens; this model's maximum context length is {self.max_context} tokens, and "
@@ -177,7 +182,7 @@ class CallPreparer:
         self._eos_token_ids = eos_token_ids
 
     async def prepare(self, call: ChatCall | CompletionCall, reply_id: str, created: int) -> Sequence[PreparedPrompt]:
-        """Return the prompts of the call: one for a chat, any number for a text completion."""
+        """Return the prompts of the call. A chat has one, a text completion may have several."""
         if isinstance(call, ChatCall):
             return [await self._prepare_chat(call, reply_id, created)]
         return await self._prepare_completion(call)
@@ -188,18 +193,20 @@ class CallPreparer:
         ids = self._prompt_builder.truncate(ids, call)
         self._prompt_builder.check_length(ids, "messages")
         style = self._tool_style if call.tools and call.tool_choice.mode != "none" else None
-        opened = self._reasoning is not None and self._reasoning.is_opened_by(text)
+        opens_reasoning = self._reasoning is not None and self._reasoning.is_opened_by(text)
         call = replace(call, params=self._prompt_builder.params_with_bad_words(call))
-        params = await self._constrain(call, style, opened)
+        params = await self._params_with_grammar(call, style, opens_reasoning)
 
         def make_parser(index: int) -> OutputParser | None:
             if style is None and self._reasoning is None:
                 return None
-            return OutputParser(index, _call_ids(reply_id, index), style, self._reasoning, starts_in_reasoning=opened)
+            return OutputParser(
+                index, _make_tool_call_ids(reply_id, index), style, self._reasoning, starts_in_reasoning=opens_reasoning
+            )
 
         budget = None
         if call.thinking_budget is not None and self._prompt_builder.reasoning_end_tokens:
-            after = await self._constrain(call, style, opened, closed=True)
+            after = await self._params_with_grammar(call, style, opens_reasoning, closes_reasoning=True)
             budget = ReasoningBudget(call.thinking_budget, self._prompt_builder.reasoning_end_tokens, after)
         return PreparedPrompt(
             token_ids=ids,
@@ -207,7 +214,7 @@ class CallPreparer:
             echo=params.prompt_logprobs is not None,
             budget=budget,
             make_parser=make_parser,
-            visible_special_tokens=frozenset(self._special_markers(style).values()),
+            visible_special_tokens=frozenset(self._special_marker_ids(style).values()),
             continues_prompt=call.continues_last_message,
             return_token_ids=call.return_token_ids,
             eos_token_ids=self._eos_token_ids,
@@ -223,7 +230,7 @@ class CallPreparer:
         params = self._prompt_builder.params_with_bad_words(call)
         if params.grammar is not None:
             await asyncio.to_thread(self._grammar_guard.check, params.grammar)
-        markers = frozenset(self._special_markers(None).values())
+        markers = frozenset(self._special_marker_ids(None).values())
         return [
             PreparedPrompt(
                 token_ids=ids,
@@ -239,14 +246,14 @@ class CallPreparer:
             for i, ids in enumerate(prompt_ids)
         ]
 
-    async def _constrain(
-        self, call: ChatCall, style: ToolStyle | None, opened: bool, closed: bool = False
+    async def _params_with_grammar(
+        self, call: ChatCall, style: ToolStyle | None, opens_reasoning: bool, closes_reasoning: bool = False
     ) -> SamplingParams:
-        """Return the parameters with the grammar for the format and the tools.
+        """Return the sampling parameters with a grammar for the response format and the tools.
 
-        `opened`, `closed`: whether the prompt opens or closes the reasoning.
+        `opens_reasoning`, `closes_reasoning`: whether the prompt ends within reasoning, or right after it.
         """
-        special = self._special_markers(style)
+        special = self._special_marker_ids(style)
         grammar: GrammarSpec | None = call.params.grammar
         param = "response_format"
         if style is not None:
@@ -262,14 +269,14 @@ class CallPreparer:
         if self._reasoning is not None:
             grammar = (
                 reasoning_styles.constrain_answer(grammar)
-                if closed
-                else reasoning_styles.constrain_after_reasoning(grammar, self._reasoning, opened, special)
+                if closes_reasoning
+                else reasoning_styles.constrain_after_reasoning(grammar, self._reasoning, opens_reasoning, special)
             )
         await asyncio.to_thread(self._grammar_guard.check, grammar, param)
         return replace(call.params, grammar=grammar)
 
-    def _special_markers(self, style: ToolStyle | None) -> dict[str, int]:
-        """Return the ids of the markers that are special tokens: the detokenizer keeps them, grammars refer to them."""
+    def _special_marker_ids(self, style: ToolStyle | None) -> dict[str, int]:
+        """Return the token ids of the markers around tool calls and reasoning that are special tokens."""
         tokenizer = self._prompt_builder.tokenizer
         markers = (*(style.markers if style else ()), *(self._reasoning.markers if self._reasoning else ()))
         ids = {marker: tokenizer.token_id(marker) for marker in markers}
@@ -287,44 +294,50 @@ def _reasoning_end_tokens(tokenizer: Tokenizer, style: ReasoningStyle | None) ->
     return ids if style is not None and spelled.removeprefix(" ") == style.end else []
 
 
-def _choose_mark(messages: list[dict[str, Any]]) -> str:
-    """Return a mark that occurs in none of the messages."""
-    texts, mark = list(_texts(messages)), END_MARK
-    while any(mark in text for text in texts):
-        mark += mark
-    return mark
+def _choose_end_marker(messages: list[dict[str, Any]]) -> str:
+    """Return a text that occurs in none of the messages, to mark the end of the last message."""
+    texts, marker = list(_iterate_texts(messages)), END_MARKER
+    while any(marker in text for text in texts):
+        marker += marker
+    return marker
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from (key, *_texts(inner))
+            yield from (key, *_iterate_texts(inner))
     elif isinstance(value, list):
         for inner in value:
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
 
 
-def _append_mark(last: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Append the mark to the message's content, as the template may trim the content or repeat its end."""
+def _append_end_marker(last: dict[str, Any], marker: str) -> dict[str, Any]:
+    """Return the message with the marker at the end of its content."""
     content = (last.get("content") or "").rstrip()
-    return {**last, "content": content + mark} if content else last
+    return {**last, "content": content + marker} if content else last
 
 
-def _cut_at_mark(text: str, mark: str) -> str:
-    """Return the rendered text up to the mark, without what the template adds after the last message's content."""
-    at = text.rfind(mark)
+def _cut_at_end_marker(text: str, marker: str) -> str:
+    """Return the rendered text before the marker: without what the template adds after the last message.
+
+    Raises InvalidRequest if the text does not contain the marker.
+    """
+    at = text.rfind(marker)
     if at < 0:
         raise InvalidRequest(
-            "the last message cannot be continued: the chat template writes none of its text",
+            "the last message cannot be continued: the chat template does not write the text of that message",
             param="messages",
             hint="send text as the content of the last message",
         )
     return text[:at]
 
 
-def _call_ids(reply_id: str, index: int) -> Callable[[], str]:
-    """Return a generator of tool call ids that depend on the reply only, so that another worker makes the same."""
+def _make_tool_call_ids(reply_id: str, index: int) -> Callable[[], str]:
+    """Return a function that returns the next tool call id.
+
+    The ids depend only on the reply's id and the choice, so that a different worker creates the same ids.
+    """
     numbers = count()
     return lambda: sha256(f"{reply_id}/{index}/{next(numbers)}".encode()).hexdigest()[:24]

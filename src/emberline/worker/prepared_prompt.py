@@ -1,4 +1,4 @@
-"""PreparedPrompt: one prompt of a request as the engine takes it, and how to read the choices generated from it."""
+"""PreparedPrompt: the token ids and sampling parameters of a prompt, and how to parse the engine's output."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from emberline.worker.choice import Choice
 
 @dataclass(frozen=True, slots=True)
 class ReasoningBudget:
-    """The limit of the reasoning, and how the reply continues after the server has closed the reasoning."""
+    """The number of reasoning tokens after which the server ends the reasoning, and the parameters for the answer."""
 
     max_tokens: int
     closing_tokens: list[int]  # tokens of the marker that ends the reasoning
     params_after: SamplingParams  # for the answer
 
     def is_spent(self, choice: Choice, tokens: list[int]) -> bool:
-        """Return whether the choice, which has these output tokens, has used up the budget.
+        """Return whether the choice has reached the limit within its reasoning. `tokens` is its output.
 
-        A marker that the model has just written does not count: the detokenizer may still hold it back as the
-        beginning of a stop string, so that the choice does not see it yet.
+        The reasoning may have ended with the last tokens although the choice does not know it yet, because the
+        detokenizer holds text back that may begin a stop string. So the last tokens are compared with the marker.
         """
         is_closed = tokens[-len(self.closing_tokens) :] == self.closing_tokens
         return choice.in_reasoning and choice.reasoning_tokens >= self.max_tokens and not is_closed

@@ -1,4 +1,4 @@
-"""The wire protocols of the generation endpoints, by path: how to parse a request and write a reply."""
+"""The API protocols by the path of their endpoint: how to parse a request and how to write the reply."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ SAMPLE_MESSAGE = b'{"role":"user","content":"a"}'
 MAX_CHARS_PER_TOKEN = 128  # a text with more characters per token of the context is rejected without tokenizing it
 
 
-def parse_large(path: str, body: bytes, max_contexts: Mapping[str, int]) -> ChatCall | CompletionCall:
-    """Parse a large body, in a child process, which rejects what fits no context before sending the result back.
+def parse_large(path: str, body: bytes, max_contexts_by_model: Mapping[str, int]) -> ChatCall | CompletionCall:
+    """Return the parsed body. This runs in a child process.
 
-    `max_contexts`: context length in tokens of each model, by name.
+    A prompt that is longer than the model's context is rejected here, before it is sent back to the server process.
+    `max_contexts_by_model` has the context length in tokens of each model.
     """
     call = PROTOCOLS[path].parse(body)
     settings = replace(call, prompts=[]) if isinstance(call, CompletionCall) else replace(call, messages=[])
     check_pickle_cost(settings, MAX_SETTINGS_WEIGHT, "the request without its prompt")
-    context = max_contexts.get(call.common.model, max(max_contexts.values(), default=0))
+    context = max_contexts_by_model.get(call.common.model, max(max_contexts_by_model.values(), default=0))
     if isinstance(call, CompletionCall):
         for prompt in call.prompts:
             max_size = context * MAX_CHARS_PER_TOKEN if isinstance(prompt, str) else context
@@ -52,7 +53,7 @@ def parse_large(path: str, body: bytes, max_contexts: Mapping[str, int]) -> Chat
         found = len(call.messages)
         what = f"messages has {found} items; the limit is {MAX_MESSAGES}"
         raise WorkTooLarge(what, param="messages", hint="send fewer messages")
-    size = sum(len(text) for given in (call.messages, call.tools) for text in _texts(given))
+    size = sum(len(text) for given in (call.messages, call.tools) for text in _iterate_texts(given))
     _check_size(size, context * MAX_CHARS_PER_TOKEN, "", "messages")
     return call
 
@@ -64,21 +65,24 @@ def _check_size(size: int, max_size: int, prompt: str | list[int], param: str) -
         raise ContextLengthExceeded(message, param=param, hint=f"shorten {param}")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Tool):
-        yield from _texts([value.name, value.description, value.parameters])
+        yield from _iterate_texts([value.name, value.description, value.parameters])
     elif isinstance(value, dict):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
 
 
-def parse_within_weight(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Parse a body, in a child process, which rejects a result that would take long to send back."""
+def parse_within_pickle_cost(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Return the parsed body. This runs in a child process.
+
+    Raises WorkTooLarge if sending the result back to the server process would take too long.
+    """
     call = parse(body)
     check_pickle_cost(call)
     return call
@@ -103,8 +107,8 @@ PROTOCOLS = {
 }
 
 
-def warm_up() -> None:
-    """Parse a body and write a reply of each protocol, as the first use takes 10 to 30 ms."""
+def warm_up_protocols() -> None:
+    """Parse a request and write a reply of each protocol once, because the first use takes 10 to 30 ms."""
     for protocol in PROTOCOLS.values():
         writer = protocol.make_writer(protocol.parse(protocol.smallest_body), protocol.id_prefix, 0, "")
         content = (TextDelta("a"), TextDelta("a"), Finish("stop"), UsageUpdate(Usage(input=1, output=2)))

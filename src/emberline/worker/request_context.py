@@ -1,6 +1,7 @@
-"""RequestContext: what a router adds to a request: the reply's id, time and seed, and the output of another worker.
+"""RequestContext: what the server knows about a request beside its body: reply id, creation time, seed, tenant.
 
-They stay the same when the reply continues at another worker.
+A router sends these values, so that they stay the same when a different worker continues the reply. In that case the
+router also sends a handoff with the output of the first worker.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class RequestContext:
 
     @staticmethod
     def from_exchange(exchange: Exchange, has_api_keys: bool = False) -> RequestContext:
-        """Read the context from a router's headers. `has_api_keys`: this server has API keys."""
-        seed, created = _header_number(exchange, SEED_HEADER), _header_number(exchange, CREATED_HEADER)
+        """Return the context in the headers of a request. `has_api_keys`: clients of this server need an API key."""
+        seed, created = _integer_header(exchange, SEED_HEADER), _integer_header(exchange, CREATED_HEADER)
         tracked, chained = exchange.header(TRACK_HEADER) == "1", exchange.header(CHAIN_HEADER) == "1"
         times: dict[str, Any] = {} if created is None else {"created": created}
         tenant = tenant_id(exchange) if has_api_keys else tenant_from_router(exchange)
@@ -55,12 +56,12 @@ class RequestContext:
 
 
 def tenant_from_router(exchange: Exchange, has_api_keys: bool = False) -> str:
-    """Return the tenant from the router's header, if API keys are configured there or here (`has_api_keys`)."""
+    """Return the tenant in the router's header; "" if neither the router nor this server requires API keys."""
     source, _, tenant = exchange.header(TENANT_HEADER).partition(" ")
     return tenant if source == "checked" or has_api_keys else ""
 
 
-def _header_number(exchange: Exchange, name: str) -> int | None:
+def _integer_header(exchange: Exchange, name: str) -> int | None:
     value = exchange.header(name)
     if value and not (value.isascii() and value.isdigit() and len(value) <= 20 and int(value) < 1 << 64):
         raise InvalidRequest(f"header {name} is {value[:40]!r}; it must be an integer in [0, 2**64)")

@@ -1,7 +1,7 @@
-"""ResponseStore: replies of the Responses API in one SQLite file, for `previous_response_id`, GET and DELETE.
+"""ResponseStore: the responses of the Responses API in an SQLite file, for later requests that refer to them.
 
-A reply belongs to the tenant (API key) that requested it. When the content exceeds the size limit, the oldest replies
-are deleted. Several workers on one machine may share a file.
+A response belongs to the tenant (API key) that requested it. When the file's content exceeds the size limit, the oldest
+responses are deleted. Several workers on one machine may share a file.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class StoredResponse:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The conversation including the reply, which a further request continues."""
+        """The conversation as a list of items, including this response. The next request continues it."""
         return [*self.input, *self.body["output"]]
 
 
 class ResponseStore:
-    """A store whose methods block on the disk; call them in a thread."""
+    """A store in a file. Its methods wait for the disk, so call them in a thread."""
 
     def __init__(self, path: Path | None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        """`path`: None for a temporary file that SQLite deletes with the process. Raises InvalidRequest on failure."""
+        """Open the file `path`; None stands for a temporary file. Raises InvalidRequest if it cannot be opened."""
         if max_bytes < 1:
             what = f"response_store_size is {max_bytes}; it must be above 0"
             raise InvalidRequest(what, param="response_store_size", hint="set --response-store-size in bytes")
@@ -71,30 +71,32 @@ class ResponseStore:
                 f"cannot open the response store {path}: {error}", param="response_store", hint=hint
             ) from error
 
-    def put(self, tenant: str, body: dict[str, Any], input: list[dict[str, Any]] | msgspec.Raw) -> None:
-        encoded = (msgspec.json.encode(body), msgspec.json.encode(input))
+    def put(self, tenant: str, body: dict[str, Any], input_items: list[dict[str, Any]] | msgspec.Raw) -> None:
+        encoded = (msgspec.json.encode(body), msgspec.json.encode(input_items))
         size = sum(map(len, encoded))
-        self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
+        self._execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
                   (body["id"], tenant, time.time(), size, *encoded))  # fmt: skip
-        ((total,),) = self._run("SELECT coalesce(sum(size), 0) FROM responses")
+        ((total,),) = self._execute("SELECT coalesce(sum(size), 0) FROM responses")
         while total > self._max_bytes:
-            ((id_, owner, freed),) = self._run("SELECT id, tenant, size FROM responses ORDER BY created LIMIT 1")
-            self._run("DELETE FROM responses WHERE id = ? AND tenant = ?", (id_, owner))
+            ((id_, owner, freed),) = self._execute("SELECT id, tenant, size FROM responses ORDER BY created LIMIT 1")
+            self._execute("DELETE FROM responses WHERE id = ? AND tenant = ?", (id_, owner))
             total -= freed
 
     def get(self, tenant: str, id_: str) -> StoredResponse | None:
-        for body, input_ in self._run("SELECT body, input FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)):
+        for body, input_ in self._execute(
+            "SELECT body, input FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
+        ):
             return StoredResponse(msgspec.json.decode(body), msgspec.json.decode(input_))
         return None
 
     def delete(self, tenant: str, id_: str) -> bool:
-        return bool(self._run("DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id", (tenant, id_)))
+        return bool(self._execute("DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id", (tenant, id_)))
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def _execute(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         try:
             with self._lock:
                 return self._db.execute(statement, values).fetchall()

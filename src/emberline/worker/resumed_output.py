@@ -1,4 +1,7 @@
-"""ResumedOutput: the output that another worker generated for a reply, replayed here to restore the reply's state."""
+"""ResumedOutput: the output that a different worker generated for a reply which continues here.
+
+It is replayed to restore the state of the detokenizer and the parsers.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +23,29 @@ class ResumedOutput:
         self._logprobs: dict[int, Iterator[TokenLogprob]] = {}
         for group in groups:
             if group.index >= num_choices or any(token >= vocab_size for token in group.tokens):
-                raise InvalidRequest("the handoff does not match the request: a choice or a token id is out of range")
+                raise InvalidRequest(
+                    "the handoff from another worker does not match the request: a choice or a token id is out of range"
+                )
             self._tokens.setdefault(group.index, []).extend(group.tokens)
 
     def __bool__(self) -> bool:
         return bool(self._remaining)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield each choice's index and tokens."""
+        """Yield the index and the tokens of each choice."""
         return iter(self._tokens.items())
 
     def tokens_of(self, choices: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of these choices in the form of Submission.resumed; empty if there are none."""
+        """Return the tokens of each of these choices, for Submission.resumed; () if none of them has tokens."""
         tokens = tuple(tuple(self._tokens.get(index, ())) for index in choices)
         return tokens if any(tokens) else ()
 
     def set_logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> None:
-        """Set the log-probabilities of a choice's tokens, in order: a handoff has tokens only."""
+        """Set the log-probabilities of all tokens of a choice, which the handoff does not include."""
         self._logprobs[index] = iter(logprobs)
 
     def next_output(self) -> tuple[int, Output]:
-        """Return the choice and the engine output of the next group."""
+        """Return the index of a choice and its next output to replay, in the form of an engine output."""
         group = self._remaining.popleft()
         logprobs = list(islice(self._logprobs.get(group.index, iter(())), len(group.tokens)))
         finish = FinishReason(group.finish) if group.finish else None

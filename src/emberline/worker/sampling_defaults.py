@@ -1,4 +1,4 @@
-"""Sampling defaults from a checkpoint's generation_config.json, applied as in vLLM."""
+"""Reads the default sampling parameters in a checkpoint's generation_config.json, as vLLM does."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ INTEGER_SETTINGS = ("top_k", "max_new_tokens")
 
 
 def load_sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
-    """Return the defaults by the names of SamplingParams.
+    """Return default values for fields of SamplingParams, by field name.
 
-    `source`: auto (the checkpoint's own file), none, or a directory with another file. Raises InvalidRequest if that
-    directory has no such file. An invalid value is skipped with a warning, as the checkpoint works without it.
+    `source`: "auto" for the file in the checkpoint, "none" for no defaults, or a different directory with the file.
+    Raises InvalidRequest if that directory has no such file. An invalid value is skipped with a warning.
     """
     if source == "none":
         return {}
     found: dict[str, Any] = {}
-    for name, value in _read(directory, source).items():
+    for name, value in _read_generation_config(directory, source).items():
         if name not in PARAM_NAMES or value is None:
             continue
         try:
-            setting: dict[str, Any] = {PARAM_NAMES[name]: _number(name, value)}
+            setting: dict[str, Any] = {PARAM_NAMES[name]: _checked_number(name, value)}
             SamplingParams(**setting)
         except (InvalidRequest, TypeError, ValueError):
             log.warning(
@@ -53,7 +53,7 @@ def load_sampling_defaults(directory: Path, source: str = "auto") -> dict[str, A
     return found
 
 
-def _read(directory: Path, source: str) -> dict[str, Any]:
+def _read_generation_config(directory: Path, source: str) -> dict[str, Any]:
     if source == "auto":
         return read_object_if_exists(directory / GENERATION_CONFIG_FILE)
     try:
@@ -65,7 +65,7 @@ def _read(directory: Path, source: str) -> dict[str, Any]:
         ) from error
 
 
-def _number(name: str, value: Any) -> float:
+def _checked_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(name)
     return max(int(value), 0) if name in INTEGER_SETTINGS else float(value)

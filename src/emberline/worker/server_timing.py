@@ -1,4 +1,4 @@
-"""The Server-Timing header: milliseconds of the phases before a reply, for browsers and proxies."""
+"""The Server-Timing header: how many milliseconds a request waited in the queue and its prefill took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from emberline.core.events import Timing
 
 
 def server_timing_header(timing: Timing | None) -> dict[str, str]:
-    """Return the header; for a prompt computed by another worker, with that worker's prefill time and the pull's."""
+    """Return the header. If a different worker computed the prompt, it has that prefill's time and the pull's."""
     if timing is None or timing.queue is None or timing.prefill is None:
         return {}
     phases = {"queue": timing.queue, "prefill": timing.prefill}

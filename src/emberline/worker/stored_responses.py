@@ -1,4 +1,4 @@
-"""StoredResponses: stores replies of the Responses API and handles the requests that read and delete them."""
+"""StoredResponses: stores responses of the Responses API, and handles requests that read or delete them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _RequestFields(msgspec.Struct):
 
 
 class StorageFields(msgspec.Struct):
-    """The fields of a request that storing concerns, as a child process returns them."""
+    """The fields of a request that concern stored responses, in the form in which a child process returns them."""
 
     previous_response_id: str | None
     store: bool | None
@@ -41,7 +41,7 @@ class StorageFields(msgspec.Struct):
 
 class StoredResponses:
     def __init__(self, store: ResponseStore | None, tenant_of: Callable[[Exchange], str]) -> None:
-        """`store`: None if responses are not stored. `tenant_of` returns the tenant of a request with an API key."""
+        """`store` is None if responses are not stored. `tenant_of` returns the tenant (API key) of a request."""
         self._store = store
         self._tenant_of = tenant_of
 
@@ -50,30 +50,30 @@ class StoredResponses:
         return self._store is not None
 
     async def expand_request(self, body: bytes, tenant: str) -> tuple[bytes, ResponseSaver | None]:
-        """Return the body with the conversation that it continues, and what saves the reply; None: it is not stored.
+        """Return the body with the earlier conversation, and a ResponseSaver if the response is to be stored.
 
-        Raises NotFound if previous_response_id is unknown, InvalidRequest if responses are not stored.
+        Raises NotFound if previous_response_id is unknown, and InvalidRequest if this server stores no responses.
         """
         fields = await offload.run_by_size(len(body), read_storage_fields, body)
         if fields is None:
             return body, None  # the protocol's parser rejects the body and names the field
         given = fields.items
         if fields.previous_response_id is not None:
-            before = await self._get(tenant, fields.previous_response_id, "previous_response_id")
+            before = await self._get_response(tenant, fields.previous_response_id, "previous_response_id")
             body, given = await offload.run_by_size(len(body), prepend_conversation, body, before.items, given)
         is_stored = fields.store is not False and self._store is not None
         return body, ResponseSaver(self._store, tenant, given) if is_stored and self._store is not None else None
 
     async def handle(self, exchange: Exchange) -> None:
-        """Handle GET and DELETE of a response, GET of its input items, and POST to cancel it, which always fails."""
+        """Reply to GET or DELETE of a response and to GET of its input items. Reject POST to cancel a response."""
         id_ = exchange.path.removeprefix(RESPONSE_PATH_PREFIX)
         if exchange.method == "DELETE":
-            await self._get(self._tenant_of(exchange), id_)
+            await self._get_response(self._tenant_of(exchange), id_)
             assert self._store is not None
             await asyncio.to_thread(self._store.delete, self._tenant_of(exchange), id_)
             await exchange.reply_json({"id": id_, "object": "response", "deleted": True})
         elif exchange.method == "POST" and id_.endswith(CANCEL_SUFFIX):
-            await self._get(self._tenant_of(exchange), id_.removesuffix(CANCEL_SUFFIX))
+            await self._get_response(self._tenant_of(exchange), id_.removesuffix(CANCEL_SUFFIX))
             hint = "the response has ended; background responses, which can be cancelled, are not supported"
             raise InvalidRequest("Cannot cancel a synchronous response.", hint=hint)  # the message of OpenAI and vLLM
         elif exchange.method not in ("GET", "HEAD"):
@@ -81,14 +81,14 @@ class StoredResponses:
                 f"{RESPONSES_PATH}/ID accepts GET and DELETE, not {exchange.method[:20]}", allowed="GET, DELETE"
             )
         elif id_.endswith(INPUT_ITEMS_SUFFIX):
-            found = await self._get(self._tenant_of(exchange), id_.removesuffix(INPUT_ITEMS_SUFFIX))
+            found = await self._get_response(self._tenant_of(exchange), id_.removesuffix(INPUT_ITEMS_SUFFIX))
             await exchange.reply_json(_list_items(found.input, exchange.query))
         else:
             if "stream=true" in exchange.query:
                 raise InvalidRequest("a stored response cannot be streamed", param="stream", hint="remove stream=true")
-            await exchange.reply_json((await self._get(self._tenant_of(exchange), id_)).body)
+            await exchange.reply_json((await self._get_response(self._tenant_of(exchange), id_)).body)
 
-    async def _get(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
+    async def _get_response(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
         if self._store is None:
             hint = "start the server with --response-store FILE; workers of one router share a file on one machine"
             raise InvalidRequest("this server does not store responses", param=param, hint=hint)
@@ -99,10 +99,10 @@ class StoredResponses:
 
 
 class ResponseSaver:
-    """Saves one reply."""
+    """Saves one response, with the conversation before it."""
 
     def __init__(self, store: ResponseStore, tenant: str, items: bytes) -> None:
-        """`items`: the whole conversation as JSON, a list of items."""
+        """`items` is the conversation before the response: a JSON list."""
         self._store = store
         self._tenant = tenant
         self._items = items
@@ -112,22 +112,22 @@ class ResponseSaver:
 
 
 def read_storage_fields(body: bytes) -> StorageFields | None:
-    """Return the request's fields about storing; None if the body is not a valid request."""
+    """Return the request's fields that concern stored responses; None if the body is not a valid request."""
     try:
         fields = msgspec.json.decode(body, type=_RequestFields)
     except JSON_DECODE_ERRORS:
         return None
-    return StorageFields(fields.previous_response_id, fields.store, msgspec.json.encode(_as_items(fields.input)))
+    return StorageFields(fields.previous_response_id, fields.store, msgspec.json.encode(_as_input_items(fields.input)))
 
 
-def prepend_conversation(body: bytes, before: list[dict[str, Any]], given_items: bytes) -> tuple[bytes, bytes]:
-    """Return the body with the earlier conversation before its input, and the whole conversation."""
-    items = msgspec.json.encode([*before, *_ITEMS.decode(given_items)])
+def prepend_conversation(body: bytes, earlier_items: list[dict[str, Any]], input_items: bytes) -> tuple[bytes, bytes]:
+    """Return the body with the `earlier_items` put before its input, and the whole conversation as JSON."""
+    items = msgspec.json.encode([*earlier_items, *_ITEMS.decode(input_items)])
     return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
 
 
-def _as_items(given: Any) -> list[dict[str, Any]]:
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _as_input_items(input_field: Any) -> list[dict[str, Any]]:
+    items = [{"role": "user", "content": input_field}] if isinstance(input_field, str) else input_field
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return []  # the protocol's parser rejects the body
     return [{"type": "message", **item} if "role" in item else item for item in items]

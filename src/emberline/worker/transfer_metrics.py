@@ -1,4 +1,4 @@
-"""Metrics of KV blocks transferred between engines, under vLLM's names where vLLM has the metric."""
+"""Metrics of KV transfers between engines, under the names that vLLM uses if vLLM has the metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""WorkerReporter: the registration and heartbeats that a worker sends to a router, and the peers it gets back."""
+"""WorkerReporter: creates the registration and heartbeats for the router, and handles the router's list of peers.
+
+Peers are the other workers with which this worker exchanges KV blocks.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ class WorkerReporter:
             self._name,
             self._incarnation,
             self._url,
-            tuple(map(self._register_model, self._served_models())),
+            tuple(map(self._model_registration, self._served_models())),
             self._role,
         )
 
-    def _register_model(self, model: ServedModel) -> ModelRegistration:
+    def _model_registration(self, model: ServedModel) -> ModelRegistration:
         info = self._engine.model_info.get(model.id)
         if info is None:  # the embedding model
             return ModelRegistration(model.id, max_context=model.max_context)
@@ -83,7 +86,7 @@ class WorkerReporter:
         )
 
     def update_peers(self, peers: dict[str, list[dict[str, Any]]]) -> None:
-        """Pass changes in the list of peers to the engine, which connects to them."""
+        """Tell the engine which peers are new or gone. `peers` has the peers by model, as the router sends them."""
         if self._peers is None:
             self._awaited_peers = {str(peer.get("incarnation")) for listed in peers.values() for peer in listed}
             self._pairing_deadline = self._engine.now() + PAIRING_TIMEOUT_S
@@ -95,7 +98,10 @@ class WorkerReporter:
         self._peers = peers
 
     def _is_paired(self) -> bool:
-        """Return whether the first peers are paired or refused, or the timeout has passed; then it stays true."""
+        """Return whether the engine is connected to its first peers, has rejected them, or a time limit has passed.
+
+        Once true, the answer stays true.
+        """
         for pair in self._engine.pairing_states.values():
             self._awaited_peers -= {*pair.paired, *pair.refused}
         if self._engine.now() >= self._pairing_deadline:

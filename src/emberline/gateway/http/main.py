@@ -78,7 +78,7 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
     port = listener.getsockname()[1]
     exposed = is_exposed(listener) and not config.open
     policy = CrossSitePolicy.build(
-        config.cors_origins, config.allowed_hosts, loopback=not is_exposed(listener), authenticated=False
+        config.cors_origins, config.allowed_hosts, is_loopback=not is_exposed(listener), is_authenticated=False
     )
     async with AsyncExitStack() as stack:
         app = await build_gateway(config, config_file, stack, require_keys=exposed)

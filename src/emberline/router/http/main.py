@@ -32,8 +32,8 @@ async def run_router(config: RouterConfig) -> None:
     policy = CrossSitePolicy.build(
         config.cors_origins,
         config.allowed_hosts,
-        loopback=not is_exposed(listener),
-        authenticated=bool(config.api_keys),
+        is_loopback=not is_exposed(listener),
+        is_authenticated=bool(config.api_keys),
     )
     config = replace(config, port=port)
     async with WorkerClient() as client, open_tracing(config.trace, "emberline-router") as spans:
