@@ -6,16 +6,14 @@ memory for spans is bounded while the collector is unavailable.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from urllib.parse import urlsplit
 
 import msgspec
 
+from emberline.core.background_batcher import BackgroundBatcher
 from emberline.core.clock import Clock
 from emberline.core.config import TraceConfig
 from emberline.core.errors import EmberlineError
@@ -49,61 +47,38 @@ class OTLPSpanExporter:
         self._headers = {**config.collector_headers, "content-type": "application/json"}
         self._resource = {"attributes": encode_attributes(resource)}
         self._clock, self._wall = clock, wall_clock
-        self._queue: deque[Span] = deque()
-        self._bytes = 0
-        self._has_spans, self._closing = asyncio.Event(), asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._batcher: BackgroundBatcher[Span] = BackgroundBatcher(
+            self._send_batch,
+            max_batch_items=MAX_BATCH_SPANS,
+            delay_s=BATCH_DELAY_S,
+            max_queued_items=MAX_QUEUED_SPANS,
+            max_queued_bytes=MAX_QUEUED_BYTES,
+            close_timeout_s=SHUTDOWN_TIMEOUT_S,
+        )
         self._is_failing = False  # the collector fails, and this was logged
-        self.sent = self.dropped = 0
+
+    @property
+    def sent(self) -> int:
+        """Return the number of spans that the collector accepted."""
+        return self._batcher.written
+
+    @property
+    def dropped(self) -> int:
+        """Return the number of dropped spans."""
+        return self._batcher.dropped
 
     def put(self, span: Span) -> None:
-        """Queue a span for export, without waiting. If the queue is full, the span is dropped."""
-        if (
-            self._closing.is_set()
-            or len(self._queue) >= MAX_QUEUED_SPANS
-            or self._bytes + span.size_bytes > MAX_QUEUED_BYTES
-        ):
-            self.dropped += 1
-            return
-        self._queue.append(span)
-        self._bytes += span.size_bytes
-        self._has_spans.set()
+        """Queue a span for export without waiting. The span is dropped if the queue is full."""
+        self._batcher.put(span, span.size_bytes)
 
     async def __aenter__(self) -> OTLPSpanExporter:
-        self._task = asyncio.create_task(self._run())
+        await self._batcher.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
-        assert self._task is not None
-        self._closing.set()
-        self._has_spans.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                await self._task
-        self.dropped += len(self._queue)
-
-    async def _run(self) -> None:
-        while not (self._closing.is_set() and not self._queue):
-            await self._has_spans.wait()
-            self._has_spans.clear()
-            await self._wait_until_closing(BATCH_DELAY_S)
-            while self._queue:
-                batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))]
-                self._bytes -= sum(span.size_bytes for span in batch)
-                accepted = 0
-                try:
-                    accepted = await self._send_batch(batch)
-                except Exception:
-                    log.exception("Span export failed: dropped=%d", len(batch))
-                finally:  # also if the shutdown timeout cancels this task
-                    self.sent += accepted
-                    self.dropped += len(batch) - accepted
-
-    async def _wait_until_closing(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
+        await self._batcher.__aexit__(kind, e, tb)
 
     async def _send_batch(self, batch: list[Span]) -> int:
         """Send a batch, with retries, and return the number of spans that the collector accepted."""
@@ -119,7 +94,7 @@ class OTLPSpanExporter:
                 return len(batch) - min(_count_rejected_spans(reply), len(batch))
             if (status and status not in RETRYABLE_STATUSES) or pause is None:
                 break
-            await self._wait_until_closing(min(max(_retry_after_seconds(headers), pause), MAX_RETRY_DELAY_S))
+            await self._batcher.sleep(min(max(_retry_after_seconds(headers), pause), MAX_RETRY_DELAY_S))
         if not self._is_failing:
             log.warning("Span export failed, dropping spans: collector=%s reason=%s", self._origin, reason)
         self._is_failing = True

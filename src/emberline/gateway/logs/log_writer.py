@@ -1,17 +1,16 @@
 """LogWriter: writes log records to the store in batches, in the background.
 
-Requests never wait for the log. Records that do not fit into the queue are dropped and counted. A batch is retried
-until the store is back.
+Requests never wait for the log. Records that do not fit into the queue are dropped and counted. A batch is written
+again and again until the store is available.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections import deque
 from types import TracebackType
 
+from emberline.core.background_batcher import BackgroundBatcher
 from emberline.gateway.core.errors import StoreBusy
 from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.store.base import GatewayStore
@@ -26,7 +25,7 @@ LogEntry = tuple[LogRecord, LogPayload | None]
 
 
 class LogWriter:
-    """An async context manager: leaving it writes the queued records, for up to `close_timeout_s`."""
+    """An async context manager. Leaving it writes the queued records, for at most `close_timeout_s`."""
 
     def __init__(
         self,
@@ -38,88 +37,69 @@ class LogWriter:
         close_timeout_s: float = 5.0,
     ) -> None:
         self._store = store
-        self._flush_delay_s = flush_delay_s
-        self._max_records, self._max_bytes = max_records, max_bytes
         self._close_timeout_s = close_timeout_s
-        self._queue: deque[LogEntry] = deque()
-        self._batch: list[LogEntry] = []  # taken from the queue and not written yet
-        self._bytes = 0  # of queued payloads
-        self._has_records = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self.written = 0  # records
-        self.dropped = 0  # records
+        self._batcher: BackgroundBatcher[LogEntry] = BackgroundBatcher(
+            self._write_batch,
+            max_batch_items=MAX_BATCH_RECORDS,
+            delay_s=flush_delay_s,  # many records take little longer to write than few
+            max_queued_items=max_records,
+            max_queued_bytes=max_bytes,
+            close_timeout_s=close_timeout_s,
+        )
         self.failures = 0  # failed appends
+
+    @property
+    def written(self) -> int:
+        """Return the number of written records."""
+        return self._batcher.written
+
+    @property
+    def dropped(self) -> int:
+        """Return the number of dropped records."""
+        return self._batcher.dropped
 
     @property
     def queue_length(self) -> int:
         """Return the number of queued records."""
-        return len(self._queue)
+        return self._batcher.queue_length
 
     def put(self, record: LogRecord, payload: LogPayload | None = None) -> None:
         """Queue a record without waiting.
 
         If the queue has too many records, the record is dropped. If it has too many bytes, only the payload is dropped.
         """
-        if self._closing.is_set() or len(self._queue) >= self._max_records:
-            self.dropped += 1
-            return
-        size = len(payload) if payload is not None else 0
-        if self._bytes + size > self._max_bytes:
-            payload, size = None, 0
-        self._queue.append((record, payload))
-        self._bytes += size
-        if not self._has_records.is_set():
-            self._has_records.set()
+        size_bytes = len(payload) if payload is not None else 0
+        if not self._batcher.has_room_for(size_bytes):
+            payload, size_bytes = None, 0
+        self._batcher.put((record, payload), size_bytes)
 
     async def __aenter__(self) -> LogWriter:
-        self._task = asyncio.create_task(self._run())
+        await self._batcher.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
-        assert self._task is not None
-        self._closing.set()
-        self._has_records.set()
-        try:
-            async with asyncio.timeout(self._close_timeout_s):
-                await self._task
-        except TimeoutError:
-            left = len(self._batch) + self.queue_length
-            self.dropped += left
+        dropped = self.dropped
+        await self._batcher.__aexit__(kind, e, tb)
+        if self.dropped > dropped:
             log.warning(
-                "Log records dropped at shutdown: records=%d reason=not written within %g s",
-                left,
+                "Log records dropped at shutdown: records=%d timeout_s=%g",
+                self.dropped - dropped,
                 self._close_timeout_s,
             )
-        self._queue.clear()
 
-    async def _run(self) -> None:
-        """Write batches until closed. A delay fills them: many records take little longer than few."""
-        while await self._has_records.wait() and self._queue:  # set with an empty queue: closed
-            if len(self._queue) < MAX_BATCH_RECORDS:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), self._flush_delay_s)
-            self._batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_RECORDS, len(self._queue)))]
-            self._bytes -= sum(len(payload) for _, payload in self._batch if payload is not None)
-            if not (self._queue or self._closing.is_set()):
-                self._has_records.clear()
-            await self._write(self._batch)
-            self._batch = []
+    async def _write_batch(self, batch: list[LogEntry], max_attempts: int = MAX_APPEND_ATTEMPTS) -> int:
+        """Write all records of a batch except invalid ones. Return how many records were written.
 
-    async def _write(self, batch: list[LogEntry], max_attempts: int = MAX_APPEND_ATTEMPTS) -> None:
-        """Return when every record is written, or dropped as invalid.
-
-        An unavailable store is retried until it is back; after `max_attempts` failures of an available store, the
-        batch is written record by record.
+        While the store is unavailable, the batch is retried. If an available store rejects the batch `max_attempts`
+        times, the records are written one by one.
         """
         delay, attempts = FIRST_RETRY_DELAY_S, 0
         while True:
             try:
                 await self._store.append_records(batch)
-                self.written += len(batch)
-                return
+                return len(batch)
             except Exception as e:  # any error of a store or of an invalid record: the loop must continue
                 self.failures += 1
                 attempts += not isinstance(e, StoreBusy)
@@ -131,11 +111,9 @@ class LogWriter:
             await asyncio.sleep(delay)
             delay = min(delay * 2, MAX_RETRY_DELAY_S)
         if len(batch) > 1:
-            for entry in batch:
-                await self._write([entry], max_attempts=1)
-        else:
-            self.dropped += 1
-            log.error("Log record dropped, the store rejects it: record=%s", batch[0][0].id)
+            return sum([await self._write_batch([entry], max_attempts=1) for entry in batch])
+        log.error("Log record dropped because the store rejects it: record=%s", batch[0][0].id)
+        return 0
 
     async def _is_store_available(self) -> bool:
         try:
