@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
@@ -54,6 +54,37 @@ class RequestStep(msgspec.Struct, frozen=True):
     body_summary: BodySummary | None = None  # summary of `body`, if it is large
 
 
+class RequestChanges(TypedDict, total=False):
+    """The fields of a GatewayRequest that layers and providers change in a copy; see GatewayRequest for each."""
+
+    provider: str
+    model: str
+    endpoint: str
+    dialect: Dialect
+    method: str
+    headers: dict[str, str]
+    query: str
+    body: bytes
+    stream: bool
+    max_output: int | None
+    options: RequestOptions
+    attempts: list[ProviderAttempt]
+    reply_headers: dict[str, str]
+    steps: tuple[RequestStep, ...]
+    is_dialect_endpoint: bool
+    step_index: int
+    is_last_step: bool
+    access_granted: bool
+    hedge_delay_s: float | None
+    findings: list[GuardrailFinding]
+    redacted_bodies: list[bytes]
+    body_fields: BodyFields | None
+    body_summary: BodySummary | None
+    choice_count: int
+    prefill: AssistantPrefill
+    deadline: float
+
+
 class GatewayRequest(msgspec.Struct):
     """A request as the layers see it.
 
@@ -99,8 +130,12 @@ class GatewayRequest(msgspec.Struct):
         """Return the request's metadata. Values set by the gateway and by the key override those sent by the client."""
         return {**(self.options.metadata or {}), **self.settings.metadata, **self.identity.metadata}
 
-    def with_changes(self, **changes: Any) -> GatewayRequest:
-        """Return a copy with some fields changed; it shares `attempts` and `reply_headers`."""
+    def with_changes(self, **changes: Unpack[RequestChanges]) -> GatewayRequest:
+        """Return a copy with some fields changed.
+
+        The copy shares the list `attempts` and the dict `reply_headers`, unless they are changed. A changed body drops
+        the summary and the fields of the old body.
+        """
         if "body" in changes and changes["body"] is not self.body:
             changes.setdefault("body_fields", None)
             changes.setdefault("body_summary", None)

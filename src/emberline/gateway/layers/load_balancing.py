@@ -84,7 +84,7 @@ def _resolve_pool(call: GatewayRequest, balancer: LoadBalancer, estimator: CostE
         provider=order[0].provider,
         model=order[0].model,
         headers={name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS},
-        options=steps[0].options,
+        options=steps[0].options or call.options,
         steps=steps,
         hedge_delay_s=balancer.hedge_delay(order[0], call.stream) if pool.hedge and len(order) > 1 else None,
     )
