@@ -53,7 +53,7 @@ def test_records_are_written_in_batches() -> None:
                 writer.put(each)
         assert store.records == records
         assert [len(batch) for batch in store.batches] == [1000, 1000, 500]
-        assert (writer.written, writer.dropped, writer.queue_length) == (2500, 0, 0)
+        assert (writer.written_count, writer.dropped_count, writer.queue_length) == (2500, 0, 0)
 
     asyncio.run(do())
 
@@ -79,9 +79,9 @@ def test_full_queue_drops_records_and_counts_them() -> None:
         async with LogWriter(store, max_records=10) as writer:  # type: ignore[arg-type]
             for i in range(25):
                 writer.put(made(NOON + i))
-            assert (writer.queue_length, writer.dropped) == (10, 15)
+            assert (writer.queue_length, writer.dropped_count) == (10, 15)
         writer.put(made())  # closed
-        assert (writer.written, writer.dropped) == (10, 16)
+        assert (writer.written_count, writer.dropped_count) == (10, 16)
 
     asyncio.run(do())
 
@@ -96,7 +96,7 @@ def test_large_payloads_are_dropped_and_records_kept() -> None:
                 await asyncio.sleep(0.001)
             writer.put(made(NOON + 3), LogPayload(b"1234567890", b""))  # the queue has room again
         kept = [payload is not None for batch in store.batches for _, payload in batch]
-        assert kept == [True, True, False, True] and writer.dropped == 0
+        assert kept == [True, True, False, True] and writer.dropped_count == 0
 
     asyncio.run(do())
 
@@ -110,7 +110,7 @@ def test_all_records_are_written_after_store_outage() -> None:
             await asyncio.wait_for(store.asked.wait(), 5)
             writer.put(made(NOON + 1))
             store.is_down = False
-        assert len(store.records) == 2 and writer.failures >= 1 and writer.dropped == 0
+        assert len(store.records) == 2 and writer.failures >= 1 and writer.dropped_count == 0
 
     asyncio.run(do())
 
@@ -123,7 +123,7 @@ def test_close_during_store_outage_times_out_and_counts() -> None:
             writer.put(made())
             await asyncio.wait_for(store.asked.wait(), 5)
             writer.put(made(NOON + 1))
-        assert (writer.written, writer.dropped) == (0, 2)
+        assert (writer.written_count, writer.dropped_count) == (0, 2)
 
     asyncio.run(do())
 
@@ -135,7 +135,7 @@ def test_invalid_record_is_dropped_alone() -> None:
             for i, model in enumerate(("a", "poison", "b")):
                 writer.put(made(NOON + i, model=model))
         assert [record.model for record in store.records] == ["a", "b"]
-        assert (writer.written, writer.dropped) == (2, 1)
+        assert (writer.written_count, writer.dropped_count) == (2, 1)
 
     asyncio.run(do())
 
@@ -151,6 +151,6 @@ def test_unexpected_store_error_is_retried(monkeypatch: pytest.MonkeyPatch) -> N
             while writer.failures < 5:
                 await asyncio.sleep(0.001)
             store.is_down = False
-        assert (writer.written, writer.dropped) == (1, 0)
+        assert (writer.written_count, writer.dropped_count) == (1, 0)
 
     asyncio.run(asyncio.wait_for(do(), 10))

@@ -15,7 +15,7 @@ from emberline.gateway.limits.base import LimiterStats
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.server.metrics import render_exposition
 
-JOURNAL: Any = SimpleNamespace(written=1, dropped=2, failures=3, queue_length=4)
+JOURNAL: Any = SimpleNamespace(written_count=1, dropped_count=2, failures=3, queue_length=4)
 CACHE = CacheStats(hits=5, misses=6, shared=7, stored=8, too_large=9)
 SEMANTIC = SimpleNamespace(stats=SemanticStats(lookups=10, similar=11, served=12, compared=13, disagreed=14))
 SHARED = SimpleNamespace(stats=LimiterStats(reserved=15, degraded=16, pending_settlements=17, lost_settlements=18))

@@ -53,7 +53,7 @@ def test_log_writer_retries_while_database_is_locked(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
             other.execute("ROLLBACK")
         other.close()
-        assert (writer.written, writer.dropped) == (3, 0)
+        assert (writer.written_count, writer.dropped_count) == (3, 0)
         assert len((await store.read_page(LogFilters("acme"))).records) == 3
 
     run_async(tmp_path, play)

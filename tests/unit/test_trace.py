@@ -272,11 +272,11 @@ def test_queue_is_bounded() -> None:
         collector = make_exporter(SilentCollector())
         for _ in range(otlp_exporter.MAX_QUEUED_SPANS + 5):
             collector.put(span())
-        assert collector.dropped == 5
+        assert collector.dropped_count == 5
         large = make_exporter(SilentCollector())
         large.put(span("x" * otlp_exporter.MAX_QUEUED_BYTES))
         large.put(span("x"))
-        assert large.dropped == 1
+        assert large.dropped_count == 1
 
     asyncio.run(work())
 
@@ -289,12 +289,12 @@ def test_sent_spans_free_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         async with asyncio.timeout(20), make_exporter(ScriptedCollector()) as collector:
             for sent in range(3):
                 collector.put(span("x" * 600))
-                while collector.sent == sent and not collector.dropped:
+                while collector.sent_count == sent and not collector.dropped_count:
                     await asyncio.sleep(0.001)
         return collector
 
     collector = asyncio.run(work())
-    assert (collector.sent, collector.dropped) == (3, 0)
+    assert (collector.sent_count, collector.dropped_count) == (3, 0)
 
 
 def test_shutdown_does_not_wait_for_collector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_shutdown_does_not_wait_for_collector(monkeypatch: pytest.MonkeyPatch) -
         async with asyncio.timeout(20), make_exporter(SilentCollector()) as collector:
             for _ in range(otlp_exporter.MAX_BATCH_SPANS + 1):  # one batch is being sent, the rest waits
                 collector.put(span())
-        assert collector.sent == 0 and collector.dropped == otlp_exporter.MAX_BATCH_SPANS + 1
+        assert collector.sent_count == 0 and collector.dropped_count == otlp_exporter.MAX_BATCH_SPANS + 1
 
     asyncio.run(work())
 
@@ -330,7 +330,7 @@ def test_every_span_is_sent_or_counted_as_dropped(script: list[CollectorReply | 
         return collector
 
     collector = asyncio.run(work())
-    assert (collector.sent, collector.dropped) == (sent, dropped)
+    assert (collector.sent_count, collector.dropped_count) == (sent, dropped)
 
 
 # -- where to --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
         assert await keys.identify(secret) is not None
         async with LogWriter(store, flush_delay_s=0.01) as writer:
             writer.put(made(NOON))
-            while not writer.written:
+            while not writer.written_count:
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(postgres.stop)
             try:
@@ -59,7 +59,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
                     await asyncio.sleep(0.01)
             finally:
                 await asyncio.to_thread(postgres.start)
-        assert (writer.written, writer.dropped) == (50, 0)
+        assert (writer.written_count, writer.dropped_count) == (50, 0)
         assert len((await store.read_page(LogFilters("acme"), limit=100)).records) == 50
         await store.close()
 

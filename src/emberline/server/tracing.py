@@ -33,8 +33,8 @@ class RequestTracing:
 
     def families(self) -> Iterator[MetricFamily]:
         for name, help_, count in (
-            ("sent", "Spans that the collector accepted.", self.collector.sent),
-            ("dropped", "Spans that the collector did not accept.", self.collector.dropped),
+            ("sent", "Spans that the collector accepted.", self.collector.sent_count),
+            ("dropped", "Spans that the collector did not accept.", self.collector.dropped_count),
         ):
             full = f"emberline:spans_{name}_total"
             yield MetricFamily(full, help_, "counter", [f"{full} {count}"])

@@ -58,12 +58,12 @@ class OTLPSpanExporter:
         self._is_failing = False  # the collector fails, and this was logged
 
     @property
-    def sent(self) -> int:
+    def sent_count(self) -> int:
         """Return the number of spans that the collector accepted."""
         return self._batcher.written
 
     @property
-    def dropped(self) -> int:
+    def dropped_count(self) -> int:
         """Return the number of dropped spans."""
         return self._batcher.dropped
 

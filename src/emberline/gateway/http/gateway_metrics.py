@@ -134,11 +134,11 @@ class GatewayMetrics:
         yield "cache_shared", "Cache hits that waited for an identical request in progress.", cache.shared
         yield "cache_stored", "Replies stored in the cache.", cache.stored
         yield "cache_too_large", "Replies not cached because they are too large.", cache.too_large
-        yield "log_written", "Log records written to the store.", writer.written
+        yield "log_written", "Log records written to the store.", writer.written_count
         yield (
             "log_dropped",
             "Log records dropped: the queue was full, or the store rejected them.",
-            writer.dropped,
+            writer.dropped_count,
         )
         yield "log_failures", "Failed writes of log records to the store.", writer.failures
         if self._cached.semantic is not None:

@@ -49,12 +49,12 @@ class LogWriter:
         self.failures = 0  # failed appends
 
     @property
-    def written(self) -> int:
+    def written_count(self) -> int:
         """Return the number of written records."""
         return self._batcher.written
 
     @property
-    def dropped(self) -> int:
+    def dropped_count(self) -> int:
         """Return the number of dropped records."""
         return self._batcher.dropped
 
@@ -80,12 +80,12 @@ class LogWriter:
     async def __aexit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
-        dropped = self.dropped
+        dropped = self.dropped_count
         await self._batcher.__aexit__(kind, e, tb)
-        if self.dropped > dropped:
+        if self.dropped_count > dropped:
             log.warning(
                 "Log records dropped at shutdown: records=%d timeout_s=%g",
-                self.dropped - dropped,
+                self.dropped_count - dropped,
                 self._close_timeout_s,
             )
 
