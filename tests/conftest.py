@@ -16,7 +16,7 @@ from servers import Server, start_server, stop_server
 from emberline.core import freeport
 
 if TYPE_CHECKING:
-    from gateways import Gateways
+    from local_gateway import LocalGateway
 
 
 def pytest_configure() -> None:
@@ -65,7 +65,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
+def gateway(gateways: LocalGateway) -> LocalGateway:
     """A file's own (`gateways`), its fakes as if nothing had been asked of them."""
     gateways.reset()
     return gateways

@@ -10,7 +10,7 @@ NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # some d
 DAY = 86_400_000
 
 
-def made(at: int = NOON, **fields: Any) -> LogRecord:
+def make_record(at: int = NOON, **fields: Any) -> LogRecord:
     given: dict[str, Any] = {
         "id": new_record_id(at),
         "account": "acme",

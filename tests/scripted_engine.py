@@ -132,7 +132,7 @@ class ScriptedEngine:
         return FinishReason.LENGTH if max_tokens is not None and len(written) >= max_tokens else None
 
 
-class House:
+class WorkerHarness:
     def __init__(self, script: Script, tool_style: ToolStyle = HERMES, **settings: Any) -> None:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
@@ -153,9 +153,9 @@ class House:
         """Accept every grammar, in place of GrammarGuard."""
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
-        return asyncio.run(self.posted(path, body, **headers))
+        return asyncio.run(self.post_async(path, body, **headers))
 
-    async def posted(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Answer:
+    async def post_async(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Answer:
         answer = Answer()
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         given = {"content_type": "application/json", **headers}
@@ -167,7 +167,7 @@ class House:
             return inbox.pop() if inbox else await asyncio.Future()
 
         try:
-            await self.app(scope, receive, answer.take)
+            await self.app(scope, receive, answer.send)
         except ReplyInterrupted:
             answer.cut = True
         assert not self.engine.open, "a submission is still open"
@@ -182,7 +182,7 @@ class Answer:
         self.ended = False
         self.cut = False  # the connection was closed within the reply
 
-    async def take(self, message: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         assert not self.ended
         if message["type"] == "http.response.start":
             self.status = message["status"]

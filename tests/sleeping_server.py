@@ -11,7 +11,7 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 
 
 def engine() -> int:
-    import on_host
+    import host_engine
 
     from emberline.engine import boot, engine_group_boot, process
     from emberline.engine.boot import LoadedEngine
@@ -22,16 +22,16 @@ def engine() -> int:
     def boot_fleet(
         configs: Mapping[str, EngineConfig], rules: TimeSharingConfig, reader: object
     ) -> tuple[EngineGroup, dict[str, LoadedEngine]]:
-        on_host.plain_arithmetic()
+        host_engine.plain_arithmetic()
         loaded: dict[str, LoadedEngine] = {}
 
         def load(name: str) -> BootedGPUEngine:
-            booted = on_host.booted(Path(configs[name].model))
+            booted = host_engine.booted(Path(configs[name].model))
             loaded[name] = boot.to_loaded_engine(booted)
             return booted
 
         members = {
-            name: SwappedEngine(on_host.planned(Path(config.model)), partial(load, name))
+            name: SwappedEngine(host_engine.planned(Path(config.model)), partial(load, name))
             for name, config in configs.items()
         }
         broken = members.get("broken")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import on_host
+import host_engine
 import pytest
 import tiny
 from gpu_settings import gpu_config
@@ -44,7 +44,7 @@ def configs(checkpoints: dict[str, Path]) -> dict[str, EngineConfig]:
 def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_backend", backend._backend)
     monkeypatch.setattr(reference, "uniform_from_seed", reference.uniform_from_seed)
-    on_host.plain_arithmetic()
+    host_engine.plain_arithmetic()
 
 
 def prompts(seed: int) -> Iterator[list[int]]:
@@ -130,7 +130,7 @@ def test_too_little_main_memory_is_rejected_before_loading(configs: dict[str, En
 
 def test_weight_estimate_equals_loaded_weights(checkpoints: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
     for name, home in checkpoints.items():
-        model = on_host.booted(home).runner.model
+        model = host_engine.booted(home).runner.model
         found = WeightEstimate.from_config(configs[name])
         assert found.dtype == "float32" and abs(found.weight_bytes / model.weight_bytes - 1) < 0.01
         assert WeightEstimate.from_config(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
@@ -181,10 +181,10 @@ def test_sleeping_models_give_the_same_tokens_as_alone(checkpoints: dict[str, Pa
     """Three models with memory for one or two of them are switched while requests for all arrive."""
     expected: dict[str, list[int]] = {}
     for name, home in checkpoints.items():
-        expected |= run_alone(on_host.booted(home).engine, name, 6)
+        expected |= run_alone(host_engine.booted(home).engine, name, 6)
     for at_once in (1, 2):
         members = {
-            name: SwappedEngine(on_host.planned(home), lambda home=home: on_host.booted(home))  # type: ignore[misc]
+            name: SwappedEngine(host_engine.planned(home), lambda home=home: host_engine.booted(home))  # type: ignore[misc]
             for name, home in checkpoints.items()
         }
         memory = at_once * max(member.nbytes for member in members.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from on_host import booted, plain_arithmetic
+from host_engine import booted, plain_arithmetic
 
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from gpu_settings import gpu_config
-from racing import Racing
+from race_detector import RaceDetector
 from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig, SchedulerConfig, TimeSharingConfig, TransferConfig
@@ -209,9 +209,9 @@ def test_damaged_block_is_recomputed(
 @pytest.fixture
 def racing(
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, Racing]]:
-    def make(model: DecoderModel, name: str, local: Sender | None) -> tuple[GpuEngineFixture, Racing]:
-        device = Racing()
+) -> Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, RaceDetector]]:
+    def make(model: DecoderModel, name: str, local: Sender | None) -> tuple[GpuEngineFixture, RaceDetector]:
+        device = RaceDetector()
         gpu_engine = GpuEngineFixture(model, name, device=device, local=local)
         slots = [
             slots.get()
@@ -253,7 +253,7 @@ def racing(
 def test_steps_and_pulls_do_not_race(
     model: DecoderModel,
     run_alone: Callable[[int], list[int]],
-    racing: Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, Racing]],
+    racing: Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, RaceDetector]],
 ) -> None:
     """A step that uses the blocks' earlier content runs when a pull starts; the next step reads the pulled content."""
     p, sending = racing(model, "p", None)

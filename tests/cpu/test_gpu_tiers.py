@@ -12,8 +12,8 @@ import pytest
 import tiny
 import torch
 from gpu_settings import gpu_config
-from on_host import plain_arithmetic
-from racing import Racing
+from host_engine import plain_arithmetic
+from race_detector import RaceDetector
 from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
@@ -78,7 +78,7 @@ class TieredEngine:
         cache = KVCache(shape, blocks)
         cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be freed
         chosen = gpu_config(max_running=4, max_batch_tokens=64, kv_host_memory=1 << 20 if tiers else None, **settings)
-        self.device = Racing(pins=pins)
+        self.device = RaceDetector(pins=pins)
         self.runner = GPURunner(
             model, cache, frozenset(), SamplingStateFactory(frozenset(), None), chosen, self.device, 64
         )
@@ -135,7 +135,7 @@ class TieredEngine:
 class CheckedTierStack(TierStack):
     """Checks that a buffer is complete when it is reported as saved: other threads may read it from then on."""
 
-    def __init__(self, host: HostTier, below: list[Tier], device: Racing) -> None:
+    def __init__(self, host: HostTier, below: list[Tier], device: RaceDetector) -> None:
         super().__init__(host, below, threads=False)
         self.device = device
 
@@ -228,7 +228,7 @@ def test_failed_step_stores_no_blocks(model: DecoderModel, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("racing.RacingEvent.wait", broken)
+    monkeypatch.setattr("race_detector.TrackedEvent.wait", broken)
     with pytest.raises(RuntimeError, match="gone"):
         tiered.steps(2)
     assert tiered.host.stats().blocks == 0
@@ -247,7 +247,7 @@ def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyP
         for cache in caches:
             getattr(cache, part).copy_(noise)
     monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 3 * shape.block_bytes)
-    device, plain, size = Racing(pins=pins), HostBlockCopier(caches[0]), buffer_bytes_for(shape.block_bytes)
+    device, plain, size = RaceDetector(pins=pins), HostBlockCopier(caches[0]), buffer_bytes_for(shape.block_bytes)
     areas = [memoryview(bytearray(rng.randbytes(16 * size))) for _ in range(2)]
     areas[1][:] = areas[0]
     copier = DeviceCopier(caches[1], device)
@@ -323,7 +323,7 @@ def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.Mon
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, 16, torch.bfloat16)
     for size in (0, 1 << 20):
         monkeypatch.setattr(memory, "COPY_PIECE_BYTES", size)
-        numbers, *pieces = DeviceCopier(KVCache(shape, 2), Racing()).device_buffers()
+        numbers, *pieces = DeviceCopier(KVCache(shape, 2), RaceDetector()).device_buffers()
         assert scratch(kv_host_memory=1 << 20) - scratch() == sum(piece.nbytes for piece in pieces)
         assert numbers.nbytes < 1024
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from on_host import booted, plain_arithmetic, planned
+from host_engine import booted, plain_arithmetic, planned
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded

@@ -1,6 +1,6 @@
 """WeightUnpacker: each product reads its own weight, no weight is overwritten too early, and no stream waits too long.
 
-The streams that could run at the same time are those of `racing`.
+The streams that could run at the same time are those of `race_detector`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from racing import Racing, RacingLane
+from race_detector import RaceDetector, TrackedStream
 from torch import Tensor
 
 from emberline.engine.gpu.device import DeviceEvent, HostStream
@@ -45,7 +45,7 @@ def unpack(weight: PackedWeight, out: Tensor) -> None:
     out.copy_(reference_unpack(weight.handle))
 
 
-class NonWaitingStream(RacingLane):
+class NonWaitingStream(TrackedStream):
     """A stream that does not wait for events."""
 
     def wait_event(self, event: DeviceEvent) -> None:
@@ -56,11 +56,12 @@ class UnpackedProducts:
     """Runs products one after the other, as a model does."""
 
     def __init__(self, rows: list[Tensor], non_waiting: str = "") -> None:
-        self.device = Racing()
+        self.device = RaceDetector()
         self.rows, self.weights = rows, [packed(weight) for weight in rows]
         names = {"computing": "steps", "unpacking": "lane 1"}
         self.computing, self.unpacking = (
-            (NonWaitingStream if role == non_waiting else RacingLane)(self.device, name) for role, name in names.items()
+            (NonWaitingStream if role == non_waiting else TrackedStream)(self.device, name)
+            for role, name in names.items()
         )
         self.unpacker = WeightUnpacker(self.weights, len(rows), self.computing, self.unpacking, unpack)
         self.step()  # allocates the buffers

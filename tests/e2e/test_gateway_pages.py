@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from chromium import Chromium
-from gateway_records import DAY, made
-from gateways import Gateways
+from gateway_records import DAY, make_record
+from local_gateway import LocalGateway
 
 from emberline.gateway.core.log_record import LogRecord
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
@@ -36,8 +36,8 @@ def write_config(urls: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    with Gateways(
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
+    with LocalGateway(
         tmp_path_factory.mktemp("pages"),
         ("fake", "spare"),
         write_config,
@@ -57,7 +57,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 @pytest.fixture
-def page(browser: Chromium, gateway: Gateways) -> Iterator[Chromium]:
+def page(browser: Chromium, gateway: LocalGateway) -> Iterator[Chromium]:
     """A signed-in page. At the end, no script was injected and the console has no errors but failed requests."""
     browser.complaints.clear()
     sign_out(browser, gateway)
@@ -69,7 +69,7 @@ def page(browser: Chromium, gateway: Gateways) -> Iterator[Chromium]:
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
 
 
-def sign_out(browser: Chromium, gateway: Gateways) -> None:
+def sign_out(browser: Chromium, gateway: LocalGateway) -> None:
     browser.open(f"{gateway.url}/static/ember.svg")  # a page of the same origin without scripts that keep state
     browser.js("localStorage.clear(); sessionStorage.clear()")
 
@@ -104,21 +104,21 @@ def chart_total(page: Chromium, title: str) -> str:
     return str(page.js(f"{found}.querySelector('.total').textContent"))
 
 
-def manage(gateway: Gateways, path: str, method: str = "GET", body: Any = None) -> Any:
+def manage(gateway: LocalGateway, path: str, method: str = "GET", body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, error = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
     assert status in (200, 201), error
     return json.loads(error)
 
 
-def chat(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> tuple[int, dict[str, str]]:
+def chat(gateway: LocalGateway, model: str, text: str = "hello", **more: Any) -> tuple[int, dict[str, str]]:
     headers = more.pop("headers", ADMIN)
     body = {"model": model, "messages": [{"role": "user", "content": text}], **more}
     status, error, _ = gateway.post("/v1/chat/completions", body, headers)
     return status, error
 
 
-def send_prompt(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> int:
+def send_prompt(gateway: LocalGateway, model: str, text: str = "hello", **more: Any) -> int:
     """Send a prompt and wait until the request is in the log."""
     status, error = chat(gateway, model, text, **more)
     if status != 401:
@@ -126,7 +126,7 @@ def send_prompt(gateway: Gateways, model: str, text: str = "hello", **more: Any)
     return status
 
 
-def test_sign_in_requires_admin_key(browser: Chromium, gateway: Gateways) -> None:
+def test_sign_in_requires_admin_key(browser: Chromium, gateway: LocalGateway) -> None:
     with urllib.request.urlopen(gateway.url) as reply:
         policy = reply.headers["content-security-policy"]
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
@@ -154,7 +154,7 @@ def test_sign_in_requires_admin_key(browser: Chromium, gateway: Gateways) -> Non
     assert browser.js("sessionStorage.length") == 0 and browser.text("#main") == ""
 
 
-def test_charts_show_past_requests(page: Chromium, gateway: Gateways) -> None:
+def test_charts_show_past_requests(page: Chromium, gateway: LocalGateway) -> None:
     def read_counts() -> dict[str, int]:
         found: list[dict[str, int]] = manage(gateway, "rollups?over_time=false")["items"]
         return found[0] if found else {}
@@ -189,7 +189,7 @@ def test_charts_show_past_requests(page: Chromium, gateway: Gateways) -> None:
     assert {"rescuer"} == set(page.js("[...document.querySelectorAll('#records .entry b')].map(e => e.textContent)"))
 
 
-def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium, gateway: Gateways) -> None:
+def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium, gateway: LocalGateway) -> None:
     marked = {**ADMIN, "cf-aig-metadata": json.dumps({"team": "blue"})}
     assert send_prompt(gateway, "priced", f"say {HOSTILE}", headers=marked, stream=True) == 200
     id = gateway.newest().id
@@ -225,7 +225,7 @@ def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium,
     page.screenshot(SHOTS / "gateway-record.png")
 
 
-def test_key_is_created_shown_once_and_disabled(page: Chromium, gateway: Gateways) -> None:
+def test_key_is_created_shown_once_and_disabled(page: Chromium, gateway: LocalGateway) -> None:
     open_page(page, "keys", "#new-key")
     page.click("#new-key")
     fill(page, name=HOSTILE, user="ada", allowed_models="small-*")
@@ -255,7 +255,7 @@ def test_key_is_created_shown_once_and_disabled(page: Chromium, gateway: Gateway
     page.wait(f"!document.querySelector({json.dumps(row)})")
 
 
-def test_keys_page_shows_which_gateways_need_no_key(page: Chromium, gateway: Gateways) -> None:
+def test_keys_page_shows_which_gateways_need_no_key(page: Chromium, gateway: LocalGateway) -> None:
     hidden = "document.querySelector('#keys-warning').hidden"
     open_page(page, "keys", "#keys-found")
     assert page.js(hidden), "every gateway needs a key"
@@ -269,7 +269,7 @@ def test_keys_page_shows_which_gateways_need_no_key(page: Chromium, gateway: Gat
     manage(gateway, "gateways/open-to-all", "DELETE")
 
 
-def test_budgets_prices_and_provider_keys_are_stored(page: Chromium, gateway: Gateways) -> None:
+def test_budgets_prices_and_provider_keys_are_stored(page: Chromium, gateway: LocalGateway) -> None:
     open_page(page, "budgets", "#new-budget")
     page.click("#new-budget")
     fill(page, name="team", limit="-1", split="metadata.team")
@@ -315,7 +315,7 @@ def test_budgets_prices_and_provider_keys_are_stored(page: Chromium, gateway: Ga
     assert [each["provider"] for each in manage(gateway, "provider-keys")["items"]] == ["openai"]
 
 
-def test_budgets_page_updates_usage(page: Chromium, gateway: Gateways) -> None:
+def test_budgets_page_updates_usage(page: Chromium, gateway: LocalGateway) -> None:
     day = {"name": "day", "limit": 70, "amount": "tokens", "per": "day"}
     team = {"name": "teams", "limit": 10, "per": "hour", "split": ["metadata.team"]}
     for rule in (day, team):
@@ -343,7 +343,7 @@ def of(team: str) -> dict[str, str]:
     return {**ADMIN, "cf-aig-metadata": json.dumps({"team": team})}
 
 
-def test_gateway_is_created_and_selected(page: Chromium, gateway: Gateways) -> None:
+def test_gateway_is_created_and_selected(page: Chromium, gateway: LocalGateway) -> None:
     open_page(page, "gateways", "#new-gateway")
     assert "configuration file" in page.text("[data-id=default]")
     page.click("#new-gateway")
@@ -364,7 +364,7 @@ def test_gateway_is_created_and_selected(page: Chromium, gateway: Gateways) -> N
     page.wait("document.querySelector('#gateway').value === ''")
 
 
-def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Gateways) -> None:
+def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: LocalGateway) -> None:
     open_page(page, "routes", "#new-route")
     page.click("#new-route")
     fill(page, name="support")
@@ -407,7 +407,7 @@ def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Gate
     page.until(lambda: answers() == "oai", "the first is in force again")
 
 
-def test_playground_streams_through_the_gateway(page: Chromium, gateway: Gateways) -> None:
+def test_playground_streams_through_the_gateway(page: Chromium, gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
     open_page(page, "playground", "#prompt")
@@ -447,7 +447,7 @@ def test_playground_streams_through_the_gateway(page: Chromium, gateway: Gateway
     assert answer == [HOSTILE, "more", "and again", "at last"], "a failed prompt is not sent again"
 
 
-def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: Gateways) -> None:
+def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: LocalGateway) -> None:
     send_prompt(gateway, "a-model-with-a-name-that-is-far-too-long-for-the-width-of-a-telephone-" + "x" * 60)
     page.resize(390, 844, 2)
     page.prefer("dark")
@@ -483,7 +483,7 @@ def month(records: int) -> list[LogRecord]:
         cached = not failed and chance.random() < 0.25
         fields = {"status": 502, "success": False, "ended": "error", "error": "upstream_failed"} if failed else {}
         found.append(
-            made(
+            make_record(
                 at,
                 **fields,
                 account="default",
@@ -501,7 +501,7 @@ def month(records: int) -> list[LogRecord]:
     return sorted(found, key=lambda record: record.id)
 
 
-def test_month_is_read_from_rollups_only(page: Chromium, gateway: Gateways) -> None:
+def test_month_is_read_from_rollups_only(page: Chromium, gateway: LocalGateway) -> None:
     assert send_prompt(gateway, "priced") == 200
     before = manage(gateway, "rollups?over_time=false")["items"][0]["requests"]
     gateway.append(month(3000))

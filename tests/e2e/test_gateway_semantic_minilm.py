@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.core.clock import SystemClock
 from emberline.gateway.cache.embedder import HttpEmbedder

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from gated import interleaved
+from gated_weights import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 

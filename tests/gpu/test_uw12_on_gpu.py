@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from gated import interleaved
+from gated_weights import interleaved
 from linear_cases import heavy, poisoned, random
 from torch import Tensor
 

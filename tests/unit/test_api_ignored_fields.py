@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import pytest
-from scripted_engine import House
+from scripted_engine import WorkerHarness
 
 from emberline.api.anthropic import request as anthropic
 from emberline.api.fields import IGNORED_FIELDS_HEADER
@@ -204,7 +204,7 @@ EXPECTED = ("store, reasoning_effort", "store", "betas, thinking", "prompt_cache
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "expected"), list(zip(PATHS, EXPECTED, strict=True)))
 def test_reply_header_lists_ignored_fields(path: str, expected: str, stream: bool) -> None:
-    worker = House(script)
+    worker = WorkerHarness(script)
     answer = worker.post(path, {**PATHS[path], "model": "m", "stream": stream})
     assert answer.status == 200, answer.body
     assert answer.headers[IGNORED_FIELDS_HEADER] == expected
@@ -216,18 +216,18 @@ def test_reply_header_lists_ignored_fields(path: str, expected: str, stream: boo
 
 def test_model_is_optional_with_one_model() -> None:
     for fields in ({}, {"model": ""}, {"model": None}):
-        answer = House(script).post("/v1/chat/completions", {"messages": [USER], **fields})
+        answer = WorkerHarness(script).post("/v1/chat/completions", {"messages": [USER], **fields})
         assert answer.status == 200 and answer.json["model"] == "m"
 
 
 def test_request_id_becomes_reply_id() -> None:
     for name in ("request_id", "rid"):
         body = {"messages": [USER], name: "mine-1"}
-        assert House(script).post("/v1/chat/completions", body).json["id"] == "chatcmpl-mine-1"
+        assert WorkerHarness(script).post("/v1/chat/completions", body).json["id"] == "chatcmpl-mine-1"
 
 
 def test_prompt_is_truncated_on_either_side() -> None:
-    worker = House(script)
+    worker = WorkerHarness(script)
     reply = worker.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
     assert reply["usage"]["prompt_tokens"] == 4
     assert worker.tokenizer.decode(worker.engine.submissions[-1].prompt) == "6789"
@@ -240,7 +240,7 @@ def test_prompt_is_truncated_on_either_side() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_returned_token_ids_match_text(stream: bool) -> None:
-    worker = House(script)
+    worker = WorkerHarness(script)
     options = {"return_token_ids": True, "stream": stream, "skip_special_tokens": False}
     answer = worker.post("/v1/chat/completions", {"messages": [USER], **options})
     if stream:
@@ -259,7 +259,7 @@ def test_returned_token_ids_match_text(stream: bool) -> None:
 
 
 def test_bad_words_are_tokenized_with_and_without_space() -> None:
-    worker = House(script)
+    worker = WorkerHarness(script)
     assert worker.post("/v1/completions", {"prompt": "hi", "bad_words": ["ab"]}).status == 200
     encode = worker.tokenizer.encode
     assert worker.engine.submissions[0].params.bad_words == (tuple(encode("ab", False)), tuple(encode(" ab", False)))
@@ -268,12 +268,12 @@ def test_bad_words_are_tokenized_with_and_without_space() -> None:
 
 
 def test_stop_reason_and_matched_stop() -> None:
-    reply = House(script).post("/v1/completions", {"prompt": "hi", "stop": ["d"]}).json["choices"][0]
+    reply = WorkerHarness(script).post("/v1/completions", {"prompt": "hi", "stop": ["d"]}).json["choices"][0]
     assert (reply["stop_reason"], reply["matched_stop"]) == ("d", "d")
 
 
 def test_long_prompt_error_has_the_message_that_clients_match() -> None:
-    rejected = House(script).post("/v1/completions", {"prompt": "x" * 5000})
+    rejected = WorkerHarness(script).post("/v1/completions", {"prompt": "x" * 5000})
     assert rejected.status == 400 and rejected.json["error"]["code"] == "context_length_exceeded"
     assert "this model's maximum context length is 4000 tokens" in rejected.json["error"]["message"]
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import msgspec
-from gateway_records import DAY, NOON, made
+from gateway_records import DAY, NOON, make_record
 
 from emberline.bench.gateway_logs import LogBenchPlan, bench
 from emberline.bench.log_days import copy_day, shift_record_id
@@ -24,7 +24,7 @@ def test_log_bench_reports_all_figures() -> None:
 
 
 def test_copied_day_equals_the_first(tmp_path: Path) -> None:
-    records = [made(NOON + i, metadata={"n": i % 2}, user=f"u{i % 3}", micros=i) for i in range(20)]
+    records = [make_record(NOON + i, metadata={"n": i % 2}, user=f"u{i % 3}", micros=i) for i in range(20)]
 
     async def go() -> None:
         store = await open_store(f"sqlite:{tmp_path}")

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from scripted_engine import House
+from scripted_engine import WorkerHarness
 
 from emberline.core.config import ServerConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable, Overloaded
@@ -18,8 +18,8 @@ TICKET = {"id": "abc", "peer": {"name": "p"}, "blocks": [1, 2]}
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 
 
-def make_worker(**settings: Any) -> House:
-    return House(lambda before, index: before + "Because.", **settings)
+def make_worker(**settings: Any) -> WorkerHarness:
+    return WorkerHarness(lambda before, index: before + "Because.", **settings)
 
 
 def forwarded(body: Any = CHAT, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_cluster_endpoints_require_cluster_key(path: str) -> None:
         ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "via": "1.1 emberline-gateway"}, 403),
     ):
         worker = make_worker(**settings)
-        answer = asyncio.run(worker.posted(path, forwarded(), client=client, **headers))
+        answer = asyncio.run(worker.post_async(path, forwarded(), client=client, **headers))
         assert answer.status == status and bool(worker.engine.submissions) == (status == 200)
 
 

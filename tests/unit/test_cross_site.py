@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from scripted_engine import House
+from scripted_engine import WorkerHarness
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
@@ -168,7 +168,7 @@ def test_malformed_origin_is_refused_at_start(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_json_with_other_content_type_is_refused(kind: str) -> None:
-    made = House(lambda before, index: before + "Because.")
+    made = WorkerHarness(lambda before, index: before + "Because.")
     answer = made.post("/v1/chat/completions", CHAT, content_type=kind)
     assert answer.status == 415 and answer.json["error"]["code"] == "unsupported_media_type"
     assert "-H 'content-type: application/json'" in answer.json["error"]["message"]
@@ -189,7 +189,7 @@ def fetch(app: Any, path: str, **headers: str) -> int:
 
 
 def build_app(**config: Any) -> EngineApp:
-    made = House(lambda before, index: before + "Because.")
+    made = WorkerHarness(lambda before, index: before + "Because.")
     settings = ServerConfig(models={"m": "m"}, embedder=None, **config)
     return EngineApp(settings, made.app.engine, made.catalog, None, {})
 

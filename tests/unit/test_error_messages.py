@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gateways import Gateways
-from scripted_engine import House
+from local_gateway import LocalGateway
+from scripted_engine import WorkerHarness
 
 from emberline.cli.__main__ import main
 from emberline.core.errors import EmberlineError
@@ -183,8 +183,8 @@ COMPLETION = {"model": "m", "prompt": "x"}
 
 
 @pytest.fixture(scope="module")
-def worker() -> House:
-    return House(lambda text, index: "done")
+def worker() -> WorkerHarness:
+    return WorkerHarness(lambda text, index: "done")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def worker() -> House:
         ("/v1/embeddings", {"model": "m", "input": "x"}, "embedding model", "--embed"),
     ],
 )
-def test_api_errors(worker: House, path: str, body: Any, named: str, hint: str) -> None:
+def test_api_errors(worker: WorkerHarness, path: str, body: Any, named: str, hint: str) -> None:
     answer = worker.post(path, body)
     assert 400 <= answer.status < 500
     check_message(answer.json["error"]["message"], named, hint)
@@ -286,9 +286,9 @@ KEY = "a-key-of-the-tests"
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     providers = {"custom-gone": {"base_url": "http://127.0.0.1:1/v1"}}
-    with Gateways(tmp_path_factory.mktemp("gateway"), (), lambda urls: providers, authentication=True) as running:
+    with LocalGateway(tmp_path_factory.mktemp("gateway"), (), lambda urls: providers, authentication=True) as running:
         yield running
 
 
@@ -312,7 +312,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
         ("/admin/nothing", None, KEY, "/admin/nothing", "openapi"),
     ],
 )
-def test_gateway_errors(gateway: Gateways, path: str, body: Any, key: str, named: str, hint: str) -> None:
+def test_gateway_errors(gateway: LocalGateway, path: str, body: Any, key: str, named: str, hint: str) -> None:
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     with pytest.raises(urllib.error.HTTPError) as raised:

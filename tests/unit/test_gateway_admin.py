@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 import msgspec
 import pytest
-from gateway_records import DAY, NOON, made
+from gateway_records import DAY, NOON, make_record
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError, InvalidRequest
@@ -209,7 +209,7 @@ def test_provider_key_is_stored_and_never_shown(api: AdminClient) -> None:
     assert [action for _, action, _ in api.audits()] == [f"provider_key.{a}" for a in ("delete", "update", "create")]
 
 
-# Gateways, prices, budgets, custom providers
+# LocalGateway, prices, budgets, custom providers
 
 
 def test_gateway_is_created_changed_and_deleted(api: AdminClient) -> None:
@@ -318,8 +318,8 @@ def test_budget_usage_is_listed(api: AdminClient) -> None:
         api.limiter.settle(made, {"micros": micros, "tokens": tokens})
 
     metadata: list[dict[str, Any]] = [{"n": 1}, {"n": True}, {"n": "quiet"}, {}]
-    records = [made(NOON + i, gateway="main", metadata=entry) for i, entry in enumerate(metadata)]
-    api.run(api.store.append_records([(record, None) for record in [*records, made(gateway="side")]]))
+    records = [make_record(NOON + i, gateway="main", metadata=entry) for i, entry in enumerate(metadata)]
+    api.run(api.store.append_records([(record, None) for record in [*records, make_record(gateway="side")]]))
     for team, micros, tokens in (("1", 70, 400), ("true", 30, 20), ("unseen", 5, 10)):
         api.run(use(team, micros, tokens))
     found = api.ok("GET", f"{A}/spent")["items"]
@@ -463,7 +463,7 @@ def test_invalid_graphs_are_refused(api: AdminClient, elements: Any, why: str) -
 
 def fill(api: AdminClient) -> list[str]:
     records = [
-        made(
+        make_record(
             NOON - i * 1000,
             gateway="main" if i % 2 else "side",
             model=f"m{i % 3}",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.core.errors import (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_calls import Pieces, call
+from gateway_requests import Pieces, call
 from hypothesis import given
 from hypothesis import strategies as st
 

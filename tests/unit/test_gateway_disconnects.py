@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_calls import Pieces, call
+from gateway_requests import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache.memory import MemoryCache

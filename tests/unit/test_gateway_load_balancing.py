@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from gateway_calls import Pieces, call
+from gateway_requests import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.gateway.admin.logs import record_view
 from emberline.gateway.core.identity import Identity

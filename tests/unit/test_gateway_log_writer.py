@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from gateway_records import NOON, made
+from gateway_records import NOON, make_record
 
 from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord
@@ -47,7 +47,7 @@ class ScriptedStore:
 def test_records_are_written_in_batches() -> None:
     async def do() -> None:
         store = ScriptedStore()
-        records = [made(NOON + i) for i in range(2500)]
+        records = [make_record(NOON + i) for i in range(2500)]
         async with LogWriter(store, flush_delay_s=0.01) as writer:  # type: ignore[arg-type]
             for each in records:
                 writer.put(each)
@@ -61,7 +61,7 @@ def test_records_are_written_in_batches() -> None:
 def test_records_during_a_write_form_the_next_batch() -> None:
     async def do() -> None:
         store = ScriptedStore()
-        records = [made(NOON + i) for i in range(3)]
+        records = [make_record(NOON + i) for i in range(3)]
         async with LogWriter(store, flush_delay_s=0.05) as writer:  # type: ignore[arg-type]
             store.meanwhile = lambda: writer.put(records[1])
             writer.put(records[0])
@@ -78,9 +78,9 @@ def test_full_queue_drops_records_and_counts_them() -> None:
         store = ScriptedStore()
         async with LogWriter(store, max_records=10) as writer:  # type: ignore[arg-type]
             for i in range(25):
-                writer.put(made(NOON + i))
+                writer.put(make_record(NOON + i))
             assert (writer.queue_length, writer.dropped_count) == (10, 15)
-        writer.put(made())  # closed
+        writer.put(make_record())  # closed
         assert (writer.written_count, writer.dropped_count) == (10, 16)
 
     asyncio.run(do())
@@ -91,10 +91,10 @@ def test_large_payloads_are_dropped_and_records_kept() -> None:
         store = ScriptedStore()
         async with LogWriter(store, max_bytes=25, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
             for i in range(3):
-                writer.put(made(NOON + i), LogPayload(b"1234567890", b""))
+                writer.put(make_record(NOON + i), LogPayload(b"1234567890", b""))
             while not store.batches:
                 await asyncio.sleep(0.001)
-            writer.put(made(NOON + 3), LogPayload(b"1234567890", b""))  # the queue has room again
+            writer.put(make_record(NOON + 3), LogPayload(b"1234567890", b""))  # the queue has room again
         kept = [payload is not None for batch in store.batches for _, payload in batch]
         assert kept == [True, True, False, True] and writer.dropped_count == 0
 
@@ -106,9 +106,9 @@ def test_all_records_are_written_after_store_outage() -> None:
         store = ScriptedStore()
         store.is_down = True
         async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
-            writer.put(made())
+            writer.put(make_record())
             await asyncio.wait_for(store.asked.wait(), 5)
-            writer.put(made(NOON + 1))
+            writer.put(make_record(NOON + 1))
             store.is_down = False
         assert len(store.records) == 2 and writer.failures >= 1 and writer.dropped_count == 0
 
@@ -120,9 +120,9 @@ def test_close_during_store_outage_times_out_and_counts() -> None:
         store = ScriptedStore()
         store.is_down = True
         async with LogWriter(store, flush_delay_s=0.0, close_timeout_s=0.05) as writer:  # type: ignore[arg-type]
-            writer.put(made())
+            writer.put(make_record())
             await asyncio.wait_for(store.asked.wait(), 5)
-            writer.put(made(NOON + 1))
+            writer.put(make_record(NOON + 1))
         assert (writer.written_count, writer.dropped_count) == (0, 2)
 
     asyncio.run(do())
@@ -133,7 +133,7 @@ def test_invalid_record_is_dropped_alone() -> None:
         store = ScriptedStore()
         async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
             for i, model in enumerate(("a", "poison", "b")):
-                writer.put(made(NOON + i, model=model))
+                writer.put(make_record(NOON + i, model=model))
         assert [record.model for record in store.records] == ["a", "b"]
         assert (writer.written_count, writer.dropped_count) == (2, 1)
 
@@ -147,7 +147,7 @@ def test_unexpected_store_error_is_retried(monkeypatch: pytest.MonkeyPatch) -> N
         store = ScriptedStore()
         store.is_down, store.says = True, IndexError("no such row")
         async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
-            writer.put(made())
+            writer.put(make_record())
             while writer.failures < 5:
                 await asyncio.sleep(0.001)
             store.is_down = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.key import cache_key

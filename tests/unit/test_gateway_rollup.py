@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from gateway_records import NOON, made
+from gateway_records import NOON, make_record
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ from emberline.wire.usage import Usage
 
 def record(parts: tuple[Any, ...]) -> LogRecord:
     at, model, status, key, user, micros, duration, first = parts
-    return made(
+    return make_record(
         NOON + at,
         model=model,
         status=status,
@@ -92,7 +92,7 @@ def test_cells_equal_direct_counts(records: list[LogRecord]) -> None:
 
 @given(st.lists(st.integers(0, 60_000), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
 def test_percentile_is_in_the_right_bucket(durations: list[int], share: float) -> None:
-    cells = count_records(made(NOON, duration_ms=each) for each in durations)
+    cells = count_records(make_record(NOON, duration_ms=each) for each in durations)
     cell = RollupCell(0, "", tuple(cells["day", NOON // UNIT_MS["day"] * UNIT_MS["day"], "acme", "main", "all", ""]))
     (found,) = cell.percentiles([share])
     rank = share * len(durations)
@@ -108,7 +108,7 @@ def test_percentile_is_in_the_right_bucket(durations: list[int], share: float) -
 
 def test_empty_histogram_has_no_percentile() -> None:
     assert RollupCell(0, "", (0,) * len(COUNTERS)).percentiles([0.5]) == [None]
-    cells = count_records([made()])
+    cells = count_records([make_record()])
     cell = RollupCell(0, "", tuple(cells["day", NOON // UNIT_MS["day"] * UNIT_MS["day"], "acme", "main", "all", ""]))
     assert cell.percentiles([0.5, 0.9], FIRST_BYTE_BUCKETS) == [None, None]
 

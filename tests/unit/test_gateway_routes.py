@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from gateway_calls import call
+from gateway_requests import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

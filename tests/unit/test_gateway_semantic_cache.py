@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_calls import Pieces, call
+from gateway_requests import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache.entry import CacheEntry

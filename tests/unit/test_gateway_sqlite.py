@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from gateway_records import NOON, made
+from gateway_records import NOON, make_record
 
 from emberline.gateway.core.errors import StoreFailed
 from emberline.gateway.logs.log_writer import LogWriter
@@ -48,7 +48,7 @@ def test_log_writer_retries_while_database_is_locked(tmp_path: Path) -> None:
         async with LogWriter(store, flush_delay_s=0.0) as writer:
             other.execute("BEGIN IMMEDIATE")
             for i in range(3):
-                writer.put(made(NOON + i))
+                writer.put(make_record(NOON + i))
             while writer.failures < 4:  # more often than an invalid record is retried
                 await asyncio.sleep(0.01)
             other.execute("ROLLBACK")

@@ -9,7 +9,7 @@ import zlib
 from typing import Any
 
 import pytest
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest

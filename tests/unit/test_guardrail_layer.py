@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from gateway_calls import Pieces, call
+from gateway_requests import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest

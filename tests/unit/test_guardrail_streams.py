@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from gateway_calls import Pieces
+from gateway_requests import Pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from listening import listening_ports
+from tcp_listeners import listening_ports
 
 from emberline.core.errors import InvalidRequest
 from emberline.kv import confine

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from scripted_engine import Answer, House
-from tracked import Group, envelope, events_of, groups_of, name_of
+from scripted_engine import Answer, WorkerHarness
+from tracked_streams import Group, envelope, events_of, groups_of, name_of
 
 from emberline.core.errors import DeadlineExceeded, EngineFailed
 from emberline.core.handoff import TokenGroup
@@ -67,10 +67,12 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def house_of(script: Any) -> House:
+def house_of(script: Any) -> WorkerHarness:
     if callable(script):
-        return House(script)
-    return House(lambda before, index: before + (script if isinstance(script, str) else script[index % len(script)]))
+        return WorkerHarness(script)
+    return WorkerHarness(
+        lambda before, index: before + (script if isinstance(script, str) else script[index % len(script)])
+    )
 
 
 def groups(answer: Answer) -> list[Group]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.api.parse import decode
 from emberline.core.clock import ManualClock

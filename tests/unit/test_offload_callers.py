@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_calls import call
+from gateway_requests import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, WorkTooLarge

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import Answer, House
+from scripted_engine import Answer, WorkerHarness
 
 from emberline.core.errors import InvalidRequest
 from emberline.worker.engine_app import EngineApp
@@ -26,14 +26,14 @@ def store(tmp_path: Path) -> Iterator[ResponseStore]:
     worker.close()
 
 
-def make_worker(store: ResponseStore | None, *keys: str) -> House:
-    worker = House(lambda before, index: before + "abc")
+def make_worker(store: ResponseStore | None, *keys: str) -> WorkerHarness:
+    worker = WorkerHarness(lambda before, index: before + "abc")
     config = replace(worker.app._config, api_keys=keys)
     worker.app = EngineApp(config, worker.app.engine, worker.catalog, None, {}, response_store=store)
     return worker
 
 
-def call(worker: House, method: str, path: str, key: str = "a", query: str = "") -> Answer:
+def call(worker: WorkerHarness, method: str, path: str, key: str = "a", query: str = "") -> Answer:
     async def send_request() -> Answer:
         answer, inbox = Answer(), [{"type": "http.request", "body": b""}]
 
@@ -48,7 +48,7 @@ def call(worker: House, method: str, path: str, key: str = "a", query: str = "")
     return asyncio.run(send_request())
 
 
-def create_response(worker: House, key: str = "a", **fields: Any) -> Answer:
+def create_response(worker: WorkerHarness, key: str = "a", **fields: Any) -> Answer:
     return worker.post(PATH, {"input": "hi", **fields}, authorization=f"Bearer {key}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import House
+from scripted_engine import WorkerHarness
 
 from emberline.core.errors import InvalidRequest
 from emberline.worker.catalog import ModelCatalog
@@ -40,8 +40,8 @@ def test_invalid_values_are_skipped(tmp_path: Path) -> None:
     assert load_sampling_defaults(write(tmp_path, config)) == {"repetition_penalty": 1.1}
 
 
-def make_worker() -> House:
-    worker = House(lambda before, index: before + "abc")
+def make_worker() -> WorkerHarness:
+    worker = WorkerHarness(lambda before, index: before + "abc")
     (model,) = worker.catalog
     catalog = ModelCatalog([replace(model, sampling_defaults=MEANT)])
     worker.app._catalog = worker.app._handler._catalog = catalog

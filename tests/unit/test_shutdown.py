@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 import pytest
-from scripted_engine import Answer, House
+from scripted_engine import Answer, WorkerHarness
 from test_router_endings import HEAD, MODEL, WORD, chunk, relay_request
 
 from emberline.cluster.registration import Heartbeat, WorkerRegistration
@@ -32,7 +32,7 @@ BODIES: dict[str, Any] = {
 @pytest.mark.parametrize("leaves", [False, True])
 def test_worker_shutdown_ends_streams_with_error(path: str, leaves: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "emberline")
-    worker, answer, gone = House(lambda prompt, choice: "word " * 2000), Answer(), asyncio.Event()
+    worker, answer, gone = WorkerHarness(lambda prompt, choice: "word " * 2000), Answer(), asyncio.Event()
     body = json.dumps({"model": "m", "stream": True, **BODIES[path]}).encode()
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ("127.0.0.1", 1)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from scripted_engine import House
+from scripted_engine import WorkerHarness
 
 from emberline.core.handoff import Handoff
 from emberline.router.native import NativeDialect
@@ -18,14 +18,14 @@ from emberline.worker.request_context import TENANT_HEADER
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def house(*keys: str) -> House:
-    made = House(lambda before, index: before + "abc")
+def house(*keys: str) -> WorkerHarness:
+    made = WorkerHarness(lambda before, index: before + "abc")
     config = replace(made.app._config, api_keys=keys)
     made.app = EngineApp(config, made.app.engine, made.catalog, None, {})
     return made
 
 
-def salt(made: House, headers: dict[str, str], **fields: Any) -> str:
+def salt(made: WorkerHarness, headers: dict[str, str], **fields: Any) -> str:
     assert made.post("/v1/chat/completions", {**CHAT, **fields}, **headers).status == 200
     return made.engine.submissions[-1].salt
 

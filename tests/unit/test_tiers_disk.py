@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, digest
+from sample_blocks import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, digest
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest

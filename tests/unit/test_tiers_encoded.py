@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blocks_made import digest
+from sample_blocks import digest
 
 from emberline.core.config import kernel_dir
 from emberline.kernels.cpu.build import build_library

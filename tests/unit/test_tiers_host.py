@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_blocks import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, digest
 
 from emberline.core.errors import InvalidRequest
 from emberline.kv.tiers.host import HostTier

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from blocks_made import BLOCK_BYTES, block, buffer, content, digest
-from listening import listening_ports
+from sample_blocks import BLOCK_BYTES, block, buffer, content, digest
+from tcp_listeners import listening_ports
 
 from emberline.bench.mooncake_master import MooncakeMaster, freeze_process
 from emberline.core.clock import ManualClock

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, content, digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_blocks import BLOCK_BYTES, BUFFER_BYTES, block, content, digest
 
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig

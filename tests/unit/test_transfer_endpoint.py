@@ -73,7 +73,7 @@ def test_failed_open_stops_all_servers() -> None:
 
 CONFIGURED_PORTS_SCRIPT = """
 import sys
-from listening import listening_ports
+from tcp_listeners import listening_ports
 from test_transfer_endpoint import open_endpoint
 base = int(sys.argv[1])
 made = open_endpoint("here", mooncake=True, port=base)

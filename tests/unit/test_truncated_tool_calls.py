@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from scripted_engine import House
+from scripted_engine import WorkerHarness
 
 from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
 from emberline.gateway.dialects.translate import ReplyContext, StreamTranslator, translate_reply
@@ -160,7 +160,7 @@ def cut_positions(style: ToolStyle) -> list[int]:
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_tool_calls_at_token_limit(dialect: ChatDialect, style: ToolStyle) -> None:
-    server = House(lambda before, index: before + reply_text(style), style)
+    server = WorkerHarness(lambda before, index: before + reply_text(style), style)
     path, limit, body = REQUESTS[dialect]
     for end in cut_positions(style):
         request = {"model": "m", limit: end, **body}
@@ -172,7 +172,7 @@ def test_tool_calls_at_token_limit(dialect: ChatDialect, style: ToolStyle) -> No
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 def test_tool_calls_of_several_choices_at_token_limit(style: ToolStyle) -> None:
-    server = House(lambda before, index: before + reply_text(style), style)
+    server = WorkerHarness(lambda before, index: before + reply_text(style), style)
     path, limit, body = REQUESTS["openai-chat"]
     for end in cut_positions(style)[::4]:
         request = {"model": "m", limit: end, "n": 2, **body}
@@ -186,7 +186,7 @@ def test_tool_calls_of_several_choices_at_token_limit(style: ToolStyle) -> None:
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DIALECTS, 2)))
 def test_tool_calls_at_token_limit_are_translated(source: ChatDialect, target: ChatDialect) -> None:
-    server = House(lambda before, index: before + reply_text(HERMES), HERMES)
+    server = WorkerHarness(lambda before, index: before + reply_text(HERMES), HERMES)
     path, limit, body = REQUESTS[source]
     to = ReplyContext(model="m", created=1700000000, id="made-1")
     for end in cut_positions(HERMES)[::2]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import Gateways
+from local_gateway import LocalGateway
 from routers import until
 
 from emberline.gateway.run import batch_queue, run_handler
@@ -27,23 +27,23 @@ def providers(urls: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def start_gateway(home: Path, **settings: Any) -> Gateways:
-    return Gateways(home, ("fake",), providers, default_provider="oai", **settings)
+def start_gateway(home: Path, **settings: Any) -> LocalGateway:
+    return LocalGateway(home, ("fake",), providers, default_provider="oai", **settings)
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     with start_gateway(tmp_path_factory.mktemp("runs")) as made:
         yield made
 
 
-def run(gateway: Gateways, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+def run(gateway: LocalGateway, path: str, body: Any) -> tuple[int, dict[str, Any]]:
     status, _, answer = gateway.post(f"{RUN}{path}", body, KEY)
     return status, json.loads(answer)
 
 
 @pytest.mark.parametrize("model", ["oai/@cf/some/model", "ant/claude", "@cf/meta/llama"])
-def test_run_answers_prompt(gateway: Gateways, model: str) -> None:
+def test_run_answers_prompt(gateway: LocalGateway, model: str) -> None:
     status, answer = run(gateway, f"/{model}", {"prompt": "What is it?", "max_tokens": 8})
     assert status == 200 and answer["success"] and answer["errors"] == answer["messages"] == []
     assert answer["result"]["response"] == TEXT and answer["result"]["usage"]["completion_tokens"] == 8
@@ -52,13 +52,13 @@ def test_run_answers_prompt(gateway: Gateways, model: str) -> None:
     assert request.json["model"] == model.removeprefix("oai/").removeprefix("ant/")
 
 
-def test_model_may_be_in_the_body(gateway: Gateways) -> None:
+def test_model_may_be_in_the_body(gateway: LocalGateway) -> None:
     status, answer = run(gateway, "", {"model": "oai/m", "input": {"messages": [{"role": "user", "content": "x"}]}})
     assert status == 200 and answer["result"]["response"] == TEXT
     assert run(gateway, "", {"model": "oai/m"})[0] == 400
 
 
-def test_tools_and_schemas_are_translated(gateway: Gateways) -> None:
+def test_tools_and_schemas_are_translated(gateway: LocalGateway) -> None:
     tool = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
     form = {"type": "json_schema", "json_schema": {"type": "object"}}
     body = {"prompt": "x", "tools": [tool], "response_format": form}
@@ -69,12 +69,12 @@ def test_tools_and_schemas_are_translated(gateway: Gateways) -> None:
     assert request["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
-def test_text_is_embedded(gateway: Gateways) -> None:
+def test_text_is_embedded(gateway: LocalGateway) -> None:
     _, answer = run(gateway, "/m", {"text": ["a"]})
     assert answer["result"]["shape"] == [1, 2] and answer["result"]["data"] == [[0.25, -0.5]]
 
 
-def test_run_streams(gateway: Gateways) -> None:
+def test_run_streams(gateway: LocalGateway) -> None:
     tools = [{"name": "weather", "parameters": {}}]
     status, headers, answer = gateway.post(f"{RUN}/m", {"prompt": "x", "stream": True, "tools": tools}, KEY)
     events = [line.removeprefix("data: ") for line in answer.decode().split("\n\n") if line]
@@ -100,11 +100,11 @@ def test_run_and_chat_share_the_cache(tmp_path: Path) -> None:
 FORM = {"prompt": "x", "response_format": {"type": "json_object"}}
 
 
-def is_idle(gateway: Gateways) -> bool:
+def is_idle(gateway: LocalGateway) -> bool:
     return b"gateway_open_requests 0" in gateway.post("/metrics", b"", KEY, method="GET")[2]
 
 
-def test_deeply_nested_json_stays_text(gateway: Gateways) -> None:
+def test_deeply_nested_json_stays_text(gateway: LocalGateway) -> None:
     gateway.fakes["fake"].text = "[" * 1500
     status, headers, answer = gateway.post(f"{RUN}/m", FORM, KEY)
     assert status == 200 and json.loads(answer)["result"]["response"] == "[" * 1500
@@ -113,7 +113,7 @@ def test_deeply_nested_json_stays_text(gateway: Gateways) -> None:
     assert row["success"] and row["result"]["response"] == "[" * 1500 and gateway.fakes["fake"].count == 2
 
 
-def test_result_too_deep_for_a_batch_fails_alone(gateway: Gateways) -> None:
+def test_result_too_deep_for_a_batch_fails_alone(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.text = "[" * 900 + "]" * 900
     assert gateway.post(f"{RUN}/m", FORM, KEY)[0] == 200 and is_idle(gateway)
@@ -121,7 +121,7 @@ def test_result_too_deep_for_a_batch_fails_alone(gateway: Gateways) -> None:
     assert row["error"]["code"] == 3043 and fake.count == 2, "the result is too deep to be stored"
 
 
-def test_reply_is_closed_if_conversion_fails(gateway: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_is_closed_if_conversion_fails(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(*_: Any) -> Any:
         raise RuntimeError("as told")
 
@@ -131,7 +131,7 @@ def test_reply_is_closed_if_conversion_fails(gateway: Gateways, monkeypatch: pyt
     assert is_idle(gateway)
 
 
-def test_busy_provider_is_retried_or_rejected(gateway: Gateways) -> None:
+def test_busy_provider_is_retried_or_rejected(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.fault = "429"
     status, answer = run(gateway, "/m?rejectIfBusy=true", {"prompt": "x"})
@@ -160,12 +160,12 @@ def test_busy_provider_is_retried_or_rejected(gateway: Gateways) -> None:
         ("", {"model": "m", "input": {"prompt": "x"}, "gateway": {"id": "x"}}, 400),
     ],
 )
-def test_invalid_runs_are_refused(gateway: Gateways, path: str, body: Any, status: int) -> None:
+def test_invalid_runs_are_refused(gateway: LocalGateway, path: str, body: Any, status: int) -> None:
     got, answer = run(gateway, path, body)
     assert got == status and answer["success"] is False and answer["errors"][0]["message"]
 
 
-def test_workers_ai_models_are_forwarded(gateway: Gateways) -> None:
+def test_workers_ai_models_are_forwarded(gateway: LocalGateway) -> None:
     status, _ = run(gateway, "/workers-ai/@cf/meta/llama-3.1-8b-instruct", {"prompt": "x"})
     request = gateway.fakes["fake"].requests[-1]
     assert status == 200 and request.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
@@ -178,13 +178,13 @@ def test_workers_ai_models_are_forwarded(gateway: Gateways) -> None:
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def queue_batch(gateway: Gateways, requests: list[dict[str, Any]]) -> str:
+def queue_batch(gateway: LocalGateway, requests: list[dict[str, Any]]) -> str:
     status, answer = run(gateway, "/m?queueRequest=true", {"requests": requests})
     assert status == 200 and answer["result"]["status"] == "queued" and answer["result"]["model"] == "m"
     return str(answer["result"]["request_id"])
 
 
-def fetch_results(gateway: Gateways, id: str) -> dict[str, Any]:
+def fetch_results(gateway: LocalGateway, id: str) -> dict[str, Any]:
     deadline = time.monotonic() + 30
     while True:
         status, answer = run(gateway, "/m", {"request_id": id})
@@ -195,7 +195,7 @@ def fetch_results(gateway: Gateways, id: str) -> dict[str, Any]:
         time.sleep(0.05)
 
 
-def test_batch_is_answered(gateway: Gateways) -> None:
+def test_batch_is_answered(gateway: LocalGateway) -> None:
     given = [{"prompt": f"number {i}", "max_tokens": 8, "external_reference": f"r{i}"} for i in range(9)]
     found = fetch_results(gateway, queue_batch(gateway, given))
     assert [each["id"] for each in found["responses"]] == list(range(9))
@@ -206,7 +206,7 @@ def test_batch_is_answered(gateway: Gateways) -> None:
     assert prompts == {f"number {i}" for i in range(9)}
 
 
-def test_options_of_a_batch_apply_to_each_request(gateway: Gateways) -> None:
+def test_options_of_a_batch_apply_to_each_request(gateway: LocalGateway) -> None:
     headers = {**KEY, "cf-aig-metadata": '{"team": "red"}', "cf-aig-custom-cost": '{"total_cost": 0.5}'}
     status, _, answer = gateway.post(f"{RUN}/m?queueRequest=true", {"requests": [{"prompt": "x"}]}, headers)
     assert status == 200
@@ -216,7 +216,7 @@ def test_options_of_a_batch_apply_to_each_request(gateway: Gateways) -> None:
     assert record is not None and record.micros == 500_000
 
 
-def test_failed_request_of_a_batch_fails_alone(gateway: Gateways) -> None:
+def test_failed_request_of_a_batch_fails_alone(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.script = ["empty"] * 2
     found = fetch_results(gateway, queue_batch(gateway, [{"prompt": "x"}]))
@@ -224,7 +224,7 @@ def test_failed_request_of_a_batch_fails_alone(gateway: Gateways) -> None:
     assert row["success"] is False and "empty" in row["error"]["message"] and "result" not in row
 
 
-def test_batch_is_hidden_from_other_keys(gateway: Gateways) -> None:
+def test_batch_is_hidden_from_other_keys(gateway: LocalGateway) -> None:
     id = queue_batch(gateway, [{"prompt": "x"}])
     status, _, answer = gateway.post(f"{RUN}/m", {"request_id": id})
     assert status == 404 and json.loads(answer)["success"] is False
@@ -233,7 +233,7 @@ def test_batch_is_hidden_from_other_keys(gateway: Gateways) -> None:
 
 @pytest.mark.parametrize("narrowed", [{"disabled": True}, {"allowed_models": ["other"]}])
 def test_revoked_permission_stops_queued_requests(
-    gateway: Gateways, monkeypatch: pytest.MonkeyPatch, narrowed: dict[str, Any]
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, narrowed: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(batch_queue, "RETRY_DELAYS_S", (0.05,))
     fake = gateway.fakes["fake"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import Gateways, Loop
+from local_gateway import LocalGateway, Loop
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
@@ -58,13 +58,13 @@ def router() -> Iterator[Router]:
 
 
 @pytest.fixture(scope="module")
-def gateway(router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateway(router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     def write_config(_: dict[str, str]) -> dict[str, Any]:
         custom = {"base_url": router.url, "speaks": ["openai-chat"]}
         return {"emberline": {"base_url": router.url}, "custom-mine": custom}
 
     home: Path = tmp_path_factory.mktemp("boundary")
-    with Gateways(home, (), write_config) as made:
+    with LocalGateway(home, (), write_config) as made:
         yield made
 
 
@@ -73,7 +73,7 @@ WATCHED = ("cluster/status", "cluster/events", "metrics", "stats", "health", "op
 
 
 @pytest.mark.parametrize("path", CONTROL)
-def test_gateway_forwards_no_cluster_calls_to_the_engine(gateway: Gateways, router: Router, path: str) -> None:
+def test_gateway_forwards_no_cluster_calls_to_the_engine(gateway: LocalGateway, router: Router, path: str) -> None:
     status, _, body = gateway.post(f"/v1/default/default/emberline/{path}", CARD)
     assert status == 404 and json.loads(body)["error"]["code"] == "not_found"
     step = [{"provider": "emberline", "endpoint": path, "query": CARD}]
@@ -82,11 +82,11 @@ def test_gateway_forwards_no_cluster_calls_to_the_engine(gateway: Gateways, rout
 
 
 @pytest.mark.parametrize("path", WATCHED)
-def test_gateway_forwards_no_statistics_of_the_engine(gateway: Gateways, path: str) -> None:
+def test_gateway_forwards_no_statistics_of_the_engine(gateway: LocalGateway, path: str) -> None:
     assert gateway.post(f"/v1/default/default/emberline/{path}", b"", method="GET")[0] in (404, 405)
 
 
-def test_gateway_forwards_the_engines_model_api(gateway: Gateways) -> None:
+def test_gateway_forwards_the_engines_model_api(gateway: LocalGateway) -> None:
     base = "/v1/default/default/emberline"
     status, _, body = gateway.post(f"{base}/v1/models", b"", method="GET")
     assert status == 200 and json.loads(body)["data"] == []
@@ -95,7 +95,7 @@ def test_gateway_forwards_the_engines_model_api(gateway: Gateways) -> None:
         assert b"no worker has registered" in gateway.post(f"{base}/{path}", {"model": "m"})[2], path
 
 
-def test_router_refuses_cluster_calls_that_a_gateway_forwarded(gateway: Gateways, router: Router) -> None:
+def test_router_refuses_cluster_calls_that_a_gateway_forwarded(gateway: LocalGateway, router: Router) -> None:
     """Also if the gateway has the router as a custom provider."""
     for headers in ({}, {"via": ""}, {"connection": "via"}):
         status, _, body = gateway.post("/v1/default/default/custom-mine/cluster/register", CARD, headers)
@@ -114,12 +114,12 @@ def test_router_without_a_key_takes_workers_of_this_machine(router: Router) -> N
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/default/default", "/v1/default/default/custom-mine/any"])
-def test_gateway_requires_json_content_type(gateway: Gateways, path: str, kind: str) -> None:
+def test_gateway_requires_json_content_type(gateway: LocalGateway, path: str, kind: str) -> None:
     status, _, body = gateway.post(path, {"model": "m"}, {"content-type": kind})
     assert status == 415 and b"-H 'content-type: application/json'" in body
 
 
-def test_gateway_forwards_forms_and_binary_data(gateway: Gateways) -> None:
+def test_gateway_forwards_forms_and_binary_data(gateway: LocalGateway) -> None:
     for kind in ("multipart/form-data; boundary=b", "audio/wav"):
         status, _, body = gateway.post("/v1/default/default/custom-mine/any", b"--b--", {"content-type": kind})
         assert status == 404 and b"the path '/any' does not exist" in body  # the router's own message

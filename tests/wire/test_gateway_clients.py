@@ -14,7 +14,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateways import TIMEOUTS, Gateways
+from local_gateway import TIMEOUTS, LocalGateway
 from routers import until
 
 TEXT = "".join(f"word{i} " for i in range(8))
@@ -40,24 +40,24 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     more: Any = {"default_provider": "oai", "models": {"quick": ANTHROPIC}, "breaker": {"pause": 3.0}}
-    with Gateways(tmp_path_factory.mktemp("clients"), ("fake",), provider_settings, **more) as made:
+    with LocalGateway(tmp_path_factory.mktemp("clients"), ("fake",), provider_settings, **more) as made:
         yield made
 
 
 @pytest.fixture
-def oai(gateway: Gateways) -> openai.OpenAI:
+def oai(gateway: LocalGateway) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk-of-a-client", max_retries=0)
 
 
 @pytest.fixture
-def ant(gateway: Gateways) -> anthropic.Anthropic:
+def ant(gateway: LocalGateway) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=gateway.url, api_key="sk-of-a-client", max_retries=0)
 
 
 @pytest.mark.parametrize("base", ["v1", "v1/default/default/compat", "client/v4/accounts/default/ai/v1"])
-def test_models_are_listed_by_their_request_names(gateway: Gateways, base: str) -> None:
+def test_models_are_listed_by_their_request_names(gateway: LocalGateway, base: str) -> None:
     client = openai.OpenAI(base_url=f"{gateway.url}/{base}", api_key="sk-of-a-client", max_retries=0)
     assert {model.id for model in client.models.list()} >= {"quick"}
     assert client.models.retrieve("quick").id == "quick"
@@ -116,14 +116,14 @@ def test_tool_calls(oai: openai.OpenAI, ant: anthropic.Anthropic, model: str) ->
     assert used.type == "tool_use" and used.input == {"city": "Paris"} and message.stop_reason == "tool_use"
 
 
-def test_embeddings(oai: openai.OpenAI, gateway: Gateways) -> None:
+def test_embeddings(oai: openai.OpenAI, gateway: LocalGateway) -> None:
     reply = oai.embeddings.create(model=OPENAI, input="hello", encoding_format="float")
     assert reply.data[0].embedding == [0.25, -0.5]
     with pytest.raises(openai.BadRequestError, match="openai-embeddings"):
         oai.embeddings.create(model=ANTHROPIC, input="hello")
 
 
-def metrics(gateway: Gateways) -> str:
+def metrics(gateway: LocalGateway) -> str:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{gateway.url}/metrics")
     scrape = urllib.request.Request(f"{gateway.url}/metrics", headers={"authorization": f"Bearer {KEY}"})
@@ -131,14 +131,14 @@ def metrics(gateway: Gateways) -> str:
         return str(reply.read().decode())
 
 
-def ask_provider_directly(gateway: Gateways, body: bytes) -> bytes:
+def ask_provider_directly(gateway: LocalGateway, body: bytes) -> bytes:
     """Return the provider's answer without the gateway."""
     url, kind = f"{gateway.fakes['fake'].url}/v1/chat/completions", {"content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, body, kind)) as reply:
         return bytes(reply.read())
 
 
-def test_body_passes_unchanged(gateway: Gateways) -> None:
+def test_body_passes_unchanged(gateway: LocalGateway) -> None:
     """Nothing is added to a body that is not streamed."""
     fake = gateway.fakes["fake"]
     body = b'{ "model":"m",\n "messages":[], "odd": 1e3, "stream":false }'
@@ -150,19 +150,19 @@ def test_body_passes_unchanged(gateway: Gateways) -> None:
     assert ask_provider_directly(gateway, body) == through
 
 
-def test_events_pass_unchanged(gateway: Gateways) -> None:
+def test_events_pass_unchanged(gateway: LocalGateway) -> None:
     body = b'{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}'
     _, _, through = gateway.post("/v1/default/default/openai/chat/completions", body, {"authorization": "Bearer mine"})
     assert ask_provider_directly(gateway, body) == through
 
 
-def test_only_include_usage_is_added(gateway: Gateways) -> None:
+def test_only_include_usage_is_added(gateway: LocalGateway) -> None:
     body = b'{"model":"m", "messages":[ ],"stream":true}'
     gateway.post("/v1/default/default/custom-mine/v1/chat/completions", body)
     assert gateway.fakes["fake"].requests[-1].json == {**json.loads(body), "stream_options": {"include_usage": True}}
 
 
-def test_credentials_reach_the_right_provider(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_credentials_reach_the_right_provider(gateway: LocalGateway, oai: openai.OpenAI) -> None:
     fake = gateway.fakes["fake"]
     oai.chat.completions.create(model=OPENAI, messages=HELLO)
     assert fake.requests[-1].headers["authorization"] == "Bearer secret-of-oai", "the configured key, not the client's"
@@ -189,7 +189,7 @@ def test_credentials_reach_the_right_provider(gateway: Gateways, oai: openai.Ope
     assert status == 401 and json.loads(body)["error"]["code"] == "provider_key_missing"
 
 
-def test_gateway_keys_never_reach_a_provider(gateway: Gateways) -> None:
+def test_gateway_keys_never_reach_a_provider(gateway: LocalGateway) -> None:
     """Neither an expired or revoked one, nor one that was sent in two headers or in Google's header."""
     fake, path, body = gateway.fakes["fake"], "/v1/default/default/openai/chat/completions", {"model": "m"}
     for name in ("authorization", "x-api-key", "x-goog-api-key", "api-key"):
@@ -209,7 +209,7 @@ def test_gateway_keys_never_reach_a_provider(gateway: Gateways) -> None:
         assert gateway.record(reply_headers["cf-aig-log-id"]).key_id == "configured-0"
 
 
-def test_unknown_key_alias_is_rejected(gateway: Gateways) -> None:
+def test_unknown_key_alias_is_rejected(gateway: LocalGateway) -> None:
     """The alias is not replaced by another key."""
     headers = {"cf-aig-byok-alias": "missing"}
     status, _, error_body = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, headers)
@@ -217,7 +217,7 @@ def test_unknown_key_alias_is_rejected(gateway: Gateways) -> None:
     assert gateway.fakes["fake"].count == 0
 
 
-def test_anthropic_key_and_version(gateway: Gateways) -> None:
+def test_anthropic_key_and_version(gateway: LocalGateway) -> None:
     headers = {"authorization": "Bearer mine"}
     body = {"model": "anthropic/m", "messages": HELLO, "max_tokens": 8}
     assert gateway.post("/v1/default/default/compat/chat/completions", body, headers)[0] == 200
@@ -226,7 +226,7 @@ def test_anthropic_key_and_version(gateway: Gateways) -> None:
     assert seen.headers["anthropic-version"] and seen.path == "/v1/messages"
 
 
-def test_changes_by_translation_are_in_a_header(gateway: Gateways) -> None:
+def test_changes_by_translation_are_in_a_header(gateway: LocalGateway) -> None:
     body = {"model": ANTHROPIC, "messages": HELLO, "max_tokens": 8, "seed": 7, "logit_bias": {"5": 1}}
     status, headers, _ = gateway.post("/v1/chat/completions", body)
     assert (
@@ -234,7 +234,7 @@ def test_changes_by_translation_are_in_a_header(gateway: Gateways) -> None:
     )
 
 
-def test_universal_endpoint_tries_steps_in_order(gateway: Gateways) -> None:
+def test_universal_endpoint_tries_steps_in_order(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.script = ["500", "500"]
     steps = [
@@ -259,7 +259,7 @@ def test_universal_endpoint_tries_steps_in_order(gateway: Gateways) -> None:
         assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
 
 
-def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
+def test_gemini_api_is_served_at_the_root(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     body = {
         "contents": [{"role": "user", "parts": [{"text": "hi"}]}],
@@ -295,7 +295,7 @@ def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
     assert gateway.post("/v1beta/models/ant%2fb:generateContent", body, key)[0] == 400
 
 
-def test_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
+def test_compat_step_names_its_provider_in_the_model(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
 
     def step(model: str, **more: Any) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def test_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
         ("/v1/default/default/compat/chat/completions", b'{"model":"m"}', 400, "invalid_value"),
     ],
 )
-def test_invalid_requests_are_rejected(gateway: Gateways, path: str, body: bytes, status: int, code: str) -> None:
+def test_invalid_requests_are_rejected(gateway: LocalGateway, path: str, body: bytes, status: int, code: str) -> None:
     got, _, error_body = gateway.post(path, body)
     assert got == status and json.loads(error_body)["error"]["code"] == code and gateway.fakes["fake"].count == 0
 
@@ -349,13 +349,13 @@ def test_invalid_requests_are_rejected(gateway: Gateways, path: str, body: bytes
 @pytest.mark.parametrize(
     "headers", [{"cf-aig-max-attempts": "9"}, {"cf-aig-metadata": "[]"}, {"cf-aig-backoff": "odd"}]
 )
-def test_invalid_options_are_rejected(gateway: Gateways, headers: dict[str, str]) -> None:
+def test_invalid_options_are_rejected(gateway: LocalGateway, headers: dict[str, str]) -> None:
     status, _, body = gateway.post("/v1/messages", {"model": ANTHROPIC}, headers)
     error_body = json.loads(body)
     assert status == 400 and error_body["type"] == "error" and next(iter(headers)) in error_body["error"]["message"]
 
 
-def test_log_record_of_a_call(gateway: Gateways) -> None:
+def test_log_record_of_a_call(gateway: LocalGateway) -> None:
     sent_request = {
         "cf-aig-metadata": '{"team": "red", "n": 3}',
         "cf-aig-event-id": "mine",
@@ -373,7 +373,7 @@ def test_log_record_of_a_call(gateway: Gateways) -> None:
     assert payload is not None and payload.response == body and json.loads(payload.request)["model"] == OPENAI
 
 
-def test_logging_can_be_disabled_per_request(gateway: Gateways) -> None:
+def test_logging_can_be_disabled_per_request(gateway: LocalGateway) -> None:
     body = {"model": OPENAI, "messages": HELLO}
     _, headers, _ = gateway.post("/v1/chat/completions", body, {"cf-aig-collect-log": "false"})
     _, private, _ = gateway.post("/v1/chat/completions", body, {"cf-aig-zdr": "true"})
@@ -382,7 +382,7 @@ def test_logging_can_be_disabled_per_request(gateway: Gateways) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_client_disconnect_stops_the_provider(gateway: Gateways, path: str) -> None:
+def test_client_disconnect_stops_the_provider(gateway: LocalGateway, path: str) -> None:
     """The provider's stream is closed at once, and what was sent is billed."""
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
@@ -402,7 +402,7 @@ def test_client_disconnect_stops_the_provider(gateway: Gateways, path: str) -> N
     assert 4 <= row.usage.output < 100 and row.micros == row.usage.input + row.usage.output
 
 
-def test_client_disconnect_before_the_reply(gateway: Gateways) -> None:
+def test_client_disconnect_before_the_reply(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
     body = {"model": "oai/silent", "messages": HELLO, "user": "early"}
@@ -418,7 +418,7 @@ def test_client_disconnect_before_the_reply(gateway: Gateways) -> None:
 def test_client_that_does_not_read_is_dropped_at_the_deadline(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The gateway does not wait for it beyond the deadline."""
     short = {**TIMEOUTS, "total": 5.0}
-    made = Gateways(
+    made = LocalGateway(
         tmp_path_factory.mktemp("slow"), ("fake",), provider_settings, default_provider="oai", timeouts=short
     )
     client = socket.socket()
@@ -437,7 +437,7 @@ def test_client_that_does_not_read_is_dropped_at_the_deadline(tmp_path_factory: 
         made.close()
 
 
-def test_retry_after_is_honoured(gateway: Gateways) -> None:
+def test_retry_after_is_honoured(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.script, fake.retry_after = ["503"], "1"
     began = time.monotonic()
@@ -445,7 +445,7 @@ def test_retry_after_is_honoured(gateway: Gateways) -> None:
     assert fake.count == 2 and time.monotonic() - began >= 1.0
 
 
-def test_failing_provider_is_skipped_for_a_while(gateway: Gateways) -> None:
+def test_failing_provider_is_skipped_for_a_while(gateway: LocalGateway) -> None:
     """It is tried again after a pause."""
     fake = gateway.fakes["fake"]
     fake.script = ["500"] * 5
@@ -457,7 +457,7 @@ def test_failing_provider_is_skipped_for_a_while(gateway: Gateways) -> None:
     assert fake.count == 6
 
 
-def test_health_and_metrics(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_health_and_metrics(gateway: LocalGateway, oai: openai.OpenAI) -> None:
     oai.chat.completions.create(model=OPENAI, messages=HELLO)
     with urllib.request.urlopen(f"{gateway.url}/health") as reply:
         assert json.load(reply)["status"] == "live"

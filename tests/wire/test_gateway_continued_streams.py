@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateways import HASTY, TIMEOUTS, Gateways
+from local_gateway import HASTY, TIMEOUTS, LocalGateway
 from routers import until
 
 from emberline.gateway.streams.continuation import CONTINUE_INSTRUCTION
@@ -46,33 +46,33 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
     return {**first, **second, **named, **more}
 
 
-def start_gateways(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Gateways:
+def start_gateways(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> LocalGateway:
     fallbacks = [{"model": f"a-{name}-{to}/*", "to": [TO[to]]} for name in ("chat", "ant", "res") for to in TO]
-    return Gateways(home, ("a", "b"), provider_settings, fallbacks=fallbacks, timeouts=timeouts)
+    return LocalGateway(home, ("a", "b"), provider_settings, fallbacks=fallbacks, timeouts=timeouts)
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     with start_gateways(tmp_path_factory.mktemp("continued")) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def short_timeouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def short_timeouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     with start_gateways(tmp_path_factory.mktemp("hasty"), HASTY) as started:
         yield started
 
 
 @pytest.fixture
-def oai(gateway: Gateways) -> openai.OpenAI:
+def oai(gateway: LocalGateway) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk", max_retries=0, default_headers=CONTINUE_HEADER)
 
 
-def messages_client(gateway: Gateways) -> anthropic.Anthropic:
+def messages_client(gateway: LocalGateway) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=gateway.url, api_key="sk", max_retries=0, default_headers=CONTINUE_HEADER)
 
 
-def continuation_request(gateway: Gateways) -> dict[str, Any]:
+def continuation_request(gateway: LocalGateway) -> dict[str, Any]:
     """Return the request that the continuing provider received."""
     return gateway.fakes["b"].requests[-1].json
 
@@ -81,7 +81,7 @@ def continuation_request(gateway: Gateways) -> dict[str, Any]:
 @pytest.mark.parametrize("source", ["chat", "res"])
 @pytest.mark.parametrize("fault", ["cut", "error-event"])
 def test_chat_client_gets_continued_stream(
-    gateway: Gateways, oai: openai.OpenAI, source: str, to: str, fault: str
+    gateway: LocalGateway, oai: openai.OpenAI, source: str, to: str, fault: str
 ) -> None:
     with oai.chat.completions.stream(
         model=f"a-{source}-{to}/{fault}@3",
@@ -101,7 +101,7 @@ def test_chat_client_gets_continued_stream(
 @pytest.mark.parametrize("to", ["chat", "ant", "gem"])
 @pytest.mark.parametrize("fault", ["bad-event", "stall-later"])
 def test_messages_client_gets_continued_stream(
-    gateway: Gateways, short_timeouts: Gateways, to: str, fault: str
+    gateway: LocalGateway, short_timeouts: LocalGateway, to: str, fault: str
 ) -> None:
     ant = messages_client(short_timeouts if fault == "stall-later" else gateway)
     with ant.messages.stream(model=f"a-ant-{to}/{fault}@3", messages=HELLO, max_tokens=MAX_TOKENS) as stream:
@@ -121,7 +121,7 @@ def test_responses_client_gets_continued_stream(oai: openai.OpenAI, to: str) -> 
     assert numbers == list(range(len(numbers))), "sequence numbers have no gaps"
 
 
-def test_gemini_stream_is_continued(gateway: Gateways) -> None:
+def test_gemini_stream_is_continued(gateway: LocalGateway) -> None:
     gateway.fakes["b"].script = ["cut"]  # the second attempt at the same provider succeeds
     path = "/v1/default/default/google-ai-studio/v1beta/models/gemini-2.5-flash:streamGenerateContent?alt=sse"
     asked = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
@@ -133,7 +133,7 @@ def test_gemini_stream_is_continued(gateway: Gateways) -> None:
 
 
 @pytest.mark.parametrize(("to", "echo"), [("own", ""), ("vllm", ""), ("mistral", "word0 word1 word2 "), ("claude", "")])
-def test_prefill_is_used_where_supported(gateway: Gateways, oai: openai.OpenAI, to: str, echo: str) -> None:
+def test_prefill_is_used_where_supported(gateway: LocalGateway, oai: openai.OpenAI, to: str, echo: str) -> None:
     gateway.fakes["b"].text = echo + "and on"
     with oai.chat.completions.stream(model=f"a-chat-{to}/cut@3", messages=HELLO) as stream:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
@@ -145,13 +145,13 @@ def test_prefill_is_used_where_supported(gateway: Gateways, oai: openai.OpenAI, 
     assert last.get("prefix", False) == (to == "mistral")
 
 
-def test_repeated_text_is_sent_once(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_repeated_text_is_sent_once(gateway: LocalGateway, oai: openai.OpenAI) -> None:
     gateway.fakes["b"].text = "word1 word2 and on"
     with oai.chat.completions.stream(model="a-chat-chat/cut@3", messages=HELLO) as stream:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
 
 
-def test_incomplete_tool_call_ends_with_error(gateway: Gateways) -> None:
+def test_incomplete_tool_call_ends_with_error(gateway: LocalGateway) -> None:
     ant = messages_client(gateway)
     tools: Any = [{"name": "weather", "input_schema": {"type": "object"}}]
     with (
@@ -162,7 +162,7 @@ def test_incomplete_tool_call_ends_with_error(gateway: Gateways) -> None:
     assert gateway.fakes["b"].count == 0
 
 
-def test_json_output_is_not_continued(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_json_output_is_not_continued(gateway: LocalGateway, oai: openai.OpenAI) -> None:
     form: Any = {"type": "json_object"}
     stream = oai.chat.completions.create(model="a-chat-own/cut@3", messages=HELLO, response_format=form, stream=True)
     with pytest.raises(openai.APIError, match="closed the connection within a reply"):
@@ -170,14 +170,14 @@ def test_json_output_is_not_continued(gateway: Gateways, oai: openai.OpenAI) -> 
     assert gateway.fakes["b"].count == 0, "a grammar restarts with every request"
 
 
-def test_fixed_price_is_charged_once(gateway: Gateways) -> None:
+def test_fixed_price_is_charged_once(gateway: LocalGateway) -> None:
     cost = {"cf-aig-custom-cost": '{"total_cost": 0.5}'}
     asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     _, headers, body = gateway.post("/v1/chat/completions", asked, {**CONTINUE_HEADER, **cost})
     assert body.endswith(b"data: [DONE]\n\n") and gateway.record(headers["cf-aig-log-id"]).micros == 500_000
 
 
-def test_without_header_stream_ends_with_error(gateway: Gateways) -> None:
+def test_without_header_stream_ends_with_error(gateway: LocalGateway) -> None:
     asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     _, headers, body = gateway.post("/v1/chat/completions", asked)
     assert b'"error"' in body and gateway.fakes["b"].count == 0
@@ -185,7 +185,7 @@ def test_without_header_stream_ends_with_error(gateway: Gateways) -> None:
     assert gateway.post("/v1/chat/completions", asked, {"x-emberline-continue": "maybe"})[0] == 400
 
 
-def test_client_disconnect_stops_continuation(gateway: Gateways) -> None:
+def test_client_disconnect_stops_continuation(gateway: LocalGateway) -> None:
     gateway.fakes["b"].pace = 0.2
     body = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=10)

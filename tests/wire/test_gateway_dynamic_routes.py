@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateways import Gateways
+from local_gateway import LocalGateway
 from routers import until
 
 ADMIN = {"authorization": "Bearer a-key-of-the-tests"}
@@ -35,10 +35,12 @@ PRICES = {"first/x": {"input": 1_000_000, "output": 1_000_000}, "second/y": {"in
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     home = tmp_path_factory.mktemp("routed")
     breaker = {"failures": 1000}
-    with Gateways(home, ("first", "second"), provider_settings, pools=POOLS, prices=PRICES, breaker=breaker) as made:
+    with LocalGateway(
+        home, ("first", "second"), provider_settings, pools=POOLS, prices=PRICES, breaker=breaker
+    ) as made:
         yield made
 
 
@@ -64,21 +66,21 @@ def support(paid: str = "large") -> list[dict[str, Any]]:
     ]
 
 
-def manage(gateway: Gateways, method: str, path: str, body: Any = None) -> Any:
+def manage(gateway: LocalGateway, method: str, path: str, body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, reply_data = gateway.post(f"/admin/accounts/default/routes/{path}", data, ADMIN, method)
     assert status in (200, 201), reply_data
     return json.loads(reply_data)
 
 
-def deploy(gateway: Gateways, name: str, elements: Any) -> None:
+def deploy(gateway: LocalGateway, name: str, elements: Any) -> None:
     version = manage(gateway, "POST", f"{name}/versions", {"elements": elements})["number"]
     manage(gateway, "POST", f"{name}/deploy", {"version": version})
     until(lambda: ask(gateway, f"dynamic/{name}", stream=False)[0] != 404, 5)
     gateway.reset()
 
 
-def ask(gateway: Gateways, model: str, metadata: Any = None, **more: Any) -> tuple[int, dict[str, str], bytes]:
+def ask(gateway: LocalGateway, model: str, metadata: Any = None, **more: Any) -> tuple[int, dict[str, str], bytes]:
     headers = {"cf-aig-metadata": json.dumps(metadata)} if metadata else {}
     return gateway.post(CHAT, {"model": model, "messages": HELLO, **more}, headers)
 
@@ -87,7 +89,7 @@ def serving_step(headers: dict[str, str]) -> tuple[str, str, str]:
     return headers["cf-aig-provider"], headers["cf-aig-model"], headers["cf-aig-step"]
 
 
-def test_route_with_condition_quota_and_fallback(gateway: Gateways) -> None:
+def test_route_with_condition_quota_and_fallback(gateway: LocalGateway) -> None:
     deploy(gateway, "support", support())
     for path in (CHAT, "/v1/default/default/compat/chat/completions"):
         status, headers, body = gateway.post(path, {"model": "dynamic/support", "messages": HELLO})
@@ -112,7 +114,7 @@ def test_route_with_condition_quota_and_fallback(gateway: Gateways) -> None:
             assert (record.step, record.provider, record.success, record.attempts) == (1, "second", True, 2)
 
 
-def test_route_without_an_answer_returns_the_error(gateway: Gateways) -> None:
+def test_route_without_an_answer_returns_the_error(gateway: LocalGateway) -> None:
     deploy(gateway, "failing", support())
     gateway.fakes["first"].fault = gateway.fakes["second"].fault = "500"
     status, headers, body = ask(gateway, "dynamic/failing", {"plan": "paid", "user": "x"})
@@ -121,7 +123,7 @@ def test_route_without_an_answer_returns_the_error(gateway: Gateways) -> None:
     assert status == 404 and json.loads(body)["error"]["code"] == "model_not_found"
 
 
-def test_clients_of_both_dialects_stream_through_a_route(gateway: Gateways) -> None:
+def test_clients_of_both_dialects_stream_through_a_route(gateway: LocalGateway) -> None:
     deploy(gateway, "both", support())
     client = openai.OpenAI(base_url=f"{gateway.url}/v1/default/default/compat", api_key="not-for-them", max_retries=0)
     chunks = client.chat.completions.create(model="dynamic/both", messages=HELLO, stream=True)
@@ -134,7 +136,7 @@ def test_clients_of_both_dialects_stream_through_a_route(gateway: Gateways) -> N
         assert stream.get_final_text() == TEXT
 
 
-def test_deploy_and_rollback_take_effect(gateway: Gateways) -> None:
+def test_deploy_and_rollback_take_effect(gateway: LocalGateway) -> None:
     deploy(gateway, "versions", support("one"))
     manage(gateway, "POST", "versions/versions", {"elements": support("two")})
 
@@ -150,7 +152,7 @@ def test_deploy_and_rollback_take_effect(gateway: Gateways) -> None:
     until(lambda: deployed_model() == "one", 5)
 
 
-def test_session_keeps_its_percentage_branch(gateway: Gateways) -> None:
+def test_session_keeps_its_percentage_branch(gateway: LocalGateway) -> None:
     outputs = {"50%": {"elementId": "m1"}, "else": {"elementId": "m2"}}
     rows = [
         {"id": "s", "type": "start", "outputs": to(next="p")},
@@ -173,7 +175,7 @@ def test_session_keeps_its_percentage_branch(gateway: Gateways) -> None:
 # -- pools -------------------------------------------------------------------------------------------------------------
 
 
-def test_pool_balances_and_skips_a_failed_member(gateway: Gateways) -> None:
+def test_pool_balances_and_skips_a_failed_member(gateway: LocalGateway) -> None:
     for _ in range(40):
         assert ask(gateway, "balanced")[0] == 200
     counts = [gateway.fakes[name].count for name in ("first", "second")]
@@ -186,7 +188,7 @@ def test_pool_balances_and_skips_a_failed_member(gateway: Gateways) -> None:
     gateway.reset()
 
 
-def test_hedge_calls_the_second_member_and_cancels_the_first(gateway: Gateways) -> None:
+def test_hedge_calls_the_second_member_and_cancels_the_first(gateway: LocalGateway) -> None:
     until(lambda: serving_step(ask(gateway, "hedged")[1])[0] == "first", 10)  # its back-off has ended
     for stream in (False, True):
         for _ in range(20):  # enough samples for the latency quantile

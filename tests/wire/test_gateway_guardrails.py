@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateways import Gateways
+from local_gateway import LocalGateway
 
 CARD = "4111 1111 1111 1111"
 MAIL = "ada@example.com"
@@ -44,17 +44,17 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     prices = {"judge/j": {"input": 1_000_000, "output": 1_000_000}}
     home = tmp_path_factory.mktemp("guarded")
-    with Gateways(
+    with LocalGateway(
         home, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=GUARDRAILS, prices=prices
     ) as made:
         yield made
 
 
 @pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
+def gateway(gateways: LocalGateway) -> LocalGateway:
     gateways.reset()
     gateways.fakes["judge"].text = "safe"
     return gateways
@@ -72,7 +72,7 @@ def request_for(dialect: str, text: str, stream: bool) -> tuple[str, dict[str, A
 
 
 def ask(
-    gateway: Gateways, dialect: str, text: str = "hello", stream: bool = False
+    gateway: LocalGateway, dialect: str, text: str = "hello", stream: bool = False
 ) -> tuple[int, dict[str, str], str, bool]:
     """Return status, headers, body, and whether the body ended regularly."""
     import http.client
@@ -91,7 +91,7 @@ def ask(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_blocked_prompt_is_not_sent(gateway: Gateways, dialect: str, stream: bool) -> None:
+def test_blocked_prompt_is_not_sent(gateway: LocalGateway, dialect: str, stream: bool) -> None:
     status, headers, body, _ = ask(gateway, dialect, f"my card is {CARD}", stream)
     assert status == 400 and "2029" in body and CARD not in body
     assert gateway.fakes["fake"].count == 0
@@ -104,7 +104,7 @@ def test_blocked_prompt_is_not_sent(gateway: Gateways, dialect: str, stream: boo
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_prompt_is_redacted_for_provider_and_log(gateway: Gateways, dialect: str) -> None:
+def test_prompt_is_redacted_for_provider_and_log(gateway: LocalGateway, dialect: str) -> None:
     status, headers, _, _ = ask(gateway, dialect, f"write to {MAIL} now")
     sent = gateway.fakes["fake"].requests[-1].body.decode()
     assert status == 200 and "write to [email] now" in sent and MAIL not in sent
@@ -116,7 +116,7 @@ def test_prompt_is_redacted_for_provider_and_log(gateway: Gateways, dialect: str
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_blocked_reply(gateway: Gateways, dialect: str, stream: bool) -> None:
+def test_blocked_reply(gateway: LocalGateway, dialect: str, stream: bool) -> None:
     gateway.fakes["fake"].text = f"Of course: your card is {CARD}, as you know, and there is more to say."
     status, headers, body, whole = ask(gateway, dialect, stream=stream)
     assert "1111" not in body
@@ -134,7 +134,7 @@ def test_blocked_reply(gateway: Gateways, dialect: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream: bool) -> None:
+def test_reply_is_redacted_and_flagged(gateway: LocalGateway, dialect: str, stream: bool) -> None:
     gateway.fakes["fake"].text = f"Write to {MAIL} at 10.0.0.1, please."
     status, headers, body, whole = ask(gateway, dialect, stream=stream)
     assert status == 200 and whole and MAIL not in body and "example" not in body and "[email]" in body
@@ -149,7 +149,7 @@ def test_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream: 
 @pytest.mark.parametrize("before", [b"", b" " * 100])
 @pytest.mark.parametrize("card", [CARD.encode(), b"\\u0034" + CARD[1:].encode()])
 @pytest.mark.parametrize("after", [b"", b"\xff"])
-def test_unusual_json_does_not_evade_a_block(gateway: Gateways, before: bytes, card: bytes, after: bytes) -> None:
+def test_unusual_json_does_not_evade_a_block(gateway: LocalGateway, before: bytes, card: bytes, after: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"my card: %b %b"}]}' % (card, after)
     status, _, error_body = gateway.post("/v1/chat/completions", before + body)
     assert status == 400 and b"2029" in error_body and gateway.fakes["fake"].count == 0
@@ -162,7 +162,7 @@ def test_unusual_json_does_not_evade_a_block(gateway: Gateways, before: bytes, c
         "aws-bedrock/bedrock-runtime/us-east-1/model/anthropic.claude-x/invoke-with-response-stream",
     ],
 )
-def test_uninspectable_stream_is_blocked(gateway: Gateways, path: str) -> None:
+def test_uninspectable_stream_is_blocked(gateway: LocalGateway, path: str) -> None:
     """Streams without server-sent events: JSON lists and binary frames."""
     gateway.fakes["fake"].text = f"Of course: your card is {CARD}, as you know."
     headers = {"authorization": "Bearer k"}
@@ -170,7 +170,7 @@ def test_uninspectable_stream_is_blocked(gateway: Gateways, path: str) -> None:
     assert status == 400 and b"1111" not in body and b"urse" not in body
 
 
-def test_real_clients_handle_guardrails(gateway: Gateways) -> None:
+def test_real_clients_handle_guardrails(gateway: LocalGateway) -> None:
     hello: Any = [{"role": "user", "content": "hello"}]
     gateway.fakes["fake"].text = f"Write to {MAIL}, please."
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="k", max_retries=0)
@@ -193,7 +193,7 @@ def test_real_clients_handle_guardrails(gateway: Gateways) -> None:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": CARD}])
 
 
-def test_tool_results_and_arguments_are_inspected(gateway: Gateways) -> None:
+def test_tool_results_and_arguments_are_inspected(gateway: LocalGateway) -> None:
     result = {"role": "tool", "tool_call_id": "call_1", "content": json.dumps({"card": CARD})}
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"to": f"\n{MAIL}"})}}
     hello = {"role": "user", "content": "hello"}
@@ -205,7 +205,7 @@ def test_tool_results_and_arguments_are_inspected(gateway: Gateways) -> None:
     assert json.loads(sent) == {"to": "\n[email]"}
 
 
-def test_every_universal_step_is_inspected(gateway: Gateways) -> None:
+def test_every_universal_step_is_inspected(gateway: LocalGateway) -> None:
     def step(text: str) -> dict[str, Any]:
         query = {"model": "m", "messages": [{"role": "user", "content": text}]}
         return {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "query": query}
@@ -218,7 +218,7 @@ def test_every_universal_step_is_inspected(gateway: Gateways) -> None:
 # -- judges ------------------------------------------------------------------------------------------------------------
 
 
-def test_judge_is_called_and_billed(gateway: Gateways) -> None:
+def test_judge_is_called_and_billed(gateway: LocalGateway) -> None:
     status, headers, _, _ = ask(gateway, "openai-chat", "is this safe?")
     assert status == 200 and gateway.fakes["judge"].count == 1
     request_for = gateway.fakes["judge"].requests[0].json
@@ -240,7 +240,7 @@ def test_judge_is_called_and_billed(gateway: Gateways) -> None:
         ("safe", "500", 400, "request:unchecked:block"),
     ],
 )
-def test_judge_verdicts(gateway: Gateways, says: str, fault: str, status: int, found: str | None) -> None:
+def test_judge_verdicts(gateway: LocalGateway, says: str, fault: str, status: int, found: str | None) -> None:
     gateway.fakes["judge"].text, gateway.fakes["judge"].fault = says, fault
     actual, headers, body, _ = ask(gateway, "openai-chat", "hm")
     assert actual == status and ("2016" in body) == (status == 400)
@@ -249,7 +249,7 @@ def test_judge_verdicts(gateway: Gateways, says: str, fault: str, status: int, f
 
 def test_judge_timeout_blocks(tmp_path: Path) -> None:
     short_timeout = {"judges": [{**GUARDRAILS["judges"][0], "seconds": 1.0}]}
-    with Gateways(
+    with LocalGateway(
         tmp_path, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=short_timeout
     ) as gateway:
         gateway.fakes["judge"].fault = "silent"

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateways import Gateways
+from local_gateway import LocalGateway
 from routers import until
 
 KEY = "a-key-of-the-tests"
@@ -31,31 +31,33 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    with Gateways(
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
+    with LocalGateway(
         tmp_path_factory.mktemp("managed"), ("fake",), provider_settings, default_provider="oai", authentication=True
     ) as created:
         yield created
 
 
-def manage(gateway: Gateways, method: str, path: str, body: Any = None) -> Any:
+def manage(gateway: LocalGateway, method: str, path: str, body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, reply_data = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
     assert status in (200, 201), reply_data
     return json.loads(reply_data)
 
 
-def new_key(gateway: Gateways, **fields: Any) -> tuple[str, dict[str, str]]:
+def new_key(gateway: LocalGateway, **fields: Any) -> tuple[str, dict[str, str]]:
     created = manage(gateway, "POST", "keys", {"name": "k", **fields})
     return created["id"], {"authorization": f"Bearer {created['secret']}"}
 
 
-def ask(gateway: Gateways, headers: dict[str, str], model: str = "m", **more: Any) -> tuple[int, dict[str, str], Any]:
+def ask(
+    gateway: LocalGateway, headers: dict[str, str], model: str = "m", **more: Any
+) -> tuple[int, dict[str, str], Any]:
     status, reply_headers, body = gateway.post(CHAT, {"model": model, "messages": HELLO, **more}, headers)
     return status, reply_headers, json.loads(body) if body[:1] == b"{" else body
 
 
-def test_requests_without_a_valid_key_are_rejected(gateway: Gateways) -> None:
+def test_requests_without_a_valid_key_are_rejected(gateway: LocalGateway) -> None:
     for headers in ({}, {"authorization": "Bearer sk-unknown"}, {"cf-aig-authorization": "Bearer egt_unknown"}):
         status, _, body = ask(gateway, headers)
         assert status == 401 and body["error"]["code"] == "invalid_api_key"
@@ -68,7 +70,7 @@ def test_requests_without_a_valid_key_are_rejected(gateway: Gateways) -> None:
     assert gateway.post("/admin/accounts/default/keys", b"", {}, "GET")[0] == 401
 
 
-def test_key_works_until_it_is_revoked(gateway: Gateways) -> None:
+def test_key_works_until_it_is_revoked(gateway: LocalGateway) -> None:
     id, key = new_key(gateway, allowed_models=["small-*"])
     assert ask(gateway, key, "small-1")[0] == 200
     status, _, body = ask(gateway, key, "large")
@@ -88,7 +90,7 @@ def test_key_works_until_it_is_revoked(gateway: Gateways) -> None:
         ("google-ai-studio/v1beta/models/small/%2E%2e/{model}:generateContent", False),
     ],
 )
-def test_body_cannot_override_the_model_of_the_path(gateway: Gateways, path: str, allowed: bool) -> None:
+def test_body_cannot_override_the_model_of_the_path(gateway: LocalGateway, path: str, allowed: bool) -> None:
     _, key = new_key(gateway, allowed_models=["small*"])
     headers = {"cf-aig-authorization": key["authorization"], "authorization": "Bearer k"}
     status, _, _ = gateway.post(f"/v1/default/default/{path.format(model='large')}", {"model": "small"}, headers)
@@ -102,7 +104,7 @@ def test_body_cannot_override_the_model_of_the_path(gateway: Gateways, path: str
         assert gateway.post(f"/v1/default/default/{path}", {"model": "large"}, headers)[0] == 200
 
 
-def test_limits_of_a_created_gateway(gateway: Gateways) -> None:
+def test_limits_of_a_created_gateway(gateway: LocalGateway) -> None:
     """Remaining requests are in headers, and an exceeded limit has Retry-After."""
     limits = [{"name": "few", "limit": 2, "per": "hour"}]
     manage(gateway, "PUT", "gateways/limited", {"default_provider": "custom-c", "limits": limits})
@@ -120,7 +122,7 @@ def test_limits_of_a_created_gateway(gateway: Gateways) -> None:
         client.messages.create(model="emberline/m", messages=HELLO, max_tokens=8)
 
 
-def test_stored_provider_key_is_used(gateway: Gateways) -> None:
+def test_stored_provider_key_is_used(gateway: LocalGateway) -> None:
     assert ask(gateway, ADMIN, "openai/gpt-x")[0] == 401, "no key is stored yet"
     manage(gateway, "PUT", "provider-keys/openai/default", {"secret": "sk-stored"})
     until(lambda: ask(gateway, ADMIN, "openai/gpt-x")[0] == 200, 5)
@@ -130,7 +132,7 @@ def test_stored_provider_key_is_used(gateway: Gateways) -> None:
     assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-other"
 
 
-def test_created_price_is_charged(gateway: Gateways) -> None:
+def test_created_price_is_charged(gateway: LocalGateway) -> None:
     manage(gateway, "PUT", "prices/oai/priced", {"input": 1_000_000, "output": 2_000_000})
 
     def is_charged() -> bool:
@@ -142,7 +144,7 @@ def test_created_price_is_charged(gateway: Gateways) -> None:
     assert gateway.record(headers["cf-aig-log-id"]).micros is None, "an unknown price is not zero"
 
 
-def test_custom_provider_must_have_a_public_address(gateway: Gateways) -> None:
+def test_custom_provider_must_have_a_public_address(gateway: LocalGateway) -> None:
     """The URL is checked when it is set, and the address again when it is connected to."""
     created = {"name": "Mine", "slug": "mine", "base_url": "https://127.0.0.1", "enable": True}
     status, _, _ = gateway.post("/admin/accounts/default/custom-providers/mine", created, ADMIN)
@@ -159,7 +161,7 @@ def test_custom_provider_must_have_a_public_address(gateway: Gateways) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_cache_over_http(gateway: Gateways, path: str, stream: bool) -> None:
+def test_cache_over_http(gateway: LocalGateway, path: str, stream: bool) -> None:
     headers = {**ADMIN, "cf-aig-cache-ttl": "60"}
     body = {"model": "m", "messages": HELLO, "max_tokens": 8, "stream": stream, "user": f"{path}{stream}"}
     first, second = (gateway.post(path, body, headers) for _ in range(2))
@@ -172,7 +174,7 @@ def test_cache_over_http(gateway: Gateways, path: str, stream: bool) -> None:
     assert [gateway.post(path, body, headers)[1]["cf-aig-cache-status"] for _ in range(2)] == ["MISS", "MISS"]
 
 
-def test_feedback_through_cloudflare_paths(gateway: Gateways) -> None:
+def test_feedback_through_cloudflare_paths(gateway: LocalGateway) -> None:
     _, headers, _ = ask(gateway, ADMIN)
     id = headers["cf-aig-log-id"]
     gateway.record(id)
@@ -181,7 +183,7 @@ def test_feedback_through_cloudflare_paths(gateway: Gateways) -> None:
     assert status == 200 and json.loads(body)["success"] and gateway.record(id).feedback == 1
 
 
-def test_model_list_respects_the_key(gateway: Gateways) -> None:
+def test_model_list_respects_the_key(gateway: LocalGateway) -> None:
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0)
     manage(gateway, "PUT", "provider-keys/openai/default", {"secret": "sk-stored"})
     until(lambda: any(model.id.startswith("openai/gpt-") for model in client.models.list()), 5)

@@ -8,7 +8,7 @@ from uuid import uuid4
 import asyncpg
 import msgspec
 import pytest
-from gateway_records import NOON, made
+from gateway_records import NOON, make_record
 from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock, SystemClock
@@ -40,7 +40,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
         keys = KeyStore(store, StoreVersionWatch(store, clock), SystemClock())
         assert await keys.identify(secret) is not None
         async with LogWriter(store, flush_delay_s=0.01) as writer:
-            writer.put(made(NOON))
+            writer.put(make_record(NOON))
             while not writer.written_count:
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(postgres.stop)
@@ -54,7 +54,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
                 with pytest.raises(StoreFailed):
                     await open_store(postgres.url(name))
                 for i in range(1, 50):
-                    writer.put(made(NOON + i))
+                    writer.put(make_record(NOON + i))
                 while not writer.failures:
                     await asyncio.sleep(0.01)
             finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import Gateways
+from local_gateway import LocalGateway
 from routers import until
 
 from emberline.gateway.core.log_record import LogRecord
@@ -124,13 +124,16 @@ def run_cases(directory: Path, timeout_s: int, selected: list[Case]) -> dict[Cas
     fallbacks = [{"model": "safe-*", "to": ["second/well"]}]
     timeouts = {"connect": 10.0, "first_byte": timeout_s, "between_events": timeout_s, "total": 30.0}
     more: Any = {"fallbacks": fallbacks, "timeouts": timeouts, "breaker": {"failures": 1_000_000}}
-    with Gateways(directory, ("first", "second"), provider_settings, **more) as made, ThreadPoolExecutor(24) as pool:
+    with (
+        LocalGateway(directory, ("first", "second"), provider_settings, **more) as made,
+        ThreadPoolExecutor(24) as pool,
+    ):
         found = dict(zip(selected, pool.map(lambda case: ask(made, case, timeout_s), selected), strict=True))
         until(lambda: not any(fake.running for fake in made.fakes.values()))  # no connection to a provider stays open
         return found
 
 
-def ask(made: Gateways, case: Case, timeout_s: int) -> ObservedReply:
+def ask(made: LocalGateway, case: Case, timeout_s: int) -> ObservedReply:
     connection = http.client.HTTPConnection(made.url.removeprefix("http://"), timeout=30)
     body = {"model": case.model, "messages": [{"role": "user", "content": "hello"}], "stream": case.stream}
     body["max_tokens"] = WORDS

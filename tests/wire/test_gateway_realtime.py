@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateways import TIMEOUTS, Gateways
+from local_gateway import TIMEOUTS, LocalGateway
 from routers import until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Request, Response
@@ -107,7 +107,7 @@ def provider() -> Iterator[Provider]:
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[Gateways]:
+def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[LocalGateway]:
     def write_config(urls: dict[str, str]) -> dict[str, Any]:
         return {
             "openai": {"base_url": provider.url + "/v1", "key": "sk-stored"},
@@ -117,7 +117,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
             "hidden": {"base_url": provider.url, "public": True},
         }
 
-    with Gateways(
+    with LocalGateway(
         tmp_path_factory.mktemp("realtime"),
         (),
         write_config,
@@ -134,24 +134,24 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
         yield made
 
 
-def open_socket(gateway: Gateways, path: str = PATH, **more: Any) -> ClientConnection:
+def open_socket(gateway: LocalGateway, path: str = PATH, **more: Any) -> ClientConnection:
     more = {"additional_headers": OURS, "close_timeout": 5, **more}
     return connect(gateway.url.replace("http", "ws") + path, open_timeout=20, compression=None, **more)
 
 
-def refusal_of(gateway: Gateways, path: str = PATH, **more: Any) -> tuple[int, dict[str, Any]]:
+def refusal_of(gateway: LocalGateway, path: str = PATH, **more: Any) -> tuple[int, dict[str, Any]]:
     with pytest.raises(InvalidStatus) as error:
         open_socket(gateway, path, **more)
     return error.value.response.status_code, json.loads(error.value.response.body or b"{}")["error"]
 
 
-def row(gateway: Gateways, socket: ClientConnection) -> LogRecord:
+def row(gateway: LocalGateway, socket: ClientConnection) -> LogRecord:
     """Return the log record of a session, by its handshake's log id."""
     assert socket.response is not None
     return gateway.record(socket.response.headers["cf-aig-log-id"])
 
 
-def test_messages_pass_both_ways(gateway: Gateways, provider: Provider) -> None:
+def test_messages_pass_both_ways(gateway: LocalGateway, provider: Provider) -> None:
     headers = {**OURS, **PRICES, "openai-beta": "realtime=v1"}
     with open_socket(gateway, additional_headers=headers) as socket:
         socket.send("hello")
@@ -181,14 +181,14 @@ def test_messages_pass_both_ways(gateway: Gateways, provider: Provider) -> None:
     assert log.stream and log.attempts == 1 and not log.error
 
 
-def test_native_path_opens_provider_socket(gateway: Gateways, provider: Provider) -> None:
+def test_native_path_opens_provider_socket(gateway: LocalGateway, provider: Provider) -> None:
     with open_socket(gateway, "/v1/default/default/openai/realtime?model=gpt-realtime&x=1") as socket:
         socket.send("hello")
         assert socket.recv(timeout=5) == "hello"
     assert provider.requests[-1].path == "/v1/realtime?model=gpt-realtime&x=1"
 
 
-def test_openai_client_connects(gateway: Gateways) -> None:
+def test_openai_client_connects(gateway: LocalGateway) -> None:
     url = f"{gateway.url}/v1/default/default/openai"
     client = openai.OpenAI(base_url=url, api_key="sk-mine", default_headers=OURS)
     with client.realtime.connect(model="gpt-realtime") as socket:
@@ -198,7 +198,7 @@ def test_openai_client_connects(gateway: Gateways) -> None:
     assert event.response.usage.total_tokens == 30
 
 
-def test_browser_sends_keys_as_subprotocols(gateway: Gateways, provider: Provider) -> None:
+def test_browser_sends_keys_as_subprotocols(gateway: LocalGateway, provider: Provider) -> None:
     answer = [f"cf-aig-authorization.{KEY}", "realtime", "openai-insecure-api-key.sk-mine", "openai-beta.realtime-v1"]
     with open_socket(gateway, additional_headers={}, subprotocols=[Subprotocol(each) for each in answer]) as socket:
         assert socket.subprotocol == "realtime"
@@ -207,7 +207,7 @@ def test_browser_sends_keys_as_subprotocols(gateway: Gateways, provider: Provide
     assert sent_request["sec-websocket-protocol"] == "realtime, openai-beta.realtime-v1"
 
 
-def test_gemini_model_is_in_first_message(gateway: Gateways, provider: Provider) -> None:
+def test_gemini_model_is_in_first_message(gateway: LocalGateway, provider: Provider) -> None:
     path = "/v1/default/default/google-ai-studio?model=gemini-live"
     with open_socket(gateway, path) as socket:
         socket.send(json.dumps({"setup": {"model": "models/gemini-live"}}))
@@ -221,7 +221,7 @@ def test_gemini_model_is_in_first_message(gateway: Gateways, provider: Provider)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
 
 
-def test_invalid_sessions_are_refused(gateway: Gateways, provider: Provider) -> None:
+def test_invalid_sessions_are_refused(gateway: LocalGateway, provider: Provider) -> None:
     before = len(provider.requests)
     assert refusal_of(gateway, additional_headers={})[0] == 401
     status, error = refusal_of(gateway, "/v1/default/default/openai?model=gpt-dear")
@@ -240,7 +240,7 @@ def test_invalid_sessions_are_refused(gateway: Gateways, provider: Provider) -> 
     assert (status, error["code"]) == (429, "rate_limit_exceeded")
 
 
-def test_limit_ends_session(gateway: Gateways) -> None:
+def test_limit_ends_session(gateway: LocalGateway) -> None:
     headers = {**OURS, "cf-aig-metadata": '{"team": "short"}'}
     with open_socket(gateway, additional_headers=headers) as socket, pytest.raises(ConnectionClosed) as closed:
         for _ in range(3):
@@ -252,7 +252,7 @@ def test_limit_ends_session(gateway: Gateways) -> None:
     assert refusal_of(gateway, additional_headers=headers)[0] == 429
 
 
-def test_provider_refusal_is_passed_on(gateway: Gateways) -> None:
+def test_provider_refusal_is_passed_on(gateway: LocalGateway) -> None:
     status, error = refusal_of(gateway, "/v1/default/default/openai?model=refused")
     assert status == 401 and error["message"] == "no such key"
     status, error = refusal_of(gateway, "/v1/default/default/openai?model=elsewhere")
@@ -263,7 +263,7 @@ def test_provider_refusal_is_passed_on(gateway: Gateways) -> None:
     assert (status, error["code"]) == (502, "upstream_unreached") and "public" in error["message"]
 
 
-def test_failing_provider_opens_circuit_breaker(gateway: Gateways) -> None:
+def test_failing_provider_opens_circuit_breaker(gateway: LocalGateway) -> None:
     codes = [refusal_of(gateway, "/v1/default/default/gone/live?model=bare")[1]["code"] for _ in range(6)]
     assert codes == ["upstream_unreached"] * 5 + ["upstream_resting"]
 
@@ -272,7 +272,7 @@ def test_failing_provider_opens_circuit_breaker(gateway: Gateways) -> None:
     ("failure", "code", "ended"),
     [("close 1000", 1000, "complete"), ("close 4003", 4003, "cut"), ("break", 1014, "cut"), ("large", 1009, "cut")],
 )
-def test_provider_close_is_passed_on(gateway: Gateways, failure: str, code: int, ended: str) -> None:
+def test_provider_close_is_passed_on(gateway: LocalGateway, failure: str, code: int, ended: str) -> None:
     with open_socket(gateway) as socket:
         socket.send(failure)
         with pytest.raises(ConnectionClosed) as closed:
@@ -283,7 +283,9 @@ def test_provider_close_is_passed_on(gateway: Gateways, failure: str, code: int,
 
 
 @pytest.mark.parametrize(("code", "ended"), [(4001, "complete"), (None, "left")])
-def test_client_close_is_passed_on_at_once(gateway: Gateways, provider: Provider, code: int | None, ended: str) -> None:
+def test_client_close_is_passed_on_at_once(
+    gateway: LocalGateway, provider: Provider, code: int | None, ended: str
+) -> None:
     before = len(provider.closed)
     socket = open_socket(gateway)
     socket.send("hello")
@@ -297,14 +299,14 @@ def test_client_close_is_passed_on_at_once(gateway: Gateways, provider: Provider
     assert row(gateway, socket).ended == ended
 
 
-def test_idle_session_is_closed(gateway: Gateways) -> None:
+def test_idle_session_is_closed(gateway: LocalGateway) -> None:
     with open_socket(gateway) as socket, pytest.raises(ConnectionClosed) as closed:
         socket.recv(timeout=10)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001 and "idle" in closed.value.rcvd.reason
     assert (row(gateway, socket).ended, row(gateway, socket).error) == ("cut", "upstream_timeout")
 
 
-def test_slow_reader_is_throttled_and_timed_out(gateway: Gateways, provider: Provider) -> None:
+def test_slow_reader_is_throttled_and_timed_out(gateway: LocalGateway, provider: Provider) -> None:
     before = len(provider.closed)
     with open_socket(gateway, max_queue=1, close_timeout=0.1) as socket:
         socket.send("flood")
@@ -313,7 +315,7 @@ def test_slow_reader_is_throttled_and_timed_out(gateway: Gateways, provider: Pro
     assert (row(gateway, socket).ended, row(gateway, socket).error) == ("cut", "upstream_timeout")
 
 
-def test_large_messages_are_refused(gateway: Gateways) -> None:
+def test_large_messages_are_refused(gateway: LocalGateway) -> None:
     with open_socket(gateway) as socket, pytest.raises(ConnectionClosed) as closed:
         socket.send("x" * (2 << 20))
         socket.recv(timeout=5)
@@ -322,7 +324,7 @@ def test_large_messages_are_refused(gateway: Gateways) -> None:
 
 def test_guardrails_refuse_realtime_sessions(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> None:
     rule = {"name": "mail", "find": ["email"], "action": "block"}
-    made = Gateways(
+    made = LocalGateway(
         tmp_path_factory.mktemp("guarded"),
         (),
         lambda urls: {"openai": {"base_url": provider.url + "/v1", "key": "k"}},

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from gateways import Gateways
+from local_gateway import LocalGateway
 
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -18,7 +18,7 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 def test_open_streams_get_an_error_event(tmp_path: Path, path: str) -> None:
-    gateway = Gateways(tmp_path, ("oai",), lambda urls: {"openai": {"base_url": urls["oai"], "key": "k"}})
+    gateway = LocalGateway(tmp_path, ("oai",), lambda urls: {"openai": {"base_url": urls["oai"], "key": "k"}})
     with gateway:
         gateway.fakes["oai"].pace = 1.0
         gateway.fakes["oai"].fault_after = 1000

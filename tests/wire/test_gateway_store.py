@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from gateway_records import DAY, NOON, made
+from gateway_records import DAY, NOON, make_record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -144,7 +144,7 @@ def test_concurrent_changes_of_a_document_have_one_winner(store: GatewayStore, r
 def test_committed_documents_survive_restart(url: str, run: Run[Any]) -> None:
     first = run(open_store(url))
     run(first.commit(put(Document("gateway", "acme", "g", b"kept"))))
-    kept = made()
+    kept = make_record()
     run(first.append_records([(kept, LogPayload(b"asked", b"answered"))]))
     run(first.close())
     again = run(open_store(url))
@@ -157,7 +157,7 @@ def test_committed_documents_survive_restart(url: str, run: Run[Any]) -> None:
 
 
 def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
-    full = made(
+    full = make_record(
         path="chat/completions",
         dialect="openai-chat",
         request_type="chat",
@@ -187,7 +187,7 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
         feedback=-1,
         score=70,
     )
-    plain = made(NOON + 1)
+    plain = make_record(NOON + 1)
     payload = LogPayload(b"\x00asked" * 1000, b"")
     run(store.append_records([(full, payload), (plain, None)]))
     assert run(store.get_record("acme", "main", full.id)) == full
@@ -202,9 +202,9 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
 
 
 def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, run: Run[Any]) -> None:
-    records = [made(NOON - day * DAY + (i % 3)) for day in range(3) for i in range(7)]
+    records = [make_record(NOON - day * DAY + (i % 3)) for day in range(3) for i in range(7)]
     run(store.append_records([(each, None) for each in records]))
-    run(store.append_records([(made(gateway="side"), None)]))
+    run(store.append_records([(make_record(gateway="side"), None)]))
     newest_first = sorted(records, key=lambda r: r.id, reverse=True)
     for limit in (1, 3, 7, 20, 21, 22):
         assert all_records(store, LogFilters("acme", "main"), run, limit) == newest_first
@@ -215,8 +215,8 @@ def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, r
 
 
 def test_page_timeout_returns_cursor_to_continue(store: GatewayStore, run: Run[Any]) -> None:
-    old = made(NOON - DAY * 5 // 8, model="rare")  # a record of the day before
-    run(store.append_records([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
+    old = make_record(NOON - DAY * 5 // 8, model="rare")  # a record of the day before
+    run(store.append_records([(make_record(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
     filters, before, found = LogFilters("acme", "main", model=("rare",)), "", []
     while True:
         page = run(store.read_page(filters, before=before, timeout_s=0.0))
@@ -312,7 +312,7 @@ def varied_records() -> list[LogRecord]:
     """Return records with every value of every filter, unsorted."""
     statuses, metadata = (200, 429, 500), ({}, {"team": "x"}, {"team": "x", "n": 1}, {"b": True})
     return [
-        made(
+        make_record(
             NOON - DAY + i * 991_000,
             gateway=("main", "side")[i % 2],
             provider=("openai", "groq", "mistral")[i % 3],
@@ -362,8 +362,8 @@ def test_filters_match_the_oracle(store: GatewayStore, run: Run[Any]) -> None:
 
 
 def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) -> None:
-    one = made(metadata={"team": "x"})
-    run(store.append_records([(one, None), (made(NOON + 1), None)]))
+    one = make_record(metadata={"team": "x"})
+    run(store.append_records([(one, None), (make_record(NOON + 1), None)]))
     new = run(store.add_feedback("acme", "main", one.id, Feedback(feedback=1)))
     assert (new.feedback, new.score, new.metadata) == (1, None, {"team": "x"})
     new = run(store.add_feedback("acme", "main", one.id, Feedback(score=5, metadata={"team": "y", "x": True})))
@@ -375,7 +375,7 @@ def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) 
 
 
 def test_nul_characters_are_stored(store: GatewayStore, run: Run[Any]) -> None:
-    one = made(model="a\0b", user="\0", metadata={"k\0": "v\0"})
+    one = make_record(model="a\0b", user="\0", metadata={"k\0": "v\0"})
     run(store.append_records([(one, None)]))
     found = run(store.get_record("acme", "main", one.id))
     assert found.model in ("a\0b", "a\ufffdb") and found.metadata == one.metadata
@@ -415,7 +415,7 @@ def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> N
 
 
 def test_repeated_batch_counts_once(store: GatewayStore, run: Run[Any]) -> None:
-    batch = [(made(NOON + i), LogPayload(b"a", b"b")) for i in range(4)]
+    batch = [(make_record(NOON + i), LogPayload(b"a", b"b")) for i in range(4)]
     run(store.append_records(batch))
     run(store.append_records(batch))  # as after a lost reply
     assert len(all_records(store, LogFilters("acme"), run)) == 4
@@ -425,7 +425,7 @@ def test_repeated_batch_counts_once(store: GatewayStore, run: Run[Any]) -> None:
 def test_concurrent_batches_are_all_counted(store: GatewayStore, url: str, run: Run[Any]) -> None:
     async def both() -> None:
         other = await open_store(url)
-        batches = [[(made(NOON + 100 * n + i, user=f"u{i}"), None) for i in range(20)] for n in range(10)]
+        batches = [[(make_record(NOON + 100 * n + i, user=f"u{i}"), None) for i in range(20)] for n in range(10)]
         await asyncio.gather(*((store, other)[n % 2].append_records(batch) for n, batch in enumerate(batches)))
         await other.close()
 
@@ -439,12 +439,12 @@ def test_daily_users_are_bounded_and_sums_exact(
 ) -> None:
     """Two replicas write, and each checks the number of users after every batch."""
     monkeypatch.setattr(daily_users, "RECHECK_AFTER_USERS", 1)
-    few = [made(NOON - DAY, user=f"few-{i}", micros=1) for i in range(2 * daily_users.MAX_USERS_PER_DAY)]
+    few = [make_record(NOON - DAY, user=f"few-{i}", micros=1) for i in range(2 * daily_users.MAX_USERS_PER_DAY)]
     many = [
-        made(NOON, user=f"u{i}", micros=i, gateway=("main", "side")[i % 2])
+        make_record(NOON, user=f"u{i}", micros=i, gateway=("main", "side")[i % 2])
         for i in range(3 * daily_users.MAX_USERS_PER_DAY)
     ]
-    many.append(made(user="rich", micros=10**6))
+    many.append(make_record(user="rich", micros=10**6))
 
     async def both() -> None:
         other = await open_store(url)
@@ -453,7 +453,7 @@ def test_daily_users_are_bounded_and_sums_exact(
             work = ((store, other)[n % 2].append_records([(r, None) for r in batch]) for n, batch in enumerate(batches))
             await asyncio.gather(*work)
         await store.append_records(
-            [(made(NOON + DAY, user="late"), None)]
+            [(make_record(NOON + DAY, user="late"), None)]
         )  # the next day: the previous one is checked again
         await other.close()
 
@@ -478,7 +478,7 @@ def test_daily_users_are_bounded_and_sums_exact(
 
 
 def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: Run[Any]) -> None:
-    records = [made(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
+    records = [make_record(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
     run(store.append_records([(each, LogPayload(b"q", b"a")) for each in records]))
     assert len(all_records(store, LogFilters("acme"), run)) == 4  # readers have the files open
     today = utc_day(NOON)
@@ -492,22 +492,22 @@ def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: R
     assert run(store.get_payload("acme", "main", records[1].id)) == LogPayload(b"q", b"a")
     minutes = run(store.read_rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
     assert totals(store, run) == {"": 4} and sum(cell["requests"] for cell in minutes) == 2
-    late = made(NOON - 3 * DAY)  # a record of a deleted day creates that day again
+    late = make_record(NOON - 3 * DAY)  # a record of a deleted day creates that day again
     run(store.append_records([(late, None)]))
     assert run(store.get_record("acme", "main", late.id)) == late
 
 
 def test_more_days_than_open_files(store: GatewayStore, run: Run[Any]) -> None:
-    records = [made(NOON - day * DAY) for day in range(45)]
+    records = [make_record(NOON - day * DAY) for day in range(45)]
     run(store.append_records([(each, None) for each in records]))
     assert all_records(store, LogFilters("acme"), run, 100) == records
     assert totals(store, run, unit="hour") == {"": 10}  # of the requested days
 
 
 def test_erase_deletes_payloads_and_labels(store: GatewayStore, run: Run[Any]) -> None:
-    records = [made(NOON - day * DAY, metadata={"d": "x"}) for day in range(3)]
+    records = [make_record(NOON - day * DAY, metadata={"d": "x"}) for day in range(3)]
     run(store.append_records([(each, LogPayload(b"q", b"a")) for each in records]))
-    run(store.erase_records([records[0], records[2], made(NOON - 50 * DAY)]))
+    run(store.erase_records([records[0], records[2], make_record(NOON - 50 * DAY)]))
     assert all_records(store, LogFilters("acme"), run) == [records[1]]
     assert all_records(store, LogFilters("acme", metadata={"d": "x"}), run) == [records[1]]
     assert [run(store.get_payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
@@ -520,7 +520,9 @@ def test_retention_follows_each_gateways_days(store: GatewayStore, run: Run[Any]
 
     short = msgspec.json.encode(settings("short", 2))
     run(store.commit(put(Document("gateway", "acme", "short", short))))
-    records = [made(NOON - day * DAY, gateway=gateway) for day in range(6) for gateway in ("short", "long", "gone")]
+    records = [
+        make_record(NOON - day * DAY, gateway=gateway) for day in range(6) for gateway in ("short", "long", "gone")
+    ]
     run(store.append_records([(each, None) for each in records]))
     retention = Retention(store, {("acme", "long"): settings("long", 4)}, ManualClock(NOON / 1e3))
     gone, erased = run(retention.run_once())
@@ -542,7 +544,7 @@ def test_day_file_appears_with_its_tables(tmp_path: Path, run: Run[Any], monkeyp
         real(*args)
 
     monkeypatch.setattr(sqlite_database, "migrate", watching_migrate)
-    run(opened.append_records([(made(), None)]))
+    run(opened.append_records([(make_record(), None)]))
     assert seen == [] and run(opened.list_days()) == [utc_day(NOON)]
     run(opened.close())
     assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no temporary file is left"
@@ -553,7 +555,7 @@ def test_next_day_partition_is_created_in_advance(store: GatewayStore, url: str,
         others = [await open_store(url) for _ in range(3)]
         for at in (NOON, NOON + DAY // 2):  # the second is for tomorrow
             await asyncio.gather(
-                *(each.append_records([(made(at + i), None)]) for i, each in enumerate([store, *others]))
+                *(each.append_records([(make_record(at + i), None)]) for i, each in enumerate([store, *others]))
             )
         for each in others:
             await each.close()
@@ -588,7 +590,7 @@ def test_migrations_apply_once_and_newer_schema_is_refused(
         finally:
             await found.close()
 
-    kept = made()
+    kept = make_record()
     run(with_store(lambda s: s.append_records([(kept, None)])))
     module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:

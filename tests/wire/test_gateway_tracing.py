@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from collecting import Collecting, about
-from gateways import Gateways
+from local_gateway import LocalGateway
 from routers import until
+from trace_collector import TraceCollector, about
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def span_of(collecting: Collecting, log: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def span_of(collecting: TraceCollector, log: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Wait for the span of a call and return it with its attributes."""
     until(lambda: any(about(span)["emberline.log_id"] == log for span in collecting.spans))
     (span,) = [span for span in collecting.spans if about(span)["emberline.log_id"] == log]
@@ -23,8 +23,8 @@ def span_of(collecting: Collecting, log: str) -> tuple[dict[str, Any], dict[str,
 
 
 @pytest.fixture(scope="module")
-def collecting() -> Iterator[Collecting]:
-    made = Collecting()
+def collecting() -> Iterator[TraceCollector]:
+    made = TraceCollector()
     yield made
     made.shutdown()
 
@@ -34,20 +34,20 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory, collecting: Collecting) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory, collecting: TraceCollector) -> Iterator[LocalGateway]:
     process = {"otlp": collecting.url, "otlp_headers": {"x-vendor-key": "k"}, "otlp_payloads": True}
     prices = {"oai/m": {"input": 1_000_000, "output": 2_000_000}}
-    with Gateways(tmp_path_factory.mktemp("spans"), ("fake",), provider_settings, process, prices=prices) as made:
+    with LocalGateway(tmp_path_factory.mktemp("spans"), ("fake",), provider_settings, process, prices=prices) as made:
         yield made
 
 
-def ask(gateway: Gateways, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, str]:
+def ask(gateway: LocalGateway, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, str]:
     body = {"model": "oai/m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **more}
     status, reply_headers, _ = gateway.post("/v1/chat/completions", body, headers)
     return status, reply_headers["cf-aig-log-id"]
 
 
-def test_call_span_has_the_callers_span_as_parent(gateway: Gateways, collecting: Collecting) -> None:
+def test_call_span_has_the_callers_span_as_parent(gateway: LocalGateway, collecting: TraceCollector) -> None:
     began = time.time()
     request_headers = {
         "cf-aig-otel-trace-id": TRACE,
@@ -82,7 +82,7 @@ STEP = {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "qu
     ],
 )
 def test_provider_receives_the_call_span_as_parent(
-    gateway: Gateways, collecting: Collecting, path: str, body: Any
+    gateway: LocalGateway, collecting: TraceCollector, path: str, body: Any
 ) -> None:
     request_headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     _, headers, _ = gateway.post(path, body, request_headers)
@@ -92,7 +92,7 @@ def test_provider_receives_the_call_span_as_parent(
     assert sent_headers["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and sent_headers["tracestate"] == "vendor=1"
 
 
-def test_step_key_is_in_no_span(gateway: Gateways, collecting: Collecting) -> None:
+def test_step_key_is_in_no_span(gateway: LocalGateway, collecting: TraceCollector) -> None:
     secret = {"headers": {"authorization": "Bearer sk-of-the-caller"}}
     _, headers, _ = gateway.post("/v1/default/default", [STEP | secret])
     _, facts = span_of(collecting, headers["cf-aig-log-id"])
@@ -101,7 +101,7 @@ def test_step_key_is_in_no_span(gateway: Gateways, collecting: Collecting) -> No
     assert "sk-of-the-caller" not in str(collecting.spans)
 
 
-def test_invalid_traceparent_is_not_passed_on(gateway: Gateways, collecting: Collecting) -> None:
+def test_invalid_traceparent_is_not_passed_on(gateway: LocalGateway, collecting: TraceCollector) -> None:
     _, log = ask(gateway, {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"})
     span, _ = span_of(collecting, log)
     assert span["traceId"] != TRACE and "parentSpanId" not in span
@@ -111,7 +111,7 @@ def test_invalid_traceparent_is_not_passed_on(gateway: Gateways, collecting: Col
     )
 
 
-def test_stream_without_a_parent_starts_a_trace(gateway: Gateways, collecting: Collecting) -> None:
+def test_stream_without_a_parent_starts_a_trace(gateway: LocalGateway, collecting: TraceCollector) -> None:
     _, log = ask(gateway, stream=True)
     span, facts = span_of(collecting, log)
     assert len(span["traceId"]) == 32 and "parentSpanId" not in span
@@ -119,13 +119,13 @@ def test_stream_without_a_parent_starts_a_trace(gateway: Gateways, collecting: C
     assert "word7" in facts["gen_ai.completion_json"]
 
 
-def test_private_payloads_are_not_exported(gateway: Gateways, collecting: Collecting) -> None:
+def test_private_payloads_are_not_exported(gateway: LocalGateway, collecting: TraceCollector) -> None:
     for header in ({"cf-aig-zdr": "true"}, {"cf-aig-collect-log-payload": "false"}):
         _, facts = span_of(collecting, ask(gateway, header)[1])
         assert not {"gen_ai.prompt_json", "gen_ai.completion_json"} & facts.keys()
 
 
-def test_failed_call_has_an_error_span(gateway: Gateways, collecting: Collecting) -> None:
+def test_failed_call_has_an_error_span(gateway: LocalGateway, collecting: TraceCollector) -> None:
     gateway.fakes["fake"].fault = "500"
     status, log = ask(gateway)
     span, facts = span_of(collecting, log)
@@ -133,7 +133,7 @@ def test_failed_call_has_an_error_span(gateway: Gateways, collecting: Collecting
     assert facts["http.response.status_code"] == status >= 500
 
 
-def test_export_is_retried_when_busy_but_not_when_refused(gateway: Gateways, collecting: Collecting) -> None:
+def test_export_is_retried_when_busy_but_not_when_refused(gateway: LocalGateway, collecting: TraceCollector) -> None:
     collecting.script = [503]
     span_of(collecting, ask(gateway)[1])
     collecting.script = [400]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gateways import TIMEOUTS, Gateways
+from local_gateway import TIMEOUTS, LocalGateway
 from routers import until
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
@@ -24,20 +24,20 @@ TEXT = "".join(f"word{i} " for i in range(8))
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     provider_settings = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
-    with Gateways(
+    with LocalGateway(
         tmp_path_factory.mktemp("socket"), ("fake",), provider_settings, authentication=True, timeouts=LONG_TIMEOUTS
     ) as made:
         yield made
 
 
-def open_socket(gateway: Gateways, path: str = "/v1/default/default/", **more: Any) -> Connection:
+def open_socket(gateway: LocalGateway, path: str = "/v1/default/default/", **more: Any) -> Connection:
     return connect(gateway.url.replace("http", "ws") + path, open_timeout=20, close_timeout=20, **more)
 
 
 @pytest.fixture
-def socket(gateway: Gateways) -> Iterator[Connection]:
+def socket(gateway: LocalGateway) -> Iterator[Connection]:
     with open_socket(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as made:
         yield made
 
@@ -62,7 +62,7 @@ def receive_all(socket: Connection) -> list[dict[str, Any]]:
     return messages
 
 
-def test_whole_reply(gateway: Gateways, socket: Connection) -> None:
+def test_whole_reply(gateway: LocalGateway, socket: Connection) -> None:
     send_request(socket, "mine")
     created, done = receive_all(socket)
     assert created["response"]["choices"][0]["message"]["content"] == TEXT
@@ -74,7 +74,7 @@ def test_whole_reply(gateway: Gateways, socket: Connection) -> None:
     assert record.event_id == "mine" and record.success and record.usage.output == 8
 
 
-def test_streamed_reply(gateway: Gateways, socket: Connection) -> None:
+def test_streamed_reply(gateway: LocalGateway, socket: Connection) -> None:
     send_request(socket, None, stream=True)
     created, *stream, done = receive_all(socket)
     assert "response" not in created and created["metadata"]["contentType"].startswith("text/event-stream")
@@ -84,7 +84,7 @@ def test_streamed_reply(gateway: Gateways, socket: Connection) -> None:
     assert {each["metadata"]["eventId"] for each in stream} == {created["metadata"]["eventId"]} != {""}
 
 
-def test_concurrent_requests(gateway: Gateways, socket: Connection) -> None:
+def test_concurrent_requests(gateway: LocalGateway, socket: Connection) -> None:
     gateway.fakes["fake"].pace = 0.02
     for i in range(8):
         send_request(socket, f"event-{i}", words=4, stream=True)
@@ -99,7 +99,7 @@ def test_concurrent_requests(gateway: Gateways, socket: Connection) -> None:
     assert order != sorted(order)  # they were served concurrently
 
 
-def test_closing_the_socket_stops_the_provider(gateway: Gateways) -> None:
+def test_closing_the_socket_stops_the_provider(gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.fault = "stall-later"
     with open_socket(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as socket:
@@ -132,7 +132,7 @@ def test_invalid_message_is_an_error_and_the_socket_stays_open(
     assert receive_all(socket)[-1]["type"] == "universal.done"
 
 
-def test_open_event_id_is_rejected(gateway: Gateways, socket: Connection) -> None:
+def test_open_event_id_is_rejected(gateway: LocalGateway, socket: Connection) -> None:
     gateway.fakes["fake"].pace = 0.05
     send_request(socket, "same", stream=True)
     assert receive(socket)["type"] == "universal.created"
@@ -144,7 +144,7 @@ def test_open_event_id_is_rejected(gateway: Gateways, socket: Connection) -> Non
     assert receive_all(socket)[-1]["type"] == "universal.done"
 
 
-def test_provider_errors(gateway: Gateways, socket: Connection) -> None:
+def test_provider_errors(gateway: LocalGateway, socket: Connection) -> None:
     gateway.fakes["fake"].fault = "500"
     send_request(socket, "bad")
     (error,) = receive_all(socket)
@@ -157,7 +157,7 @@ def test_provider_errors(gateway: Gateways, socket: Connection) -> None:
     assert gateway.record(last["metadata"]["logId"]).ended == "cut"
 
 
-def test_socket_authentication(gateway: Gateways) -> None:
+def test_socket_authentication(gateway: LocalGateway) -> None:
     with pytest.raises(InvalidStatus) as refused:
         open_socket(gateway)
     assert refused.value.response.status_code == 401 and b"requires a key" in (refused.value.response.body or b"")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from routers import get, spawn, start_router, stop, tiny_model, until
-from tracked import envelope, events_of, groups_of, name_of
+from tracked_streams import envelope, events_of, groups_of, name_of
 
 from emberline.core.freeport import free_port
 

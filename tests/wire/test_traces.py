@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from collecting import Collecting, about
-from gateways import TIMEOUTS, Gateways
+from local_gateway import TIMEOUTS, LocalGateway
 from routers import Fakes, get, spawn, start_router, stop, tiny_model, until
+from trace_collector import TraceCollector, about
 
 PARENT = "b7ad6b7169203331"
 STORY = "Once upon a time there was a cache of keys and values that everybody wanted. " * 6
@@ -27,7 +27,7 @@ class Stack:
     """A gateway before a router, before a worker that prefills and one that decodes; all tell the same collector."""
 
     def __init__(self, home: Path) -> None:
-        self.collecting = Collecting()
+        self.collecting = TraceCollector()
         traced = ("--otlp", self.collecting.url)
         self.router = start_router(home / "router.log", "--split-tokens", "32", *traced)
         model = tiny_model(home / "tiny", 1024)
@@ -38,7 +38,7 @@ class Stack:
             self.workers[name] = spawn(home / f"{name}.log", *command, *settings, "--role", name)
         process = {"otlp": self.collecting.url}
         timeouts = TIMEOUTS | {"first_byte": 20.0, "between_events": 20.0}
-        self.gateway = Gateways(home, (), self._places, process, timeouts=timeouts)
+        self.gateway = LocalGateway(home, (), self._places, process, timeouts=timeouts)
         until(lambda: len(self.rows()) == 2 and self.rows()["decode"]["paired"] == ["prefill"], 120)
         until(lambda: all(row["health"] == "ready" for row in self.rows().values()))
 

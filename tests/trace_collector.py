@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 
-class Collecting(http.server.ThreadingHTTPServer):
-    """`script`: statuses that come first; then all is taken."""
+class TraceCollector(http.server.ThreadingHTTPServer):
+    """Accepts all traces; the statuses in `script` are returned first, one per request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -20,7 +20,7 @@ class Collecting(http.server.ThreadingHTTPServer):
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """As they came, and whose."""
+        """The spans in the order of their arrival, each with the name of its service."""
         found = []
         for _, _, body in list(self.got):
             for each in body["resourceSpans"]:
@@ -30,7 +30,7 @@ class Collecting(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    server: Collecting
+    server: TraceCollector
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
@@ -48,6 +48,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def about(told: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a span, a resource or an event."""
+    """Return the attributes of a span, a resource or an event."""
     kinds = {"intValue": int, "stringValue": str, "doubleValue": float, "boolValue": bool}
     return {each["key"]: kinds[kind](value) for each in told["attributes"] for kind, value in each["value"].items()}

@@ -1,4 +1,4 @@
-"""Gated weights as the kernels have them, for tests."""
+"""Gate and up weights in the row order that the kernels expect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Rows [32g, 32g + 16) are gate rows 16g.., the next 16 the up rows of the same."""
+    """Return 16 rows of `gate`, the same 16 rows of `up`, the next 16 rows of `gate`, and so on."""
     n, k = gate.shape
     return torch.stack((gate.view(n // 16, 16, k), up.view(n // 16, 16, k)), 1).reshape(2 * n, k)

@@ -47,7 +47,7 @@ class Loop:
         self._thread.join(10)
 
 
-class Gateways:
+class LocalGateway:
     """A running gateway with fake providers.
 
     `settings` are those of the default gateway, `process` those of the process. `providers` returns the settings of all
@@ -87,7 +87,7 @@ class Gateways:
         self._server = HTTPServer(app, max_message_bytes=1 << 20)
         await self._server.start(listener)
 
-    def __enter__(self) -> Gateways:
+    def __enter__(self) -> LocalGateway:
         return self
 
     def __exit__(self, *_: object) -> None:

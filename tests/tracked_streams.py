@@ -1,4 +1,4 @@
-"""Tracked streams as tests read them, and the envelopes by which they go on elsewhere."""
+"""Parses tracked streams, and builds the requests by which a different worker continues them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Group:
 
 
 def groups_of(stream: bytes) -> list[Group]:
-    """Nothing may stand between them."""
+    """Split a stream into its token groups and check that nothing stands between them."""
     found, cached = [], None
     while stream:
         line, _, stream = stream.partition(b"\n\n")
@@ -39,7 +39,7 @@ def events_of(groups: Sequence[Group]) -> bytes:
 
 
 def name_of(events: bytes) -> tuple[str, int | None]:
-    """The reply's id and time, as its first event tells them."""
+    """Return the id and the creation time in the first event of a reply."""
     data = next(line for line in events.splitlines() if line.startswith(b"data: "))
     told = json.loads(data.removeprefix(b"data: "))
     inner = told.get("message") or told.get("response") or told

@@ -22,8 +22,8 @@ HOST = "host"
 Progress = dict[str, int]  # for each stream, how many of its operations are known to be complete
 
 
-class RacingEvent:
-    def __init__(self, device: Racing, progress: Progress) -> None:
+class TrackedEvent:
+    def __init__(self, device: RaceDetector, progress: Progress) -> None:
         self.device, self.progress = device, progress
 
     def wait(self) -> None:
@@ -33,8 +33,8 @@ class RacingEvent:
         return 1e-3
 
 
-class RacingLane(HostStream):
-    def __init__(self, device: Racing, name: str) -> None:
+class TrackedStream(HostStream):
+    def __init__(self, device: RaceDetector, name: str) -> None:
         self.device, self.name = device, name
 
     @contextlib.contextmanager
@@ -44,14 +44,14 @@ class RacingLane(HostStream):
         self.device.at_work = before
 
     def record_event(self) -> DeviceEvent:
-        return RacingEvent(self.device, dict(self.device.pasts[self.name]))
+        return TrackedEvent(self.device, dict(self.device.pasts[self.name]))
 
     def wait_event(self, event: DeviceEvent) -> None:
-        assert isinstance(event, RacingEvent)
+        assert isinstance(event, TrackedEvent)
         self.device.learn(self.name, event.progress)
 
 
-class Racing(TorchDispatchMode):
+class RaceDetector(TorchDispatchMode):
     """A context manager: operations inside it are checked."""
 
     def __init__(self, *, pins: bool = True) -> None:
@@ -68,7 +68,7 @@ class Racing(TorchDispatchMode):
         self._written: dict[int, tuple[str, int]] = {}
         self._read: defaultdict[int, Progress] = defaultdict(dict)
         self._num_streams = 0
-        self.step_stream: DeviceStream = RacingLane(self, "steps")
+        self.step_stream: DeviceStream = TrackedStream(self, "steps")
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,7 +92,7 @@ class Racing(TorchDispatchMode):
 
     def new_stream(self) -> DeviceStream:
         self._num_streams += 1
-        return RacingLane(self, f"stream {self._num_streams}")
+        return TrackedStream(self, f"stream {self._num_streams}")
 
     def split(self, number: int) -> tuple[DeviceStream, DeviceStream]:
         return self.new_stream(), self.new_stream()

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their hash, so that a wrong one shows."""
+"""KV blocks whose content is derived from their hash, so that tests notice a wrong block."""
 
 from __future__ import annotations
 
