@@ -1,4 +1,4 @@
-"""CompletionClient sends completions to any OpenAI-compatible URL and records when each event arrived at the client."""
+"""CompletionClient: sends completion requests to any OpenAI-compatible URL and records when each event arrives."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ class UnweightKVCodec:
     def encode(self, data: memoryview, out: memoryview) -> int:
         count, remainder = divmod(len(data), self._element_bytes)
         assert not remainder and len(out) >= self.max_encoded_bytes(len(data)) and not out.readonly
-        return int(self._library.ember_kv_pack(_address_of(data), count, self._element_bytes, _address_of(out)))
+        return int(self._library.ember_kv_pack(address_of(data), count, self._element_bytes, address_of(out)))
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
         count, remainder = divmod(len(out), self._element_bytes)
         assert not remainder and not out.readonly
         return not self._library.ember_kv_unpack(
-            _address_of(data), len(data), count, self._element_bytes, _address_of(out)
+            address_of(data), len(data), count, self._element_bytes, address_of(out)
         )
 
 
@@ -87,5 +87,5 @@ def select_kv_codec(choice: str, library: ctypes.CDLL | None, dtype: str) -> KVC
     return None
 
 
-def _address_of(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data

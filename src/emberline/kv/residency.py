@@ -27,15 +27,15 @@ class ResidencySampler:
         self._idle_at[block] = self._clock.now()
 
     def record_reuse(self, block: int) -> None:
-        self._add_sample("reuse_gap", self._idle_at[block])
+        self._add_duration_sample("reuse_gap", self._idle_at[block])
 
     def record_eviction(self, block: int) -> None:
-        self._add_sample("idle_before_evict", self._idle_at[block])
-        self._add_sample("lifetime", self._filled_at[block])
+        self._add_duration_sample("idle_before_evict", self._idle_at[block])
+        self._add_duration_sample("lifetime", self._filled_at[block])
 
     def record_free(self, block: int) -> None:
-        self._add_sample("lifetime", self._filled_at[block])
+        self._add_duration_sample("lifetime", self._filled_at[block])
 
-    def _add_sample(self, kind: str, since: float) -> None:
+    def _add_duration_sample(self, kind: str, started_at: float) -> None:
         if len(self._samples) < MAX_SAMPLES:
-            self._samples.append((kind, self._clock.now() - since))
+            self._samples.append((kind, self._clock.now() - started_at))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
+from emberline.bench.gpu.timing import bind_arguments, count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.cuda import nvrtc, wide
 from emberline.kernels.cuda.linear import (
@@ -177,7 +177,7 @@ def _describe_wide_plan(plan: wide.WidePlan) -> str:
 def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], packed: list[UW12Weight], m: int) -> None:
     n, k = weights[0].n, weights[0].k
     x = _random_matrix(m, k)
-    cublas = time_graph_replay([_bind_arguments(F.linear, x, weight.data) for weight in weights])
+    cublas = time_graph_replay([bind_arguments(F.linear, x, weight.data) for weight in weights])
     ours, alone = _time_our_linear(weights, m), _time_our_linear(weights, m, pdl=False)
     report.add(name, ours, "us", peer=cublas, limit=_memory_limit_us(m, n, k))
     report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_memory_limit_us(m, n, k))
@@ -352,10 +352,6 @@ def _heavy_tailed_matrix(n: int, k: int) -> Tensor:
 
 def _random_matrix(rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
-
-
-def _bind_arguments(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
-    return lambda: function(*arguments)
 
 
 def _memory_limit_us(m: int, n: int, k: int, packed: UW12Weight | None = None) -> float:

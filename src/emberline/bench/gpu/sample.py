@@ -5,12 +5,12 @@ The logits are read from GPU memory, as in a step whose logits do not fit into t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
+from emberline.bench.gpu.timing import bind_arguments, count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.cuda.sample import apply_penalties, count_tokens, log_probs, sample
 
@@ -24,7 +24,7 @@ LIKELY_TOKENS, LIKELY_LOGIT_RANGE = (
     12.0,
 )  # 400 tokens get up to 12.0 added to their logit, similar to a model's output
 
-Calls = list[Callable[[], object]]
+Calls = Sequence[Callable[[], object]]
 
 
 def measure(report: BenchReport) -> None:
@@ -32,8 +32,8 @@ def measure(report: BenchReport) -> None:
         copies = min(MAX_COPIES, count_input_sets(4 * rows * VOCAB))
         inputs = [_random_logits(rows) for _ in range(copies)]
         limit = 4 * rows * VOCAB / BYTES_PER_US
-        greedy = _sample_calls(inputs, 0.0), [_bind_arguments(torch.argmax, x, -1) for x in inputs]
-        top = _sample_calls(inputs, 1.0, TOP_K, TOP_P), [_bind_arguments(_sample_by_sorting, x) for x in inputs]
+        greedy = _sample_calls(inputs, 0.0), [bind_arguments(torch.argmax, x, -1) for x in inputs]
+        top = _sample_calls(inputs, 1.0, TOP_K, TOP_P), [bind_arguments(_sample_by_sorting, x) for x in inputs]
         _add_comparison(report, f"sample_greedy_{rows}", *greedy, limit)
         _add_comparison(report, f"sample_top_{rows}", *top, limit)
         for name, settings in {"top_p": (1.0, 0, TOP_P), "plain": (1.0, 0, 1.0), "hot": (20.0, 0, 1.0)}.items():
@@ -65,7 +65,7 @@ def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_
         position,
     )
     out = filled_tensor(0, torch.int64)
-    return [_bind_arguments(sample, logits, *settings, out) for logits in inputs]
+    return [bind_arguments(sample, logits, *settings, out) for logits in inputs]
 
 
 def _log_prob_calls(inputs: list[Tensor]) -> Calls:
@@ -86,7 +86,7 @@ def _penalty_calls(inputs: list[Tensor]) -> Calls:
         apply_penalties(logits, rows, rows, settings, counts)
         count_tokens(counts, rows, rows, tokens)
 
-    return [_bind_arguments(penalize_and_count, x) for x in inputs]
+    return [bind_arguments(penalize_and_count, x) for x in inputs]
 
 
 def _sample_by_sorting(logits: Tensor) -> Tensor:
@@ -100,10 +100,6 @@ def _sample_by_sorting(logits: Tensor) -> Tensor:
     p = p.masked_fill(p.cumsum(-1) - p >= TOP_P, 0)
     drawn = p.div_(torch.empty_like(p).exponential_()).argmax(-1, keepdim=True)
     return ids.gather(1, drawn)
-
-
-def _bind_arguments(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    return lambda: function(*arguments)
 
 
 def _random_logits(rows: int) -> Tensor:

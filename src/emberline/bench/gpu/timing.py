@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 ROTATED_INPUT_BYTES = 400 << 20  # other inputs between two uses of one: several times the size of any L2
 REPLAYS = 11
@@ -48,3 +51,7 @@ def _time_on_gpu_us(work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e3
+
+
+def bind_arguments(function: Callable[..., T], *arguments: object, **options: object) -> Callable[[], T]:
+    return lambda: function(*arguments, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import product
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.bench.gpu.linear import SHAPES
-from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
+from emberline.bench.gpu.timing import bind_arguments, count_input_sets, time_graph_replay
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import nvrtc, wide
 from emberline.kernels.cuda.driver import CudaDriverError
@@ -66,8 +66,8 @@ def sweep_shape(
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     labels = {"shape": shape_name, "m": m, "packed": packed}
-    cublas = time_graph_replay([_bind_arguments(F.linear, x, weight.data) for weight in plain_weights])
-    ours = time_graph_replay([_bind_arguments(wide.linear, x, weight, out=out) for weight in plain_weights])
+    cublas = time_graph_replay([bind_arguments(F.linear, x, weight.data) for weight in plain_weights])
+    ours = time_graph_replay([bind_arguments(wide.linear, x, weight, out=out) for weight in plain_weights])
     read = (
         candidate_weights[0].nbytes
         if isinstance(candidate_weights[0], UW12Weight)
@@ -81,17 +81,17 @@ def sweep_shape(
             break
         try:
             tried[plan] = time_graph_replay(
-                [_bind_arguments(wide.linear, x, weight, out=out, plan=plan) for weight in candidate_weights], replays=5
+                [bind_arguments(wide.linear, x, weight, out=out, plan=plan) for weight in candidate_weights], replays=5
             )
             _print_json_line(labels, plan=asdict(plan), us=tried[plan])
         except CudaDriverError as error:  # clusters of this size may not fit
             _print_json_line(labels, plan=asdict(plan), refused=str(error))
     best = min((plan for plan in tried if plan in known), key=lambda plan: tried[plan])
     fastest_us = time_graph_replay(
-        [_bind_arguments(wide.linear, x, weight, out=out, plan=best) for weight in candidate_weights]
+        [bind_arguments(wide.linear, x, weight, out=out, plan=best) for weight in candidate_weights]
     )
     alone = time_graph_replay(
-        [_bind_arguments(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in candidate_weights]
+        [bind_arguments(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in candidate_weights]
     )
     speedup = cublas / fastest_us
     _print_json_line(
@@ -124,9 +124,9 @@ def compare_with_epilogue(
         return F.linear(x, weight) if name == "qkv" else out.addmm_(x, weight.t())
 
     ours = time_graph_replay(
-        [_bind_arguments(wide.linear, x, weight, out=out, plan=plan, **options) for weight in candidate_weights]
+        [bind_arguments(wide.linear, x, weight, out=out, plan=plan, **options) for weight in candidate_weights]
     )
-    cublas = time_graph_replay([_bind_arguments(run_cublas, weight.data) for weight in plain_weights])
+    cublas = time_graph_replay([bind_arguments(run_cublas, weight.data) for weight in plain_weights])
     _print_json_line(labels, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
     return cublas / ours
 
@@ -176,10 +176,6 @@ def compile_all_variants() -> None:
     """Compile all variants of the kernel in parallel threads; the compiler releases the GIL."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), wide.VARIANTS))
-
-
-def _bind_arguments(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
-    return lambda: function(*arguments, **options)
 
 
 def _print_json_line(labels: dict[str, object], **values: object) -> None:

@@ -24,8 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from queue import Empty, SimpleQueue
 
-import numpy as np
-
+from emberline.kv.codec import address_of
 from emberline.kv.confine import LOOPBACK, ListenerExposed, confine_new_listeners
 from emberline.kv.mooncake import MooncakeMissing, new_engine
 from emberline.kv.transfer.base import PieceFetch
@@ -128,24 +127,24 @@ class MooncakeEngine:
         ] = {}  # by address; keeps the memory alive while the engine may access it
 
     def register_memory(self, view: memoryview) -> None:
-        if self._engine.register_memory(_address(view), len(view)) != 0:
+        if self._engine.register_memory(address_of(view), len(view)) != 0:
             raise PeerUnreachable(
                 f"Mooncake cannot register {len(view)} bytes of memory",
                 hint="raise the limit of locked memory (ulimit -l)",
             )
-        self._registered[_address(view)] = view
+        self._registered[address_of(view)] = view
 
     def unregister_memory(self, view: memoryview) -> None:
         """Withdraw the memory from the engine, so that peers can no longer access it."""
-        if self._engine.unregister_memory(_address(view)) == 0:
-            del self._registered[_address(view)]
+        if self._engine.unregister_memory(address_of(view)) == 0:
+            del self._registered[address_of(view)]
 
     def read_remote_memory(self, peer_session: str, buffer: memoryview, ranges: Sequence[MemoryRange]) -> bool:
         """Read ranges of the peer's memory into the buffer, one after the other. Return whether the read succeeded.
 
         A read may take up to 30 s.
         """
-        position, targets = _address(buffer), []
+        position, targets = address_of(buffer), []
         for _, length in ranges:
             targets.append(position)
             position += length
@@ -172,7 +171,7 @@ class MooncakeServer(TransferServer):
 
     def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
         region = self._region
-        body = {"session": self._engine.session, "bases": [*map(_address, region.parts)], "blocks": region.blocks}
+        body = {"session": self._engine.session, "bases": [*map(address_of, region.parts)], "blocks": region.blocks}
         channel.send_json(MessageKind.OKAY, transfer_id, body, time.monotonic() + self._io_timeout_s)
 
 
@@ -341,7 +340,3 @@ class MooncakeTransport:
     def connect(self, peer: Peer, deadline: float) -> MooncakeLink:
         dial = tcp_connector(peer.endpoints["mooncake"])
         return MooncakeLink(peer, self._layout, dial, self._options, self._engine, deadline)
-
-
-def _address(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data
