@@ -34,17 +34,17 @@ class KernelBinary:
     symbols: dict[str, str]  # from the kernel as callers write it, `decode<128, 4>`, to its mangled name
 
 
-def compile_kernels(file: str, kernels: Sequence[str]) -> KernelBinary:
+def compile_kernels(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
     """Compile kernels of a file in SOURCE_DIR; `kernels` are names or template instances."""
-    return _compile(_library(), read_source(file), file, kernels)
+    return _compile(_library(), read_source(file), file, kernels, options)
 
 
-def compile_cached(file: str, kernels: Sequence[str]) -> KernelBinary:
-    """Return the kernels from the cache on disk; compile them if sources or compiler changed."""
-    parts = [read_source(file), *COMPILER_OPTIONS, *kernels, compiler_version()]
+def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
+    """Return the kernels from the cache on disk, or compile them if the sources or the compiler changed."""
+    parts = [read_source(file), *options, *kernels, compiler_version()]
     cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
     if (binary := _read(cache_file)) is None:
-        binary = compile_kernels(file, kernels)
+        binary = compile_kernels(file, kernels, options)
         head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = cache_file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
@@ -71,13 +71,13 @@ def compiler_version() -> str:
 
 
 def digest_sources() -> str:
-    """Return a digest that changes with any kernel source, the options or the compiler's version."""
+    """Return a digest of all kernel sources, the compiler options and the compiler's version."""
     texts = [path.read_text() for path in sorted(SOURCE_DIR.glob("*.cu*"))]
     return hashlib.sha256(chr(0).join([*texts, *COMPILER_OPTIONS, compiler_version()]).encode()).hexdigest()
 
 
 def read_source(file: str) -> str:
-    """Return the source text of a file with its includes."""
+    """Return the source text of a file, with the files that it includes inserted."""
     return _read_with_includes(SOURCE_DIR / file)
 
 
@@ -90,15 +90,17 @@ def _read_with_includes(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _compile(library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str]) -> KernelBinary:
+def _compile(
+    library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str], options: Sequence[str]
+) -> KernelBinary:
     program = ctypes.c_void_p()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
     try:
         for kernel in kernels:
             _check(library, library.nvrtcAddNameExpression(program, kernel.encode()))
-        flags = (ctypes.c_char_p * len(COMPILER_OPTIONS))(*(option.encode() for option in COMPILER_OPTIONS))
-        if library.nvrtcCompileProgram(program, len(COMPILER_OPTIONS), flags):
-            raise KernelCompileError(f"{name}: {_log(library, program)}")
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), flags):
+            raise KernelCompileError(f"compiling {name} failed: {_log(library, program)}")
         symbols = {}
         for kernel in kernels:
             lowered = ctypes.c_char_p()
@@ -123,7 +125,9 @@ def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 
 def _check(library: ctypes.CDLL, status: int) -> None:
     if status:
-        raise KernelCompileError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
+        raise KernelCompileError(
+            f"a call of the CUDA compiler NVRTC failed: {library.nvrtcGetErrorString(status).decode()}"
+        )
 
 
 @cache
@@ -142,7 +146,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _candidates() -> list[str]:
-    """Return the paths where libnvrtc may be: packages of this Python first, then the system."""
+    """Return the paths where libnvrtc may be, packages of this Python first and then the system."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (found.submodule_search_locations or [])] if found else []
     packaged = [str(file) for root in roots for file in sorted(root.glob("*/lib/libnvrtc.so.*"))]
