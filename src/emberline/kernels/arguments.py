@@ -1,4 +1,4 @@
-"""Argument structs of the ops: weights of one layer, and tensors of one step that several ops read."""
+"""Argument structs of the ops: the parameters of one layer, and the tensors of one step that several ops read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""AttentionPlan: how a step's attention is split into work for a GPU.
+"""AttentionPlan: how the attention of one step is split into work for a GPU.
 
-The host makes it, since it has all lengths.
+The host makes the plan, because it knows the length of every row without waiting for the GPU.
 
-Rows [0, decode_rows) have one token each and are split along their keys. The others are chunks of prompts (prefill) and
-are split along their queries into tiles. On a CPU the kernels split the work themselves, and the plan is empty.
+Rows [0, decode_rows) have one new token each; their work is split along the cached keys. The remaining rows are chunks
+of prompts (prefill); their work is split along the queries, into tiles. On a CPU the plan is empty, because the CPU
+kernels split the work themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PREFILL_TIME_SHARE, DECODE_SLOWDOWN = 0.58, 0.65
 
 @dataclass(slots=True)
 class CacheTensorMaps:
-    """TMA tensor maps of one runner's KV cache, by the address of a layer's keys."""
+    """TMA tensor maps (copy descriptors) of one runner's KV cache, by the address of a layer's keys."""
 
     decode: dict[int, decode.DecodeCache] = field(default_factory=dict)
     prefill: dict[int, prefill.PrefillCache] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class CacheTensorMaps:
 
 @dataclass(frozen=True, slots=True)
 class WidenedBlocks:
-    """bf16 copies of the float8 KV blocks of prefill rows, one layer at a time."""
+    """Memory for bf16 copies of float8 KV blocks. Each layer overwrites the copies of the layer before it."""
 
     keys: Tensor  # [blocks, heads, size, dim]
     values: Tensor
@@ -70,11 +71,11 @@ class AttentionPlan:
     tensor_maps: CacheTensorMaps = field(default_factory=CacheTensorMaps)
 
     def for_last_layer(self) -> AttentionPlan:
-        """Return the plan for the last layer, after which only queries whose logits are needed matter."""
+        """Return the plan for the last layer, which computes only the queries whose logits are needed."""
         return self if self.logit_tiles is None else replace(self, prefill_tiles=self.logit_tiles)
 
     def with_block_tables(self) -> AttentionPlan:
-        """Return the plan with the block tables of widened copies, computed on the device once per step."""
+        """Return this plan with the block tables of the bf16 copies, which the device computes once per step."""
         return self if self.widened is None else replace(self, widened=self.widened.with_tables())
 
 
@@ -88,10 +89,11 @@ class AttentionPlanner:
         *,
         max_widened_blocks: int = 0,
     ) -> None:
-        """Prepare plans for steps of at most `max_rows` rows.
+        """Prepare to plan steps of at most `max_rows` rows.
 
-        `heads`: query heads, KV heads, head size. `keys`: the key cache. `dtype`: of activations.
-        `max_widened_blocks`: float8 blocks of all prefill rows of a step that can be copied as bf16.
+        `heads` are the numbers of query heads and of KV heads, and the head size. `keys` is the key cache of all
+        layers. `dtype` is that of the activations. `max_widened_blocks` is how many float8 blocks of prefill rows can
+        be copied as bf16 in one step.
         """
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
@@ -116,13 +118,14 @@ class AttentionPlanner:
 
     @property
     def has_static_shapes(self) -> bool:
-        """Whether plans can have shapes that do not depend on the lengths, as a CUDA graph needs."""
+        """Whether the tensors of plans can have shapes that do not depend on row lengths, as CUDA graphs require."""
         return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
 
     def can_widen(self, lengths: Iterable[int]) -> bool:
-        """Return whether prefill rows of so many keys can be copied as bf16, if the cache needs it.
+        """Return whether bf16 copies of all blocks of prefill rows with these lengths fit into memory.
 
-        If not, some rows go to the slower Triton kernel, and the plan has other tensors.
+        The result is True if the cache needs no such copies. If it is False, the slower Triton kernel computes some
+        rows, and the plan contains tensors for that kernel.
         """
         if self._widened is None:
             return True
@@ -140,9 +143,9 @@ class AttentionPlanner:
     ) -> AttentionPlan:
         """Return the plan of a step.
 
-        `context`: keys before each row's first new token. `counts`: new tokens of each row. `to_device` copies an array
-        to the device. Tensors for decode rows have shapes that depend on `decode_rows` only; prefill tiles are padded
-        to `min_tiles`. `logit_tokens`: the tokens whose logits are needed, in ascending order.
+        `context` is the number of cached keys of each row, and `counts` its number of new tokens. `to_device` copies an
+        array to the device. The shapes of tensors for decode rows depend only on `decode_rows`. Prefill tiles are
+        padded to `min_tiles`. `logit_tokens` are the ascending indices of the new tokens whose logits are needed.
         """
         plan = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
         if self._device.type != "cuda":
@@ -201,7 +204,7 @@ class AttentionPlanner:
         return replace(memory, sources=to_device(sources), count=to_device(count), first_blocks=to_device(first_blocks))
 
     def forget_caches(self) -> None:
-        """Drop the tensor maps, since the caches may be at other addresses in the next step."""
+        """Drop the tensor maps, because the KV cache may be at a different address in the next step."""
         self._maps.decode.clear()
         self._maps.prefill.clear()
 
@@ -212,7 +215,7 @@ class AttentionPlanner:
         return kept if widened is None else [*kept, widened.keys, widened.values]  # without the small block_numbers
 
     def max_plan_bytes(self, rows: int, tokens: int) -> int:
-        """Return the most bytes that `plan` copies to the device for a step of so many rows and tokens."""
+        """Return the largest number of bytes that `plan` can copy to the device for a step of this size."""
         if self._device.type != "cuda":
             return 0
         from emberline.kernels import worklist
@@ -241,11 +244,11 @@ class AttentionPlanner:
 def choose_prefill_sms(
     tiles: np.ndarray, context: np.ndarray, counts: np.ndarray, heads: tuple[int, int, int], decode_bytes: int, sms: int
 ) -> int:
-    """Return the number of SMs for prefill tiles while decode reads `decode_bytes` of keys and values.
+    """Return the number of SMs for prefill while decode reads `decode_bytes` of keys and values.
 
-    All SMs, if one tile takes longer than that read. Otherwise so many that prefill ends when most of the read is done.
-    Then both overlap most of the time: decode is bound by memory and prefill by arithmetic, though they share the
-    bandwidth of the L2.
+    The result is all SMs if one prefill tile takes longer than that read. Otherwise it is chosen so that prefill ends
+    when most of the read is done. Prefill and decode then overlap most of the time: decode is limited by memory
+    bandwidth and prefill by arithmetic, although they share the bandwidth of the L2 cache.
     """
     if not len(tiles):
         return sms
@@ -271,7 +274,7 @@ def _shift_rows(tiles: np.ndarray, rows: int) -> np.ndarray:
 
 
 def select_tiles_with_tokens(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the tiles that hold one of `tokens`: sorted indices over the new tokens of all rows."""
+    """Return the tiles that contain any of `tokens`, which are sorted indices over the new tokens of all rows."""
     ends = np.cumsum(counts)[tiles[:, 0]]
     begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
     has_token = np.searchsorted(tokens, np.minimum(begins + PREFILL_TILE_QUERIES, ends)) > np.searchsorted(
@@ -282,7 +285,7 @@ def select_tiles_with_tokens(tiles: np.ndarray, counts: np.ndarray, tokens: np.n
 
 
 def max_prefill_tiles(tokens: int, rows: int) -> int:
-    """Return the most prefill tiles that chunks of so many tokens in total can have."""
+    """Return the largest number of prefill tiles that `rows` chunks of `tokens` tokens in total can have."""
     return tokens // PREFILL_TILE_QUERIES + rows
 
 

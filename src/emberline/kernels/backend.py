@@ -1,4 +1,4 @@
-"""The choice of a backend, made once per process: one backend for tensors in host memory and one for tensors on a GPU.
+"""Chooses the backends of a process, once: one for tensors in host memory and one for tensors on a GPU.
 
 As in torch, the native library and its thread pool are global to the process. `start_backend` sets them up; otherwise
 the first op does so with defaults. A forked child has no pool threads, so worker processes must be started by spawn.
@@ -64,7 +64,7 @@ def set_threads(threads: int) -> None:
 
 
 def mark_progress() -> None:
-    """Record that part of a forward pass was computed, for ops that no native kernel counts."""
+    """Increase `progress_count` after part of a forward pass. Native kernels increase it by themselves."""
     global _progress_marks
     _progress_marks += 1
 

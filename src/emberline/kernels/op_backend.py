@@ -109,7 +109,7 @@ class OpBackend(ABC):
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         """Return one sampled id per row, which depends on that row, its seed and its token's position only.
 
-        May overwrite the logits.
+        The logits may be overwritten.
         """
 
     @abstractmethod
@@ -122,7 +122,8 @@ class OpBackend(ABC):
 
     @abstractmethod
     def edit_logits(self, logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-        """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i].
+        """Divide logits[rows[i], ids[i]] by divide[i] if the logit is positive, else multiply it by divide[i]; add
+        add[i].
 
         Each (row, id) may occur only once.
         """

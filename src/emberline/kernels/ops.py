@@ -148,7 +148,7 @@ def run_mixture(x: Tensor, mixture: Mixture) -> Tensor:
 def sample_with_seed(logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
     """Return one sampled id per row, which depends on that row, its seed and its token's position only.
 
-    May overwrite the logits.
+    The logits may be overwritten.
     """
     return backend_of(logits).sample_with_seed(logits, settings, seed, position)
 
@@ -164,7 +164,7 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i].
+    """Divide logits[rows[i], ids[i]] by divide[i] if the logit is positive, else multiply it by divide[i]; add add[i].
 
     Each (row, id) may occur only once.
     """

@@ -130,12 +130,13 @@ class ReferenceBackend(OpBackend):
     def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:
         """Return one sampled id per row, which depends on that row only.
 
-        Overwrites `logits`: call log_probs before.
+        This overwrites `logits`, so `log_probs` must be called before.
 
-        Temperature 0 selects the largest logit, the lowest id among equals. Otherwise tokens are ordered by
-        (probability descending, id ascending). Top-k keeps a prefix of them, top-p the smallest prefix whose share of
-        what top-k kept reaches p, and min-p those at least min_p times as probable as the first. `uniform` in [0, 1)
-        then selects by inverse CDF.
+        Temperature 0 selects the largest logit, and of equal logits the one with the lowest id. Otherwise tokens are
+        ordered by descending probability, and equal ones by ascending id. Top-k keeps the first k tokens. Top-p keeps
+        the shortest prefix with at least the share p of the probability that top-k kept. Min-p keeps tokens that are at
+        least min_p times as probable as the first token. `uniform`, one number in [0, 1) per row, then selects a kept
+        token by inverse CDF.
         """
         return torch.stack([_sample_row(*row) for row in zip(logits, *settings, uniform, strict=True)])
 
@@ -209,7 +210,10 @@ def _sample_row(
 
 
 def _hidden_keys(before: int, length: int, window: int) -> Tensor:
-    """Return which keys [0, length) each query of a position in [before, length) must not attend to."""
+    """Return a mask [queries, keys] that is True where a query must not attend to a key.
+
+    The queries are the last ones: they have the positions [before, length).
+    """
     key, position = torch.arange(length), torch.arange(before, length)[:, None]
     return (key > position) | ((key <= position - window) if window else torch.tensor(False))
 

@@ -1,9 +1,9 @@
 """tune_products: finds the fastest algorithms for large matrix products and caches them on disk.
 
-Measured are the algorithms that cuBLAS proposes. For gate-and-up weights our own GEMM, with silu(gate) * up fused in,
-is compared with each of them followed by a kernel for silu(gate) * up. Weights rotate so that they never come from the
-L2 cache. Another choice than cuBLAS's first proposal must be faster by MIN_SPEEDUP, so that noise does not decide.
-Tuning is optional: a product whose tuning fails is computed by torch.
+It measures the algorithms that cuBLAS proposes. For gate-and-up weights it compares our own GEMM kernel, which also
+computes silu(gate) * up, with each proposal followed by a kernel for silu(gate) * up. The weights alternate, so that
+they are never read from the L2 cache. A choice other than cuBLAS's first proposal must be faster by the factor
+MIN_SPEEDUP, so that noise does not decide. Tuning is optional: a product whose tuning fails is computed by torch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ ProductCall = Callable[[Tensor], object]  # computes the product with the given 
 
 
 def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int]) -> float:
-    """Measure the products of these weights with `row_counts` rows, unless cached, and use the results.
+    """Measure the products of these weights with `row_counts` rows, unless cached, and use the fastest algorithms.
 
-    `hidden`: the width of the residual stream. Returns the seconds this took.
+    `hidden` is the width of the residual stream. Returns the seconds that this took.
     """
     began = time.perf_counter()
     if cublas.is_available():
@@ -61,7 +61,9 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
             try:
                 _save(cache_file, found)
             except OSError as error:
-                log.warning("tuned products could not be saved, they are measured again at each start: error=%s", error)
+                log.warning(
+                    "cannot save the tuned matrix products, the next start measures them again: error=%s", error
+                )
             log.info("tuned matrix products: count=%d seconds=%.1f", len(measured), time.perf_counter() - began)
         cublas.choices.update(found)
     return time.perf_counter() - began
@@ -73,7 +75,7 @@ def _shape(weight: PackedWeight, hidden: int) -> MatmulProblem:
 
 
 def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
-    """Return the fastest choice of each problem that fits into free memory and does not fail."""
+    """Return the fastest choice for each problem. Problems that fail or do not fit into free memory are left out."""
     found: TunedChoices = {}
     for n, k in {(problem.n, problem.k) for problem in problems}:
         count = max(2, -(-ROTATED_WEIGHT_BYTES // (2 * n * k)))
@@ -87,7 +89,9 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
                 weights = weights or [_random(n, k, WEIGHT_STD) for _ in range(count)]
                 found[problem] = _find_fastest(problem, weights)
             except (CublasError, CudaDriverError, torch.OutOfMemoryError) as error:
-                log.warning("matrix product could not be tuned, torch computes it: product=%s error=%s", problem, error)
+                log.warning(
+                    "cannot tune a matrix product, torch computes it instead: product=%s error=%s", problem, error
+                )
         del weights
         torch.cuda.empty_cache()
     return found
@@ -129,7 +133,7 @@ def _call_then_silu(call: ProductCall, out: Tensor, narrow: Tensor, group: int, 
 
 
 def _time_calls(calls: Sequence[ProductCall], weights: Sequence[Tensor]) -> list[float]:
-    """Return the least milliseconds of each call over all weights.
+    """Return, for each call, the shortest time in milliseconds in which it was made once with every weight.
 
     Everything is queued before the first wait, so that the device never waits for the host.
     """

@@ -31,7 +31,7 @@ WORD_MASK = 0xFFFFFFFF
 
 
 def reference_pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if the shape is unsupported or it needs `max_bits` or more."""
+    """Return the packed weight, or None if the shape is unsupported or it would need `max_bits` or more per element."""
     n, k = weight.shape
     if not can_be_packed(n, k):
         return None
@@ -72,7 +72,7 @@ def reference_bases(weight: Tensor) -> Tensor:
 
 
 def reference_decode(low0: Tensor, low1: Tensor, high: Tensor, scale: Tensor, scale8: Tensor) -> Tensor:
-    """Decode one lane's words into a fragment's four registers, with the kernel's instructions."""
+    """Decode one lane's packed words into the four registers of an MMA fragment, with the kernel's instructions."""
     first, second = high & SIGN_EXPONENT_MASK, _rotate_left(high, 4) & SIGN_EXPONENT_MASK
     return torch.stack(
         (
@@ -86,7 +86,7 @@ def reference_decode(low0: Tensor, low1: Tensor, high: Tensor, scale: Tensor, sc
 
 
 def _encode(bits: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights' codes, and a mask of those that are escapes."""
+    """Return the code of each weight, and a mask of the escapes (weights that have no code)."""
     above = (bits >> 7 & 0xFF) - bases[:, None]
     zero = bits & 0x7FFF == 0
     inside = (above >= 1) & (above <= EXPONENT_WINDOW)

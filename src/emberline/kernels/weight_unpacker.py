@@ -1,7 +1,7 @@
-"""WeightUnpacker: unpacks uw12 weights for cuBLAS, the next matrix while a product runs.
+"""WeightUnpacker: unpacks uw12 weights (12 bits per weight) for cuBLAS, one matrix ahead of the running product.
 
-Two buffers alternate. A stream of its own writes the rows as soon as the product that read the buffer before has ended;
-a product waits only for its own rows:
+Two buffers, A and B, alternate. A separate CUDA stream writes a buffer as soon as the product that read it has ended. A
+product waits only for its own buffer:
 
     computing   product 0 (A)     product 1 (B)     product 2 (A)
     unpacking   1 into B          2 into A          3 into B
@@ -45,8 +45,8 @@ class _Buffer:
 class WeightUnpacker:
     """Unpacks the weights of one computing stream.
 
-    Within a step, events order unpacking and products. From step to step the computing stream's own order does, so that
-    a step can be captured into a CUDA graph.
+    Within a step, CUDA events order unpacking and products. Between steps, the order of the computing stream does, so
+    that a step can be captured into a CUDA graph.
     """
 
     def __init__(
@@ -57,11 +57,10 @@ class WeightUnpacker:
         unpacking: UnpackStream,
         unpack: UnpackFunction | None = None,
     ) -> None:
-        """Prepare for `weights`, in the order of their use.
+        """Prepare to unpack `weights`, which are listed in the order of their use.
 
-        The first `shared_rows_count` of them multiply the same x.
-
-        A buffer holds the largest of them. Buffers are allocated on first use.
+        The first `shared_rows_count` weights multiply all rows of a step, so that each can be unpacked during the
+        product of the weight before it. A buffer holds the largest weight. Buffers are allocated on first use.
         """
         self._next_weights = dict(pairwise(weights[:shared_rows_count]))
         self._max_elements = max(weight.n * weight.k for weight in weights)
@@ -69,13 +68,13 @@ class WeightUnpacker:
         self._buffers: list[_Buffer] = []
 
     def begin_step(self) -> WeightUnpacker:
-        """Reset the buffers at the beginning of a step, captured or not, and return self."""
+        """Reset the buffers at the beginning of each step, whether it is captured or not, and return self."""
         for buffer in self._buffers:
             buffer.read_event = buffer.weight_held = buffer.written_event = None
         return self
 
     def release(self) -> None:
-        """Free the buffers; only between steps."""
+        """Free the buffers. This is allowed only between steps."""
         self._buffers.clear()
 
     def next_weight(self, weight: PackedWeight) -> PackedWeight | None:
@@ -83,9 +82,9 @@ class WeightUnpacker:
 
     @contextmanager
     def unpacked_rows(self, weight: PackedWeight, next_weight: PackedWeight | None = None) -> Iterator[Tensor]:
-        """Give `weight` as bf16 [n, k] for one product that is launched inside the block.
+        """Yield `weight` as bf16 [n, k] for one product that is launched inside the `with` block.
 
-        Unpacking of `next_weight` starts at once, beside that product.
+        When the block ends, unpacking of `next_weight` starts and runs beside that product.
         """
         filled = next((buffer for buffer in self._buffers if buffer.weight_held is weight), None)
         buffer = filled or self._start_unpacking(weight)

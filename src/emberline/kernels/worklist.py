@@ -1,9 +1,10 @@
-"""plan_work: splits the keys of decode rows into work items for a GPU, on the host, in every step.
+"""plan_work: splits the attention of decode rows into work items for a GPU, on the host, in every step.
 
-A row's keys are cut at multiples of TILE_KEYS into parts whose sizes differ by at most one tile and do not exceed the
-part size of the step. That size is chosen among a few around each CTA's fair share of all tiles, by estimated time:
-small parts balance the load, but each part has a fixed cost, and the parts of a row must be merged. Where a row is cut
-thus depends on its length and on the part size. A row that is cut elsewhere may differ in its last bits.
+A row's keys are cut at multiples of TILE_KEYS into parts. The sizes of a row's parts differ by at most one tile, and do
+not exceed the part size of the step. That size is chosen by estimated time, among a few sizes around each CTA's fair
+share of all tiles: small parts balance the load, but each part has a fixed cost, and the parts of a row must be merged.
+So where a row is cut depends on its length and on the part size, and a row that is cut elsewhere may differ in its last
+bits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class WorkList:
 
     @property
     def items(self) -> IntArray:
-        """All `capacity` items; those past `count` are undefined."""
+        """All `capacity` items. The items from index `count` on are undefined."""
         return self.data[HEADER_INTS : HEADER_INTS + 4 * self.capacity].reshape(-1, 4)
 
     @property
@@ -58,10 +59,10 @@ class WorkList:
 
 
 def item_capacity(rows: int, kv_heads: int, sms: int) -> int:
-    """Return the number of items that `rows` rows never exceed, whatever their lengths.
+    """Return the largest number of items that `rows` rows can have, whatever their lengths.
 
-    Each row has one item, and cutting adds the rest. The smallest candidate size is four sizes below the fair share of
-    total * kv_heads / (CTAS_PER_SM * sms) tiles, so it is at least a quarter of that share, less one.
+    Each row has one item, and cutting adds more items. The smallest candidate size is four sizes below the fair share
+    of total * kv_heads / (CTAS_PER_SM * sms) tiles, so it is at least a quarter of that share, less one.
     """
     return rows + -(-5 * CTAS_PER_SM * sms // kv_heads)
 
@@ -110,8 +111,8 @@ def plan_work(
 def _choose_part_size(tiles: IntArray, kv_heads: int, slots: int, max_rounds_in_step: int) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
-    `slots` CTAs take parts one after the other, the longest first. So for a few rounds the time follows from the number
-    of rounds, and for many from the total work.
+    `slots` CTAs take the parts one after the other, the longest first. So the time follows from the number of rounds if
+    there are few rounds, and from the total work if there are many.
     """
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
     share = bisect_left(PART_SIZES, total / slots)

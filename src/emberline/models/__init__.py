@@ -1,4 +1,4 @@
 """The models: one decoder assembled by config, and an embedder.
 
-`config` and the file readers are torch-free.
+`config` and the file readers do not import torch.
 """

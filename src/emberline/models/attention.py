@@ -42,7 +42,7 @@ class Attention:
         )
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: ForwardBatch, rows: Tensor | None = None) -> Tensor:
-        """Add the attention's output to x in place; with `rows`, return only those rows, in a new tensor.
+        """Add the attention's output to x in place and return x. With `rows`, return only these rows, in a new tensor.
 
         Keys and values of all rows are written to the cache.
         """

@@ -46,7 +46,7 @@ CHILD_SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from emberline.mode
 
 
 def start_reader(paths: Sequence[Path], prefetch: Sequence[tuple[str, int, int]] = ()) -> FileReader:
-    """Start reading the files, in a child process if they are large and one can be started."""
+    """Start reading the files. Large files are read in a child process, if one can be started."""
     with contextlib.suppress(OSError, AttributeError):  # if a file is the problem, FileReader.start reports it
         if sys.executable and sum(path.stat().st_size for path in paths) >= MIN_CHILD_READ_BYTES:
             return ChildProcessReader.spawn(paths, prefetch=prefetch)
@@ -78,7 +78,7 @@ class ChildBuffer(ReadBuffer):
 
 
 class ChildProcessReader(FileReader):
-    """Reads files in a child process, which waits for a buffer to be given back once all are in use."""
+    """Reads files in a child process. When all its buffers are in use, the child waits until one is given back."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ChildProcessReader(FileReader):
             return None
 
     def will_reuse_buffer(self, chunk: FileChunk) -> bool:
-        """Return False: pinning does not help, because a chunk is copied once and given back at once."""
+        """Return False: pinning a buffer does not help, because each chunk is copied only once."""
         return False
 
     def give_back(self, chunk: FileChunk) -> None:
@@ -205,11 +205,11 @@ class ChildProcessReader(FileReader):
             with self._changed:
                 self._receive_lines()
             if self._error is not None or time.monotonic() > deadline:
-                raise OSError(errno.ECHILD, "the child process for reading weights does not start")
+                raise OSError(errno.ECHILD, "the child process that reads weights did not start")
         copy = ctypes.create_string_buffer(len(PROBE_BYTES))
         _copy_from_process(self.process.pid, self._probe_address, ctypes.addressof(copy), len(PROBE_BYTES))
         if copy.raw != PROBE_BYTES:
-            raise OSError(errno.EPERM, "the memory of the child process cannot be read")
+            raise OSError(errno.EPERM, "cannot read the memory of the child process that reads weights")
 
     def _let_child_begin(self) -> None:
         with self._changed:
@@ -218,7 +218,7 @@ class ChildProcessReader(FileReader):
             self._send_line("")
 
     def _send_line(self, line: str) -> None:
-        """Send a line to the child. Does nothing if the child has ended: `take` reports that."""
+        """Send a line to the child. If the child has ended, this does nothing, and `take` reports the error."""
         with self._changed, contextlib.suppress(BrokenPipeError):
             if self._is_open:
                 assert self.process.stdin is not None

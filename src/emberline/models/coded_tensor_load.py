@@ -1,6 +1,6 @@
-"""Loads tensors of packed files to a device, decoding coded ones in runs of blocks as they arrive.
+"""Loads tensors of packed files to a device. Coded tensors are decoded in runs of blocks as their bytes arrive.
 
-Tensors that a packed file stores raw are compared with their CRC-32.
+Tensors that a packed file stores uncoded are checked against their CRC-32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CodedRun:
     coded: Bytes
 
     def decode(self, out: Bytes) -> tuple[int, int]:
-        """Decode into the beginning of `out`; return the range of the tensor's bytes."""
+        """Decode the blocks into the beginning of `out`; return which bytes [begin, end) of the tensor they are."""
         begin, end = self.tensor.decoded_span(self.first, self.last)
         self.tensor.decode(self.coded, self.first, self.last, out[: end - begin])
         return begin, end
@@ -45,8 +45,8 @@ class CodedRun:
 class CodedTensorLoad(TensorLoad):
     """The load of a coded tensor, whose bytes may arrive in any order.
 
-    Complete blocks are decoded from the memory they arrived in. Copies are kept of incomplete blocks, and of bytes that
-    arrive before the index; usually few bytes, and each at most once.
+    Complete blocks are decoded from the memory in which they arrived. Incomplete blocks, and bytes that arrive before
+    the index, are copied; usually these are few.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CodedTensorLoad(TensorLoad):
 
 
 class CheckedTensorLoad(TensorLoad):
-    """The load of a tensor that a packed file stores raw, with a check of its CRC-32."""
+    """The load of a tensor that a packed file stores uncoded, with a check of its CRC-32."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class CheckedTensorLoad(TensorLoad):
         self._parts.append((offset, len(part), self._codec.crc32(part.numpy())))
         self._unverified_bytes -= len(part)
         if self._unverified_bytes == 0 and combine_crc32(self._parts) != self._crc32:
-            raise damaged_tensor_error(self.name, self._info, "the checksum of its bytes does not match")
+            raise damaged_tensor_error(self.name, self._info, "the checksum of the tensor's bytes does not match")
 
 
 def combine_crc32(parts: list[tuple[int, int, int]]) -> int:
@@ -155,7 +155,7 @@ def combine_crc32(parts: list[tuple[int, int, int]]) -> int:
 
 
 def _power(bits: int) -> int:
-    """Return x^bits modulo the polynomial."""
+    """Return x^bits modulo the CRC-32 polynomial."""
     out, square = 1 << 31, 1 << 30
     while bits:
         out = _multiply(out, square) if bits & 1 else out

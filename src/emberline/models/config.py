@@ -1,4 +1,7 @@
-"""ModelConfig: the checked, architecture-neutral config of a decoder, from config.json. Torch-free."""
+"""ModelConfig: the checked config of a decoder of any supported architecture, from config.json.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class DecoderModel:
         return ops.linear(x, self.head, out=out, float32_output=True)
 
     def make_unpacker(self, computing: UnpackStream, unpacking: UnpackStream) -> ops.WeightUnpacker:
-        """Return the state for unpacking weights ahead of their use, on a device that keeps them packed."""
+        """Return a WeightUnpacker for this model's layers, for a device that keeps weights packed."""
         order = list(iter_instances(ops.PackedWeight, self.layers))  # fields are declared in the order of use
         # After this weight, rows without requested logits are dropped, so the later products have fewer rows.
         same_rows = order.index(self.layers[-1].attention.qkv.weight) + 1
@@ -115,9 +115,9 @@ class DecoderModel:
 
 
 def _dense_stack(layers: tuple[DecoderLayer, ...]) -> ops.DenseStack | None:
-    """Return all layers as one op, or None.
+    """Return all layers as one stack, or None if they cannot run as one op.
 
-    None: a layer has another kind of part, the weights differ in layout, or torch computes the products.
+    They cannot if a layer has an unsupported part, the weights differ in layout, or torch computes the products.
     """
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}

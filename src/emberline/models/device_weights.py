@@ -1,8 +1,9 @@
 """DeviceWeights: loads a checkpoint's tensors from disk directly into their final memory on the device.
 
 A requested tensor is allocated on the device in its final shape and filled by `finish`, which reads the files once, in
-order, and copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (another dtype, rows
-interleaved with another matrix's) are copied to a staging tensor first, and converted on the device.
+order, and copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (to a different
+dtype, or to rows interleaved with those of a second matrix) are copied to a staging tensor first, and converted on the
+device.
 
 Tensors of packed files are decoded on the way. Weights that stay packed on the device are allocated when their first
 bytes arrive and packed after the last, so that only a few plain matrices exist at a time.
@@ -66,9 +67,10 @@ class DeviceWeights(Weights):
         packed: bool = False,
         shard: Shard | None = None,
     ) -> None:
-        """`reader`: already started on the checkpoint's files; `finish` closes it.
+        """Prepare to load a checkpoint.
 
-        `packed`: keep bf16 matrices in the uw12 format, 12 bits per weight.
+        `reader` was already started on the checkpoint's files, and `finish` closes it. With `packed`, bf16 matrices are
+        kept in the uw12 format, 12 bits per weight.
         """
         super().__init__(checkpoint, dtype, shard=shard)
         self.device = torch.device(device)
@@ -91,7 +93,10 @@ class DeviceWeights(Weights):
         return self.stack([(name, rows)], columns)
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
-        """`gated`: interleave gate and up matrix in groups of rows, if the number of rows is divisible."""
+        """Return a matrix that `finish` fills with the stacked parts.
+
+        With `gated`, gate and up rows are interleaved in groups, if their number is a multiple of the group size.
+        """
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
         for (name, count), view in zip(parts, split_stack(whole, rows, gated), strict=True):
@@ -129,7 +134,7 @@ class DeviceWeights(Weights):
                 self._reader.close()
 
     def _stack_dtype(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.dtype:
-        """Return the dtype of a stack, after checking every part before anything is allocated."""
+        """Return the dtype of the stacked matrix. Every part is checked before anything is allocated."""
         kept = [self._file_dtype(name, (rows, columns)) for name, rows in parts]
         widest = kept[0]
         for dtype in kept[1:]:

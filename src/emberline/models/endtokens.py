@@ -1,9 +1,9 @@
 """end_tokens: collects the ids of the tokens that end a model's output, from all of its files.
 
-Torch-free.
-
 config.json often has only the end-of-text token. The token that ends a chat model's turn is in generation_config.json,
 or only in the tokenizer's config, as text without its id.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class BiasedFeedForward:
-    """A gated feed-forward network with biases; rare, so it has no kernel of its own."""
+    """A gated feed-forward network with biases. It is rare, so it has no kernel of its own."""
 
     gate_up: ops.LinearLayer
     down: ops.LinearLayer

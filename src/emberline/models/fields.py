@@ -1,4 +1,4 @@
-"""ConfigFields: typed access to a JSON object of a model, such as config.json. null counts as absent."""
+"""ConfigFields: typed access to a JSON object of a model, such as config.json. A null field counts as absent."""
 
 from __future__ import annotations
 

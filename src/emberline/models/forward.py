@@ -1,4 +1,4 @@
-"""ForwardBatch: all tensors of one step, the argument of a model's forward. Built by engine/batch.py."""
+"""ForwardBatch: all input tensors of one step, the argument of `DecoderModel.forward`."""
 
 from __future__ import annotations
 

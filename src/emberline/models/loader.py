@@ -30,12 +30,12 @@ SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
-    """Load a model for positions [0, max_context), by default those of its config.
+    """Load a model for positions [0, max_context), by default the context of its config.
 
     With dtype `auto` the weights keep the dtype of the file, but float16 becomes float32.
     """
     if dtype not in DTYPES:
-        raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
+        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
     context = config.max_context if max_context is None else max_context

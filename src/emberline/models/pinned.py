@@ -1,4 +1,4 @@
-"""Pinned host memory for GPU copies: ordinary pages that are registered with the driver."""
+"""Pins host memory for copies to a GPU, by registering ordinary pages with the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from emberline.core.errors import ModelError
 
 
 def allocate_host_bytes(count: int) -> Tensor:
-    """Return an unpinned uint8[count]. torch's pinned allocator would round its size up to a power of two."""
+    """Return an unpinned uint8 tensor of `count` bytes.
+
+    torch's own allocator of pinned memory would round the size up to a power of two.
+    """
     pages = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -19,7 +22,7 @@ def allocate_host_bytes(count: int) -> Tensor:
 
 
 def pin(memory: Tensor) -> None:
-    """Pin the memory; it must be unpinned before it is freed. Raises ModelError."""
+    """Pin the memory. It must be unpinned before it is freed. Raises ModelError if the driver refuses."""
     if memory.nbytes:
         status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status:

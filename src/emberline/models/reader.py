@@ -1,9 +1,9 @@
 """FileReader: threads that read files into memory in chunks, in order, at the speed of the disk.
 
 It needs only the standard library, so that a process can start it first and import torch while the disk is busy; reads
-release the GIL. Chunks wait in buffers until they are taken. `ring` buffers are reused, and are worth pinning. Until
-the first chunk is taken, up to `read_ahead_bytes` more go to buffers that are used once. Before that, parts of other
-files (`prefetch`) can be read into the page cache.
+release the GIL. Chunks wait in buffers until they are taken. The first `ring` buffers are reused, and are worth
+pinning. Until the first chunk is taken, up to `read_ahead_bytes` more are read into buffers that are used once. Before
+that, parts of different files (`prefetch`) can be read into the page cache. The states of a buffer are:
 
     claimed by a thread -> filled -> take() -> give_back() -> claimed ...
 """
@@ -41,7 +41,7 @@ def weight_file_paths(checkpoint: Checkpoint) -> list[Path]:
 
 
 class ReadBuffer:
-    """A buffer of new pages. Buffers with a `number` below the ring's size are reused."""
+    """A buffer of newly allocated pages. A buffer whose `number` is below the ring's size is reused."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -145,9 +145,9 @@ class FileReader:
     ) -> FileReader:
         """Open the files and start reading them.
 
-        `read_ahead_bytes`: read before the first chunk is taken, besides the ring; by default all files, but at most
-        half of the free memory. `prefetch`: (path, begin, end) to read into the page cache first; an empty range only
-        opens the file.
+        `read_ahead_bytes` limits what is read, besides the ring, before the first chunk is taken. The default is all
+        files, but at most half of the free memory. `prefetch` are ranges (path, begin, end) that are read into the page
+        cache first; an empty range only opens the file.
         """
         files: list[DirectIOFile] = []
         try:
@@ -188,9 +188,9 @@ class FileReader:
             return bool(self._filled) or self._error is not None or self._num_untaken == 0
 
     def take(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
-        """Return the next chunk, in the order in which reads ended, or None after the last.
+        """Return the next chunk, in the order in which reads ended, or None after the last chunk.
 
-        Raises the error of a thread, or ModelFileError if no chunk arrives within the timeout.
+        Raises the error of a reading thread, or ModelFileError if no chunk arrives within the timeout.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -328,10 +328,14 @@ class FileReader:
 
 
 class DirectIOFile:
-    """A file opened twice: with O_DIRECT if the file system supports it, and normally for the rest."""
+    """A file opened twice: with O_DIRECT if the file system supports it, and normally for unaligned reads."""
 
     def __init__(self, path: Path, *, size: int | None = None, max_read_bytes: int = 0) -> None:
-        """`size`: known size of the file, if any. `max_read_bytes`: limit of one read call; 0: a whole buffer."""
+        """Open the file.
+
+        `size` is the file's size, if the caller knows it. `max_read_bytes` limits one read call; 0 means a whole
+        buffer.
+        """
         self.path = path
         self.max_read_bytes = max_read_bytes
         self.direct_bytes = 0  # a statistic, updated by several threads without a lock

@@ -1,7 +1,9 @@
-"""The supported architectures by model_type, as differences from Llama 1. Torch-free.
+"""The supported architectures by model_type, as differences from Llama 1.
 
-All of them use the same tensor names except for experts. A string names the field of config.json that decides; True and
-False are fixed.
+All of them use the same tensor names except for experts. A rule that is a string names the field of config.json that
+decides. A rule that is True or False is fixed.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

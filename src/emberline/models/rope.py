@@ -51,7 +51,7 @@ def _ntk_theta(rope: RopeConfig, context: int) -> float:
 
 
 def _llama3(rope: RopeConfig) -> Tensor:
-    """Return Llama 3's frequencies: low ones divided by the factor, high ones kept, others interpolated.
+    """Return Llama 3's frequencies: low ones are divided by the factor, high ones kept, and others interpolated.
 
     The interpolation depends on the number of rotations within the original context.
     """

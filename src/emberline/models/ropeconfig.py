@@ -1,4 +1,7 @@
-"""RopeConfig: the rotary position embedding of a model, with all defaults filled in. Torch-free."""
+"""RopeConfig: the rotary position embedding of a model, with all defaults filled in.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Shard: the part of a model that one device holds under tensor parallelism. Torch-free.
+"""Shard: the part of a model that one device holds under tensor parallelism.
 
 Heads, the inner width of the feed-forward network and the vocabulary are divided among devices. Matrices whose outputs
 these are (q, k, v, gate, up, embedding, head) are divided by rows, and their products are concatenated; matrices that
 consume them (o, down) are divided by columns, and their products are summed. Norms are replicated. Weights are packed
 after they are divided, so each part has its own exponent bases.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise InvalidRequest(f"shard rank is {self.rank}; it must be from 0 to {self.world_size - 1}")
+            raise InvalidRequest(f"shard rank must be from 0 to {self.world_size - 1}, not {self.rank}")
 
     def shard_config(self, whole: ModelConfig) -> ModelConfig:
-        """Return the config of this part as a model of its own.
+        """Return the config of this shard, as if it were a model of its own.
 
-        Raises UnsupportedModel if it cannot be divided.
+        Raises UnsupportedModel if the model cannot be divided.
         """
         for what, count in (("attention heads", whole.heads), ("key heads", whole.kv_heads), ("ffn", whole.ffn)):
             if count % self.world_size:

@@ -1,8 +1,8 @@
 """Sleep mode: frees the device memory of tensors and restores it later into the same Tensor objects.
 
-The content of weights is kept in pinned host memory; scratch tensors are restored as zeros. A tensor may have another
-address after `wake`. Everything that holds raw addresses (captured CUDA graphs, tensor maps, saved pointers) must be
-dropped before and created again after, unless `wake` returns True.
+The content of weights is kept in pinned host memory; scratch tensors are restored as zeros. A tensor may have a
+different address after `wake`. Everything that holds raw addresses (captured CUDA graphs, tensor maps, saved pointers)
+must be dropped before sleep and created again after `wake`, unless `wake` returns True.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SleepingMemory:
     def wake(self, *, keep: bool = False) -> bool:
         """Restore all memory and return whether every address is the same as before.
 
-        If device memory runs out, what was restored stays, and `wake` can be called again. `keep`: keep the host
-        copies, for `sleep_again`.
+        If device memory runs out, the memory restored so far stays restored, and `wake` can be called again. With
+        `keep`, the host copies are kept for `sleep_again`.
         """
         waking = [entry for entry in self._slept if entry.storage.nbytes() == 0]
         for entry in waking:  # one by one, so that a storage with memory always has its values
@@ -62,12 +62,15 @@ class SleepingMemory:
         return same
 
     def sleep_again(self) -> None:
-        """Free the memory again and keep the earlier copies: for read-only tensors, and after a failed `wake`."""
+        """Free the memory again without copying it; the host copies from before are kept.
+
+        This is for tensors that did not change since, and after a failed `wake`.
+        """
         awake = [entry.storage for entry in self._slept if entry.storage.nbytes()]
         _free(awake)
 
     def close(self) -> None:
-        """Free the host copies; the content of memory that is not restored is lost."""
+        """Free the host copies. The content of memory that is not restored is lost."""
         for entry in self._slept:
             if entry.copy is not None and entry.storage.device.type == "cuda":
                 unpin(entry.copy)
@@ -78,7 +81,7 @@ def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleepi
     """Copy tensors to the host and free their device memory; `zeroed` tensors are freed without a copy.
 
     Tensors that share memory are copied once. Memory is freed after everything is copied. The caller must ensure that
-    no queued work uses the tensors. Views that are not listed lose their values too.
+    no queued work uses the tensors. Views of the memory that are not listed lose their values too.
     """
     storages = _storages(tensors)
     scratch = {address: storage for address, storage in _storages(zeroed).items() if address not in storages}
@@ -107,7 +110,10 @@ def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleepi
 
 
 def iter_instances(kind: type[T], structure: object) -> Iterator[T]:
-    """Yield all instances of a type in nested dataclasses, lists, tuples and dicts; shared ones repeatedly."""
+    """Yield all instances of a type in nested dataclasses, lists, tuples and dicts.
+
+    An instance that occurs several times is yielded several times.
+    """
     if isinstance(structure, kind):
         yield structure
     elif is_dataclass(structure) and not isinstance(structure, type):

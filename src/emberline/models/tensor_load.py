@@ -97,7 +97,7 @@ class TensorLoad:
         """Verify bytes of the file on the host before they are copied; `offset` is from the tensor's start."""
 
     def copy_part(self, offset: int, source: Tensor) -> None:
-        """Copy bytes of the tensor, the first of which has this offset, towards the destination."""
+        """Copy bytes of the tensor to the destination, or to its staging tensor. `offset` is that of the first byte."""
         if self._destination is None or self._staging is None:
             self._destination = (
                 self._target
@@ -146,7 +146,10 @@ class TensorLoadIndex:
 
 
 def overlap(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
-    """Return the offset in the tensor and the bytes of a chunk, held in `memory`, that belong to the load."""
+    """Return the offset in the tensor, and the bytes, of the part of a chunk that belongs to the load.
+
+    `memory` holds the bytes of the chunk.
+    """
     start, end = max(load.start, chunk.offset), min(load.end, chunk.offset + chunk.length)
     return start - load.start, memory[start - chunk.offset : end - chunk.offset]
 

@@ -93,7 +93,10 @@ class WeightUploader:
         self._collect_finished()
 
     def wait_for_chunk(self) -> None:
-        """Wait until the reader has a chunk or no copy is running; the reader may wait for a copied buffer."""
+        """Wait until the reader has a chunk or no copy is running.
+
+        The reader itself may wait for a buffer that is still being copied.
+        """
         while not self._reader.is_ready() and (self._in_flight or self._moves):
             if self._in_flight:
                 self._wait_for_event(self._in_flight[0][0])

@@ -39,7 +39,7 @@ class Weights:
         return self.device.type == "cpu"
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, shard: Shard | None = None) -> None:
-        """`shard`: load only its part of each tensor."""
+        """Prepare to load a checkpoint's tensors. With `shard`, only the shard's part of each tensor is loaded."""
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
         self.dtype = dtype  # of matrices; None: that of the file, but float32 for float16, which no kernel reads
@@ -55,7 +55,10 @@ class Weights:
         return self._mark_used(name, self._view(name, (size,)).to(torch.float32, copy=True))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        """Return a matrix, as a view of the mapped file unless it is cast. The caller must pack or copy it."""
+        """Return a matrix, which the caller must pack or copy.
+
+        It is a view of the mapped file, unless its dtype had to be converted.
+        """
         view = self._view(name, (rows, columns))
         kept = torch.float32 if view.dtype == torch.float16 else view.dtype
         return self._mark_used(name, view.to(self.dtype or kept))
@@ -63,7 +66,8 @@ class Weights:
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return matrices (name, rows) stacked into one.
 
-        `gated`: they are a gate and an up matrix, which DeviceWeights may interleave; on a CPU, packing does that.
+        With `gated`, the parts are a gate and an up matrix. DeviceWeights may interleave their rows; on a CPU, packing
+        does that.
         """
         views = [self.matrix(name, rows, columns) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
@@ -80,7 +84,10 @@ class Weights:
         return self.matrix(name, rows, columns).clone()
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
-        """Return whether `name` equals `original`, and count it as used then. Rare, so reading twice is fine."""
+        """Return whether tensor `name` equals tensor `original`. If so, `name` counts as used.
+
+        Such duplicates are rare, so that reading both tensors twice is acceptable.
+        """
         ours, other = self._view(original, (rows, columns)), self._view(name, (rows, columns))
         dtype, step = self.dtype or ours.dtype, max(1, COMPARE_ELEMENTS // max(1, columns))
         repeats = all(

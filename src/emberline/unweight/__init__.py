@@ -1,1 +1,1 @@
-"""Lossless compression of model weights (docs/unweight-format.md). Torch-free."""
+"""Lossless compression of model weights (docs/unweight-format.md), without torch."""

@@ -19,7 +19,7 @@ class WeightCodec(Protocol):
     name: str
 
     def count_symbols(self, elements: Bytes, element_bytes: int) -> NDArray[np.uint64]:
-        """Return the number of occurrences of each symbol."""
+        """Return the number of occurrences of each symbol (exponent) in the elements."""
 
     def encode(self, elements: Bytes, element_bytes: int, code: PrefixCode) -> tuple[Bytes, Bytes]:
         """Return the coded blocks, of which the last may be shorter, and their index entries."""
@@ -27,13 +27,14 @@ class WeightCodec(Protocol):
     def decode(
         self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
     ) -> int:
-        """Decode into `out`, the size of whole blocks and perhaps a shorter last one.
+        """Decode blocks into `out`, and return -1 or the number of the first damaged block.
 
-        Return -1, or the number of the first damaged block. `check`: verify the CRC-32 of the blocks.
+        `out` has the size of the decoded blocks, of which the last may be shorter. With `check`, the CRC-32 of each
+        block is verified.
         """
 
     def crc32(self, data: Bytes, start: int = 0) -> int:
-        """Return the CRC-32 of the data; `start`: the CRC-32 of the bytes before it."""
+        """Return the CRC-32 of bytes whose CRC-32 is `start`, followed by `data`."""
 
 
 class NativeWeightCodec:

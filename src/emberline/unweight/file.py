@@ -35,7 +35,7 @@ class ModelFile:
         self.tensors = read_tensors(path)
 
     def read(self, info: TensorInfo, begin: int, end: int) -> Bytes:
-        """Return bytes [begin, end) of a tensor as the file stores them. Raises ModelFileError if it changed."""
+        """Return bytes [begin, end) of a tensor as the file stores them. Raises ModelFileError if the file changed."""
         out = np.empty(end - begin, np.uint8)
         try:
             with self.path.open("rb") as file:
@@ -63,7 +63,7 @@ class ModelFile:
             crc32 = self.codec.crc32(chunk, crc32)
             yield chunk
         if expected is not None and crc32 != expected:
-            raise damaged_tensor_error(name, info, "the checksum of its bytes does not match")
+            raise damaged_tensor_error(name, info, "the checksum of the tensor's bytes does not match")
 
     def _read_error(self, error: OSError) -> ModelFileError:
         return ModelFileError(f"cannot read {self.path}: {error.strerror or error}")

@@ -25,10 +25,10 @@ def num_blocks(count: int) -> int:
 
 
 def stream_bounds(count: int) -> NDArray[np.int64]:
-    """Return where each stream's part of a block of `count` elements begins, and where the last part ends."""
+    """Return where each stream's part of a block of this many elements begins, and where the last part ends."""
     return np.minimum(np.arange(BLOCK_STREAMS + 1) * -(-count // BLOCK_STREAMS), count)
 
 
 def max_coded_bytes(count: int, width: int) -> int:
-    """Return the most bytes that encoding `count` elements writes; a stream is written 8 bytes at a time."""
+    """Return the most bytes that encoding this many elements writes; a stream is written 8 bytes at a time."""
     return (width - 1) * count + -(-count * MAX_CODE_BITS // 8) + 8 * BLOCK_STREAMS * num_blocks(count)

@@ -30,7 +30,7 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 def pack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> list[Path]:
     """Pack a model directory.
 
-    Return the files left out: weight files that do not belong to the checkpoint.
+    Return the weight files that were left out, because they do not belong to the checkpoint.
     """
     files = weight_files(source)
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
@@ -49,7 +49,7 @@ def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: Repo
 
 
 def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progress: ReportProgress) -> list[str]:
-    """Return what differs from the packed tensors' hashes, and from the files of `original` if given."""
+    """Return the differences between the packed tensors and their hashes, and the files of `original` if given."""
     errors: list[str] = []
     tensors = _tensors_of(packed, codec, packed=True)
     sources = {} if original is None else _tensors_of(original, codec, packed=False)
@@ -84,7 +84,7 @@ def _verify_tensor(
     info, position = file.tensors[name], 0
     original = None if source is None else source.tensors[name]
     if original is not None and (original.dtype, original.shape) != (info.dtype, info.shape):
-        raise ModelFileError(f"tensor {name!r} in {file.path} has another dtype or shape than in {original.file}")
+        raise ModelFileError(f"tensor {name!r} in {file.path} has a different dtype or shape than in {original.file}")
     for chunk in iter_verified_chunks(file, name, pool):
         if source and original and not np.array_equal(chunk, source.read(original, position, position + len(chunk))):
             raise ModelFileError(f"tensor {name!r} in {file.path} differs from {original.file}")

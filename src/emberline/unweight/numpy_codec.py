@@ -1,6 +1,6 @@
 """NumpyWeightCodec: the weight codec in numpy, the reference for the native one and its fallback.
 
-It decodes all streams of all blocks at once, a table lookup of each per iteration.
+It decodes all streams of all blocks together, with one table lookup per stream and iteration.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def split_symbols(elements: Bytes, element_bytes: int) -> tuple[Bytes, Bytes]:
 
 
 def merge_symbols(symbols: Bytes, planes: Bytes, out: Bytes) -> None:
-    """Write the elements to `out` that `split_symbols` split."""
+    """Join the parts that `split_symbols` returned, and write the elements to `out`."""
     width = len(planes) + 1
     if width == 1:
         out[:] = symbols

@@ -51,7 +51,7 @@ class PrefixCode:
 
     @cached_property
     def codes(self) -> NDArray[np.uint32]:
-        """[256] code of each symbol, first bit lowest, | length << 16."""
+        """The code of each of the 256 symbols, with its first bit lowest, and its length as code | length << 16."""
         out = np.zeros(256, np.uint32)
         code = length = 0
         for symbol in np.lexsort((np.arange(256), self.lengths)).tolist():
@@ -64,7 +64,7 @@ class PrefixCode:
 
     @cached_property
     def first_symbol(self) -> Bytes:
-        """[2048] first symbol in each sequence of 11 bits."""
+        """The first symbol that each of the 2048 sequences of 11 bits decodes to."""
         out = np.zeros(1 << MAX_CODE_BITS, np.uint8)
         for symbol in self.lengths.nonzero()[0].tolist():
             length, code = int(self.lengths[symbol]), int(self.codes[symbol]) & 0xFFFF
@@ -75,7 +75,7 @@ class PrefixCode:
 
     @cached_property
     def decode_table(self) -> NDArray[np.uint64]:
-        """[2048] for each sequence of 11 bits: bits used | symbols << 8 | number of symbols << 56."""
+        """For each of the 2048 sequences of 11 bits: bits used | symbols << 8 | number of symbols << 56."""
         ahead, taken, number = (
             np.arange(1 << MAX_CODE_BITS),
             np.zeros(1 << MAX_CODE_BITS, np.int64),

@@ -156,7 +156,7 @@ def format_svg(savings: Sequence[TensorSavings]) -> str:
 
 
 def _points(savings: Sequence[TensorSavings]) -> tuple[list[tuple[float, float, str]], float, float]:
-    """Return bound, bits and name of each coded tensor, and the plot's range in quarters of a bit."""
+    """Return (lower bound, bits, name) of each coded tensor, and the plot's range, both ends rounded to 0.25 bits."""
     points = [(f.bound, f.bits_per_element, f.name) for f in savings if f.bound is not None]
     ends = [end for bound, bits, _ in points for end in (bound, bits)] or [0.0]
     low = floor(4 * min(ends)) / 4

@@ -40,20 +40,23 @@ class CodedTensor:
 
     @staticmethod
     def open(name: str, info: TensorInfo, read_bytes: ReadBytes, codec: WeightCodec) -> CodedTensor:
-        """Read and check the index, the first `index_bytes` of the tensor. Raises ModelFileError if damaged."""
+        """Open a coded tensor: read and check its index, which is its first `index_bytes` bytes.
+
+        Raises ModelFileError if the index is damaged.
+        """
         description = TensorDescription.from_info(info)
         assert description.code is not None
         width, count = ELEMENT_BYTES[info.dtype], description.num_elements
         size = index_bytes(info)
         index = np.array(read_bytes(0, min(size, info.nbytes)))
         if len(index) < size or codec.crc32(index) != description.crc32:
-            raise damaged_tensor_error(name, info, "the checksum of its index does not match")
+            raise damaged_tensor_error(name, info, "the checksum of the tensor's index does not match")
         entries = index.reshape(-1, INDEX_ENTRY_BYTES)
         sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK_ELEMENTS
         sizes[-1:] -= (width - 1) * (BLOCK_ELEMENTS * num_blocks(count) - count)
         starts = size + np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         if -(-int(starts[-1]) // ALIGN_BYTES) * ALIGN_BYTES != info.nbytes:
-            raise damaged_tensor_error(name, info, "its size does not match its index")
+            raise damaged_tensor_error(name, info, "the tensor's size does not match its index")
         return CodedTensor(name, info, description.code, width, count, index, starts, codec)
 
     @property
@@ -69,7 +72,7 @@ class CodedTensor:
     def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
         """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
 
-        `coded`: their bytes in the file. `check`: verify the CRC-32 of the blocks.
+        `coded` are the bytes of these blocks in the file. With `check`, the CRC-32 of each block is verified.
         """
         begin, end = self.decoded_span(first, last)
         assert len(coded) == self.block_starts[last] - self.block_starts[first] and len(out) == end - begin
@@ -125,9 +128,9 @@ def is_coded(info: TensorInfo) -> bool:
 
 
 def check_raw_crc(name: str, info: TensorInfo, stored: Bytes, codec: WeightCodec) -> None:
-    """Raise ModelFileError if a tensor that a packed file stores raw does not match its CRC-32."""
+    """Raise ModelFileError if a tensor that a packed file stores uncoded does not match its CRC-32."""
     if codec.crc32(stored) != TensorDescription.from_info(info).crc32:
-        raise damaged_tensor_error(name, info, "the checksum of its bytes does not match")
+        raise damaged_tensor_error(name, info, "the checksum of the tensor's bytes does not match")
 
 
 def damaged_tensor_error(name: str, info: TensorInfo, reason: str) -> ModelFileError:

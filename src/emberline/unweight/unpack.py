@@ -30,7 +30,9 @@ def unpack_file(
     if {name: _dtype_and_shape(info) for name, info in original.items()} != {
         name: _dtype_and_shape(t) for name, t in file.tensors.items()
     }:
-        raise ModelFileError(f"{source} has other tensors than the original file's header", hint="pack the model again")
+        raise ModelFileError(
+            f"{source} has different tensors than the header of the original file lists", hint="pack the model again"
+        )
     with target.open("xb") as out:
         out.write((data_start - 8).to_bytes(8, "little") + text.encode())
         for name, info in original.items():
@@ -43,7 +45,7 @@ def unpack_file(
 
 
 def iter_verified_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-    """Yield the tensor's bytes. Raises ModelFileError after the last if their SHA-256 does not match."""
+    """Yield the tensor's bytes. Raises ModelFileError after the last bytes if their SHA-256 does not match."""
     info, digest = file.tensors[name], hashlib.sha256()
     for chunk in file.iter_chunks(name, pool):
         digest.update(chunk.data)

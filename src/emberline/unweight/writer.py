@@ -1,6 +1,7 @@
 """PackedFileWriter: writes a packed file tensor by tensor.
 
-The header and each tensor's index precede the data but are known only after it, so their space is reserved first.
+The header and each tensor's index precede the data in the file but are known only after the data, so their space is
+reserved first.
 """
 
 from __future__ import annotations

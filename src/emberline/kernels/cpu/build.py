@@ -30,9 +30,9 @@ class NativeBuildError(Exception):
 
 
 def build_library(cache_dir: Path) -> Path:
-    """Return the path of the library for these sources, this compiler and CPU; compile it if missing.
+    """Return the path of the library for these sources, this compiler and this CPU; compile it if it is missing.
 
-    Raises NativeBuildError if there is no compiler or it fails.
+    Raises NativeBuildError if there is no compiler or the compiler fails.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -85,7 +85,7 @@ def _cache_key(command: list[str]) -> str:
 
 
 def _cpu_features() -> bytes:
-    """Return what -march=native depends on, since a cache folder may be shared between machines."""
+    """Return a description of this CPU for the cache key, because several machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -20,9 +20,9 @@ STORE, ADD, GATED = 0, 1, 2  # what ember_linear does with a product
 
 
 class CPUBackend(ReferenceBackend):
-    """The native kernels.
+    """Runs the native kernels.
 
-    Weights with a negative layout were packed by another backend, and are multiplied in plain torch.
+    A weight whose layout is a negative number was packed by a different backend; its products run in plain torch.
     """
 
     library: ctypes.CDLL
@@ -41,9 +41,10 @@ class CPUBackend(ReferenceBackend):
         return int(self.library.ember_progress())
 
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
-        """Return the weight in panels of columns.
+        """Return the weight rearranged into panels of columns, which the kernels read in order.
 
-        bf16 stays bf16, and float16 becomes float32. With AMX, the inputs of a bf16 weight are rounded to bf16 too.
+        A bf16 weight stays bf16, and a float16 weight becomes float32. On a CPU with AMX, products with a bf16 weight
+        also round their inputs to bf16.
         """
         assert not gated or weight.shape[0] % 2 == 0
         rows = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()

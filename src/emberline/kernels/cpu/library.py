@@ -13,7 +13,7 @@ POINTER, INT, LONG, FLOAT = c_void_p, c_int, c_long, c_float
 
 
 class NativeLayer(ctypes.Structure):
-    """`Layer` of entries.h, filled from dense_stack.DenseLayer."""
+    """The C struct `Layer` of entries.h, with the fields of a dense_stack.DenseLayer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "o", "gate_up", "down")),
@@ -23,7 +23,7 @@ class NativeLayer(ctypes.Structure):
 
 
 class NativeStep(ctypes.Structure):
-    """`Step` of entries.h."""
+    """The C struct `Step` of entries.h: the tensors of one forward pass."""
 
     _fields_ = (
         *((name, POINTER) for name in ("cos_sin", "positions", "slots", "tables", "query_start", "context")),
@@ -36,7 +36,7 @@ class NativeStep(ctypes.Structure):
 
 
 class NativeExpert(ctypes.Structure):
-    """`Expert` of entries.h."""
+    """The C struct `Expert` of entries.h, with the weights of a mixture.Expert."""
 
     _fields_ = (
         *((name, POINTER) for name in ("gate_up", "down")),
@@ -45,7 +45,7 @@ class NativeExpert(ctypes.Structure):
 
 
 class NativeMixture(ctypes.Structure):
-    """`Mixture` of entries.h, filled from mixture.Mixture."""
+    """The C struct `Mixture` of entries.h, with the fields of a mixture.Mixture."""
 
     _fields_ = (
         ("experts", ctypes.POINTER(NativeExpert)),

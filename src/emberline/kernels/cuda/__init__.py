@@ -1,4 +1,4 @@
 """Kernels in CUDA C++, compiled at run time by the NVRTC that comes with torch.
 
-`driver` compiles and launches.
+The module `driver` compiles, loads and launches them.
 """

@@ -1,9 +1,9 @@
-"""multiply: y = x w^T by cuBLAS, with the algorithm that `choices` names.
+"""multiply: computes y = x w^T with cuBLAS, using the algorithm that `choices` names for the shape.
 
-cuBLAS proposes a few algorithms for every shape, its best guess first. That guess can be far off, since the number of
-SMs that the last wave of tiles leaves idle depends on every size: for 896 rows and the down projection of Llama 8B, the
-third proposal takes 150 us and the first 173. `tuning` measures those that give the same bits as the first and fills
-`choices`.
+cuBLAS proposes a few algorithms for every shape, its best guess first. The best guess can be slow, because the number
+of SMs that the last wave of tiles leaves idle depends on every size: for 896 rows and the down projection of Llama 8B,
+the third proposal takes 150 us and the first 173 us. `tuning` measures the proposals that give the same bits as the
+first, and stores the fastest in `choices`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class CublasError(Exception):
 
 
 class ProductKind(StrEnum):
-    """The epilogue of a product: it is stored, added to the output, or combined as silu(gate) * up."""
+    """What happens to a product: it is stored, added to the output, or combined as silu(gate) * up."""
 
     STORE, ADD, GATED = "store", "add", "gated"
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulProblem:
-    """The product of x [m, k] and w [n, k]."""
+    """The shape and the kind of a product of x [m, k] and w [n, k] transposed."""
 
     m: int
     n: int
@@ -57,7 +57,7 @@ class _Proposal(ctypes.Structure):
 
 
 class Matmul:
-    """A product described to cuBLAS, in column-major order (w^T x^T), and the algorithms it proposes."""
+    """A product described to cuBLAS in column-major order (w^T x^T), and the algorithms that cuBLAS proposes."""
 
     def __init__(self, problem: MatmulProblem) -> None:
         m, n, k = problem.m, problem.n, problem.k
@@ -71,7 +71,7 @@ class Matmul:
         self._proposals = self._get_proposals()
 
     def __len__(self) -> int:
-        """Return the number of proposals."""
+        """Return the number of algorithms that cuBLAS proposes."""
         return len(self._proposals)
 
     def __call__(self, x: Tensor, w: Tensor, out: Tensor, proposal: int = 0) -> Tensor:
@@ -119,7 +119,7 @@ choices: dict[MatmulProblem, int] = {}  # index of the fastest proposal for each
 
 
 def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = None) -> bool:
-    """Return whether `multiply` supports the product: tuned, with aligned and contiguous operands."""
+    """Return whether `multiply` can compute this product: it was tuned, and its operands are aligned and contiguous."""
     n, k = w.shape
     if choices.get(MatmulProblem(len(x), n, k, kind), OWN_KERNEL) == OWN_KERNEL:
         return False
@@ -127,9 +127,9 @@ def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = 
 
 
 def multiply(x: Tensor, w: Tensor, *, out: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
-    """Write x [m, k] times w [n, k] transposed into out [m, n]; `can_use_tuned` must be true.
+    """Write x [m, k] times w [n, k] transposed into out [m, n]; `can_use_tuned` must have returned True.
 
-    A gated product is stored as it is: the caller launches the kernel for silu(gate) * up.
+    With kind GATED, the gate and up columns are stored as they are: the caller computes silu(gate) * up afterwards.
     """
     n, k = w.shape
     problem = MatmulProblem(len(x), n, k, kind)
@@ -175,7 +175,7 @@ def _set_attribute(
 
 def _check(status: int) -> None:
     if status:
-        raise CublasError(f"cuBLAS returned status {status}")
+        raise CublasError(f"a cuBLAS call failed with status {status}")
 
 
 @cache
@@ -187,7 +187,7 @@ def _handle() -> ctypes.c_void_p:
 
 @cache
 def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Return the workspace of a stream, which its products can share since they run one after the other."""
+    """Return the workspace of a stream. The stream's products share it, because they run one after the other."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -1,8 +1,7 @@
-"""decode_attention: attention of rows with one new token each over the paged cache.
+"""decode_attention: attention of rows with one new token each over the paged KV cache.
 
-`decode.cu` has the kernel.
-
-`worklist` splits the work. A row's result depends only on its keys and on where the work list cuts them, bit for bit.
+`decode.cu` has the kernel, and `worklist` splits the work. A row's result depends, bit for bit, only on its keys and on
+the positions at which the work list cuts them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,10 @@ class DecodeCache:
 
 
 class DecodeWork:
-    """A work list on the device. `data` keeps its address, so that a CUDA graph reads the next list too."""
+    """A decode work list in device memory.
+
+    `data` keeps its address, so that a captured CUDA graph reads each new list.
+    """
 
     def __init__(self, data: Tensor, rows: int, capacity: int) -> None:
         assert data.dtype is torch.int32 and data.is_contiguous() and data.data_ptr() % 16 == 0
@@ -53,22 +55,22 @@ class DecodeWork:
 
     @staticmethod
     def allocate(rows: int, kv_heads: int, device: torch.device) -> DecodeWork:
-        """Return an empty list with the capacity for any list of `rows` rows."""
+        """Return an empty work list that can hold any list of `rows` rows."""
         capacity = worklist.item_capacity(rows, kv_heads, count_sms(device))
         return DecodeWork(
             torch.zeros(worklist.data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
         )
 
     def load(self, work: WorkList) -> None:
-        """Copy a list of the same shape to the device."""
+        """Copy a work list with the same number of rows and the same capacity to the device."""
         assert (work.rows, work.capacity) == (self.rows, self.capacity)
         self.data.copy_(torch.from_numpy(work.data))
 
 
 class DecodeScratch:
-    """Partial results of a launch, and counters that are zero between launches.
+    """Scratch memory of `decode_attention`: partial results, and counters that are zero between launches.
 
-    Launches that share a scratch must not overlap.
+    Launches that share this memory must not overlap.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class DecodeScratch:
 
 
 class _Arguments(ctypes.Structure):
-    """`Arguments` of decode.cu."""
+    """The C struct `Arguments` of decode.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "out", "items", "partial_starts", "count", "tables", "context")),
@@ -95,7 +97,7 @@ class _Arguments(ctypes.Structure):
 def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> bool:
     """Return whether `decode_attention` supports the shape.
 
-    `dtype` is the cache's; queries and output are bf16.
+    `dtype` is that of the KV cache. Queries and output are always bf16.
     """
     return (
         q_heads % kv_heads == 0
@@ -125,13 +127,13 @@ def decode_attention(
 ) -> Tensor:
     """Write the attention of each row into `out` and return it.
 
-    Row b attends to the keys [0, context[b]], or to the last `window` of them, that the work list covers. A list made
-    without the window, or for longer rows, gives the same result with some idle work.
+    Row b attends to the keys [0, context[b]], or to the last `window` of these keys. The work list must cover them. A
+    list that was made for longer rows, or without the window, gives the same result with some idle work.
 
-    `pdl`: the kernel starts while preceding kernels still run. It reads the list, the tables, the contexts and all keys
-    but the newest of each row at once, so these must be written before the chain of PDL kernels starts.
-    `beside_prefill`: the preceding launch in the stream is `prefill_attention` of the same step; both run at the same
-    time.
+    With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run. It then reads the
+    work list, the block tables, the contexts and all keys except the newest of each row, so these must be written
+    before the chain of PDL kernels starts. `beside_prefill` says that the preceding launch in the stream is
+    `prefill_attention` of the same step, and that both run at the same time.
     """
     assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MAX_GROUP_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
@@ -152,7 +154,7 @@ def decode_attention(
 
 
 def shared_bytes(head_dim: int, item_bytes: int) -> int:
-    """Return the bytes of the tiles of keys and values, the warps' sums, barriers and work items."""
+    """Return the bytes of shared memory: tiles of keys and values, the warps' sums, barriers and work items."""
     stage = 2 * TILE_KEYS * head_dim * item_bytes
     return stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896
 
@@ -163,7 +165,7 @@ def count_sms(device: torch.device) -> int:
 
 
 def _cache_map(cache: Tensor, keys: int) -> TensorMap:
-    """Return the tensor map for copies of so many keys, or of one block if that has fewer."""
+    """Return the tensor map for copies of `keys` keys, or of one block if a block has fewer keys."""
     blocks, kv_heads, block_size, head_dim = cache.shape
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
@@ -173,6 +175,6 @@ def _cache_map(cache: Tensor, keys: int) -> TensorMap:
 
 @cache
 def _kernel(head_dim: int, item_bytes: int, halves: int) -> CudaKernel:
-    """Return a kernel that is compiled on first use: a model needs one of the variants."""
+    """Return the kernel of this shape. It is compiled on first use, because a model needs one of the variants."""
     variant = f"decode<{head_dim}, {item_bytes}, {halves}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))

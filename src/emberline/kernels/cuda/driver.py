@@ -114,9 +114,9 @@ class CudaKernel:
 
 
 class CudaModule:
-    """One compiled source file.
+    """A source file and the kernels that are compiled from it.
 
-    `kernels` are names or template instances, as for `nvrtc.compile_kernels`.
+    `kernels` are function names or template instances, as in `nvrtc.compile_kernels`.
     """
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
@@ -153,10 +153,10 @@ class CudaModule:
 
 @contextlib.contextmanager
 def compile_in_parallel(*more: CudaModule) -> Iterator[None]:
-    """Compile the kernels that this thread first launches inside the block, in parallel.
+    """Compile, in parallel, the kernels that this thread launches for the first time inside the `with` block.
 
-    Their results are undefined, so only work whose results are not used may run inside. The compiler releases the GIL.
-    At the end of the block all these kernels and `modules` are compiled.
+    Such a launch does nothing, so only work whose results are not used may run inside. When the block ends, these
+    kernels and `modules` are compiled. The compiler releases the GIL.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
         compiled = {module: pool.submit(module.compile) for module in more}
@@ -175,7 +175,7 @@ def compile_in_parallel(*more: CudaModule) -> Iterator[None]:
 
 
 def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:
-    """Return the TMA descriptor for copies of `box` elements, given per dimension of the tensor.
+    """Return the TMA descriptor for copies of `box` elements; `box` has one number per dimension of the tensor.
 
     The last dimension must be contiguous. Elements outside the tensor are read as zero.
     """

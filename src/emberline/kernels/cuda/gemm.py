@@ -1,8 +1,6 @@
-"""linear: y = x w^T for prompts, more rows of x than `wide` supports, with a fused epilogue.
+"""linear: computes y = x w^T for prompts, where x has more rows than `wide` supports, with a fused epilogue.
 
-`gemm.cu` has the kernel.
-
-A row's result does not depend on the number of rows, its index or the plan, bit for bit.
+`gemm.cu` has the kernel. A row's result does not depend, bit for bit, on the number of rows, its index or the plan.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ SM_FLOP_PER_US, L2_BYTES_PER_US, TILE_OVERHEAD_US = 5.6e6, 7.0e6, 1.0
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
-    """How one shape is computed. `band` and `lag` change only the order of the work."""
+    """The tile sizes and the work order with which one shape is computed. `band` and `lag` change only the order."""
 
     width: int  # rows of w in a CTA's tile
     cluster: int  # CTAs of a cluster
@@ -80,8 +78,8 @@ def linear(
 ) -> Tensor:
     """Write x w^T into `out` (bf16) and return it.
 
-    `residual` is added and may be `out` itself. `gated`: silu(gate) * up, [m, n / 2]. `plan` overrides the choice for
-    benchmarks.
+    `residual` is added to the product and may be `out` itself. With `gated`, the result is silu(gate) * up, [m, n / 2].
+    `plan` overrides the chosen plan, for benchmarks.
     """
     m, k = x.shape
     assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
@@ -110,14 +108,14 @@ def linear(
 
 @cache
 def choose_plan(m: int, n: int, k: int) -> GemmPlan:
-    """Return the plan with the least estimated time. Results do not depend on it."""
+    """Return the plan with the least estimated time. Results do not depend on the plan."""
     return min(PLANS, key=lambda plan: estimate_us(plan, m, n, k))
 
 
 def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
-    """Return the estimated microseconds, if memory is not the limit.
+    """Return the estimated microseconds, assuming that device memory is not the limit.
 
-    All clusters together fetch through the L2.
+    All clusters together fetch their inputs through the L2 cache, whose bandwidth is one of the limits.
     """
     tiles, clusters = plan.count_tiles(m, n), NUM_SMS // plan.cluster
     busy_ctas = min(tiles, clusters) * plan.cluster
@@ -128,5 +126,5 @@ def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
 
 @cache
 def _kernel(variant: str) -> CudaKernel:
-    """Return a kernel that is compiled on first use: a model needs few of the variants."""
+    """Return the kernel of a variant. It is compiled on first use, because a model needs few of the variants."""
     return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

@@ -1,11 +1,11 @@
-"""HopperBackend: the ops on an NVIDIA H100 or H200, as a choice of a kernel for each shape.
+"""HopperBackend: runs the ops on an NVIDIA H100 or H200, and chooses a kernel for each shape.
 
-Up to 256 rows, where reading the weights takes most of the time, our own matrix products run with their epilogue fused
-in: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger batches use cuBLAS. Both of our products
-read uw12 (12-bit) weights directly and return the same bits as for plain weights. For cuBLAS, uw12 weights are unpacked
-first, one matrix ahead if the caller passes a `WeightUnpacker`. Where a weight is kept in both forms, each product
-reads the form with which it is faster. All our kernels use programmatic dependent launch: they may start before the
-preceding kernel in the stream has ended.
+Up to 256 rows, where reading the weights takes most of the time, our own matrix products run, which also add the bias
+and the residual or compute silu(gate) * up: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger
+batches use cuBLAS. Both of our products read uw12 weights (compressed to 12 bits) directly and return the same bits as
+for plain weights. For cuBLAS, uw12 weights are unpacked first, one matrix ahead if the caller passes a
+`WeightUnpacker`. Where a weight is kept in both forms, each product reads the form with which it is faster. All our
+kernels use programmatic dependent launch: they may start before the preceding kernel in the stream has ended.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 class HopperBackend(OpBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
-        """Return the weight with its rows as they are.
+        """Return the weight without changing its rows.
 
         The gate and up rows of a gated weight must be interleaved in groups of `attention_plan.GATE_GROUP_ROWS`, if
-        their number is a multiple of it.
+        their number is a multiple of that.
         """
         n, k = weight.shape
         has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
@@ -50,7 +50,10 @@ class HopperBackend(OpBackend):
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
     def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
-        """Store the values in `empty`, as uw12 if that is smaller; return the bytes they take."""
+        """Store the values in `empty` and return the bytes that they take.
+
+        They are stored as uw12 (12 bits per weight) if that is smaller.
+        """
         if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
             empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
             return packed.nbytes
@@ -138,7 +141,9 @@ class HopperBackend(OpBackend):
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        raise NotImplementedError("mixtures of experts have no GPU kernels")  # rejected when such a model is loaded
+        raise NotImplementedError(
+            "models with a mixture of experts are not supported on a GPU"
+        )  # rejected when such a model is loaded
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -215,7 +220,7 @@ def _apply_norm(x: Tensor, layer: LinearLayer) -> Tensor:
 
 
 def _own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
-    """Return our own product for this shape, or None if there is none or cuBLAS is faster."""
+    """Return our own kernel for this product, or None if no kernel supports the shape or cuBLAS is faster."""
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
@@ -226,9 +231,9 @@ def _own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
 
 
 def _uses_gemm(m: int, w: PackedWeight) -> bool:
-    """Return whether our GEMM, with silu(gate) * up fused in, computes this shape.
+    """Return whether our GEMM kernel, which also computes silu(gate) * up, computes this product.
 
-    Where nothing was measured, it does from MIN_GEMM_ROWS on.
+    If the shape was not measured, the GEMM kernel is used from MIN_GEMM_ROWS rows on.
     """
     choice = cublas.choices.get(MatmulProblem(m, w.n, w.k, ProductKind.GATED))
     return gemm.supports(m, w.n, w.k) and (m >= MIN_GEMM_ROWS if choice is None else choice == OWN_KERNEL)
@@ -253,7 +258,7 @@ def _max_packed_rows(w: PackedWeight) -> int:
 
 
 def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return the product of bf16 inputs with its float32 sums unrounded."""
+    """Return the product as float32, without rounding its sums to bf16."""
     y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
     if isinstance(w.handle, uw12.UW12Weight):
         step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
@@ -268,7 +273,7 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
 
 
 def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
-    """Give the weight as plain rows, valid for the one product that is launched inside the block."""
+    """Return a context manager that gives the weight as plain rows for one product launched inside the block."""
     if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
     if unpacker is None:

@@ -1,7 +1,7 @@
-"""Device memory shared between processes of one host: exported, opened and copied by rows.
+"""Shares device memory between processes of one host: exports, opens and copies it by rows.
 
-The driver exports whole allocations, and torch places tensors inside larger ones. So a tensor is a handle and an
-offset.
+The driver exports whole allocations, and torch places tensors inside larger allocations. So a shared tensor is
+described by a handle of its allocation and an offset.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of the driver API."""
+    """The C struct CUDA_MEMCPY2D of the driver API."""
 
     _fields_ = (
         *(
@@ -53,7 +53,7 @@ class _Memcpy2D(ctypes.Structure):
 
 
 def export_memory(tensor: Tensor) -> ExportedMemory:
-    """Export a tensor's memory. Raises CudaDriverError if it cannot be shared, as with some allocators."""
+    """Export a tensor's memory. Raises CudaDriverError if the allocator's memory cannot be shared."""
     _make_context_current(tensor.device.index)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     at = ctypes.c_uint64(tensor.data_ptr())
@@ -63,9 +63,9 @@ def export_memory(tensor: Tensor) -> ExportedMemory:
 
 
 class OpenedMemory:
-    """An allocation of another process, until closed.
+    """An allocation of a different process, mapped into this process until `close`.
 
-    Raises CudaDriverError if this device cannot access it.
+    The constructor raises CudaDriverError if this device cannot access the allocation.
     """
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class OpenedMemory:
 
 
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
-    """Copy `height` rows of `width` bytes on torch's current stream. Pitch: bytes from row to row."""
+    """Copy `height` rows of `width` bytes on torch's current stream. A pitch is the bytes from one row to the next."""
     if max(source_pitch, target_pitch) > MAX_PITCH_BYTES:
         for row in range(height):
             copy_rows(source + row * source_pitch, width, target + row * target_pitch, width, width, 1)

@@ -1,9 +1,8 @@
-"""linear: y = x w^T for at most 32 rows of x, bound by reading the weights.
+"""linear: computes y = x w^T for at most 32 rows of x, where reading the weights takes most of the time.
 
-`linear.cu` has the kernel.
-
-A row's result does not depend on the number of rows or its index, bit for bit, for every m that `supports` allows; nor
-on whether the weights are packed. For larger m cuBLAS sums in another order.
+`linear.cu` has the kernel. A row's result is the same, bit for bit, for every number of rows that `supports` accepts,
+for every index of the row, and for plain and packed weights. For more rows cuBLAS is used, which sums in a different
+order.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ MEASURED_PACKED = {
 
 @dataclass(frozen=True, slots=True)
 class SkinnyPlan:
-    """How one shape is computed."""
+    """The tile sizes and the launch parameters with which one shape is computed."""
 
     blocks: int  # blocks of 16 outputs in a CTA's tile
     tiles: int  # tiles of 8 rows of x
@@ -61,7 +60,7 @@ class SkinnyPlan:
 
     @property
     def slot_weight_bytes(self) -> int:
-        """Bytes of weights in a slot."""
+        """Bytes of weights in one slot of the pipeline."""
         return (UNIT_BYTES if self.header_stride else 2048) * self.blocks
 
     @property
@@ -95,13 +94,13 @@ class BF16Weight:
         self._maps: dict[tuple[int, bool], TensorMap] = {}
 
     def forget_tensor_maps(self) -> None:
-        """Drop the tensor maps, since the data may be at another address on the next use."""
+        """Drop the tensor maps, because the data may be at a different address on the next use."""
         self._maps.clear()
 
     def tensor_map(self, blocks: int, *, paired: bool = False) -> TensorMap:
         """Return the tensor map for tiles of 16 * `blocks` rows.
 
-        `paired`: for half of such a tile, 8 of each 16 gate rows with their up rows.
+        With `paired`, the map is for half of such a tile: 8 of each 16 gate rows, with their up rows.
         """
         if (blocks, paired) not in self._maps:
             if paired:
@@ -130,8 +129,8 @@ def linear(
 ) -> Tensor:
     """Write x w^T into `out`, which is bf16 or float32, and return it.
 
-    `bias` is float32 [n], in the order of w's rows. `residual` is added and may be `out` itself. `gated`: silu(gate) *
-    up, [m, n / 2]. `plan` overrides the choice for benchmarks.
+    `bias` is float32 [n], in the order of w's rows. `residual` is added to the product and may be `out` itself. With
+    `gated`, the result is silu(gate) * up, [m, n / 2]. `plan` overrides the chosen plan, for benchmarks.
     """
     m, k = x.shape
     assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
@@ -160,10 +159,11 @@ def linear(
 def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: int = 0) -> SkinnyPlan:
     """Return the plan for a shape.
 
-    The tile is the one that leaves the busiest CTA the fewest rows, the larger among equals. For the shapes of Llama 8B
-    with 1, 8, 16 and 32 rows that measured best or within 1 % of it. The plan has only as many CTAs as the tiles need,
-    and as many stages as fit into shared memory. Packed weights are read so fast that it pays to read x less often, or
-    to leave room for the next kernel: for these, measured plans come first.
+    It uses the tile size with which the busiest CTA has the fewest rows; of several such sizes, the largest. For the
+    shapes of Llama 8B with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan
+    has only as many CTAs as the tiles need, and as many pipeline stages as fit into shared memory. Packed weights are
+    read so fast that it pays to read x less often, or to leave room for the next kernel, so measured plans come first
+    for them.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
     if header_stride and not gated and (tiles, n, k) in MEASURED_PACKED:
@@ -205,9 +205,9 @@ def make_plan(
     ctas: int = NUM_SMS,
     shared_bytes: int = MAX_SHARED_BYTES,
 ) -> SkinnyPlan:
-    """Return the plan for a tile size, which spreads the work evenly over at most `ctas` CTAs.
+    """Return the plan for a tile size, with the work spread evenly over at most `ctas` CTAs.
 
-    Partial sums get buffers of their own if the pipeline stays deep enough beside them.
+    Partial sums get their own buffers if the remaining shared memory still holds a deep pipeline.
     """
     count = -(-n // (16 * blocks))
     waves = -(-count // ctas)
@@ -253,5 +253,5 @@ VARIANTS = tuple(_variants())  # all kernels that `choose_plan` may select
 
 @cache
 def _kernel(variant: str) -> CudaKernel:
-    """Return a kernel that is compiled on first use: a model needs few of the variants."""
+    """Return the kernel of a variant. It is compiled on first use, because a model needs few of the variants."""
     return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

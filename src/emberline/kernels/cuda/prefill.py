@@ -1,9 +1,7 @@
-"""prefill_attention: attention of chunks of new tokens over the paged cache, with Hopper's wgmma.
+"""prefill_attention: attention of chunks of new tokens over the paged KV cache, with Hopper's wgmma instructions.
 
-See `prefill.cu`.
-
-A query's result depends on its own keys only, bit for bit: not on the rest of the batch, the chunking of its prompt, or
-the SM that computes it.
+`prefill.cu` has the kernel. A query's result depends, bit for bit, only on its own keys: not on other requests of the
+batch, the chunking of its prompt, or the SM that computes it.
 """
 
 from __future__ import annotations
@@ -48,9 +46,10 @@ def supports_shape(block_size: int, head_dim: int) -> bool:
 
 
 def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.int32]:
-    """Return (request, first query in its chunk) for every TILE_QUERIES new tokens of each request.
+    """Return tiles (request, index of the tile's first query in its chunk) that cover all new tokens.
 
-    The tiles with most keys come first. The last ones are then short, and all SMs end at about the same time.
+    A tile has up to TILE_QUERIES new tokens of one request. The tiles with the most keys come first. So the last tiles
+    are short, and all SMs finish at about the same time.
     """
     counts, before = np.asarray(query_counts, np.int64), np.asarray(contexts, np.int64)
     tile_counts = -(-counts // TILE_QUERIES)
@@ -77,13 +76,12 @@ def prefill_attention(
     sms: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `OpBackend.paged_attention` and return it.
+    """Compute attention as `OpBackend.paged_attention` does and return it.
 
-    The new keys must be in the cache already.
-
-    `tiles`: the result of `make_tiles`, on the device. `sms`: an int32 on the device, the number of SMs to use; a
-    kernel that runs at the same time has the others. `counters`: two int32 that are zero between launches. Launches
-    that share them must not overlap; without `counters`, launches on one device share a default.
+    The new keys must already be in the cache. `tiles` is the result of `make_tiles`, on the device. `sms` is an int32
+    on the device: the number of SMs to use, while a kernel that runs at the same time uses the remaining SMs.
+    `counters` are two int32 that are zero between launches. Launches that share counters must not overlap. By default
+    all launches on one device share their counters.
     """
     head_dim = cache_maps.head_dim
     assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cache_maps.kv_heads) * head_dim
@@ -123,7 +121,7 @@ def _kernel(head_dim: int) -> CudaKernel:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """Return the counters of a launch, which it resets to zero at its end."""
+    """Return new counters for `prefill_attention`, which resets them to zero at its end."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 

@@ -30,8 +30,8 @@ def sample(
 ) -> Tensor:
     """Write one sampled id per row into `out` and return it. The logits stay unchanged.
 
-    The uniform number of a row is derived from (seed, position). NaN counts as -inf; a row whose largest logit is not
-    finite gives the first id with that logit.
+    Each row's random number in [0, 1) is derived from its seed and position. NaN counts as -inf. If a row's largest
+    logit is not finite, the first id with that logit is returned.
     """
     rows = _check_rows(logits)
     temperature, top_k, top_p, min_p = settings
@@ -67,7 +67,7 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i].
+    """Divide logits[rows[i], ids[i]] by divide[i] if the logit is positive, else multiply it by divide[i]; add add[i].
 
     Each (row, id) may occur only once. A row of -1 is padding.
     """
@@ -82,9 +82,9 @@ def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: 
 
 
 def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
-    """Apply penalties as `ReferenceBackend.apply_penalties`.
+    """Apply penalties as `OpBackend.apply_penalties` describes.
 
-    The width of `counts` is a multiple of 8, at least the vocabulary.
+    The width of `counts` must be a multiple of 8 and at least the vocabulary.
     """
     _check_rows(logits)
     vocab, count = logits.shape[1], len(rows)
@@ -98,7 +98,7 @@ def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tens
 
 
 def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Count tokens as `ReferenceBackend.count_tokens`."""
+    """Count tokens as `OpBackend.count_tokens` describes."""
     count = len(rows)
     assert rows.dtype is slots.dtype is torch.int32 and slots.shape == (count,) and tokens.dtype is torch.int64
     if count:

@@ -30,9 +30,10 @@ UNPACK_K = 256  # columns (k) that a CTA unpacks
 
 @dataclass(frozen=True, slots=True)
 class UW12Weight:
-    """A packed weight [n, k].
+    """A weight [n, k] in the uw12 format.
 
-    `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride].
+    `planes` are the 12-bit codes, as bytes [n / 64, k / 64, 4, 1536]. `headers` are the scales and escapes (weights
+    that have no code) of each 16 rows, as bytes [n / 16, header_stride].
     """
 
     planes: Tensor
@@ -76,12 +77,15 @@ def supports(n: int, k: int) -> bool:
 
 
 def escapes_offset(k: int) -> int:
-    """Return the byte offset of the escapes in a header."""
+    """Return the byte offset in a header at which the escapes (weights without a 12-bit code) begin."""
     return -(-(STARTS_OFFSET + 2 * (k // UNIT_K + 1)) // 16) * 16
 
 
 def header_bytes(k: int, max_escapes: int) -> int:
-    """Return the bytes of a header. `max_escapes`: the most escapes that any block of 16 rows has."""
+    """Return the bytes of a header.
+
+    `max_escapes` is the largest number of escapes (weights without a 12-bit code) in any block of 16 rows.
+    """
     return escapes_offset(k) + -(-4 * max_escapes // 16) * 16
 
 
@@ -93,9 +97,9 @@ def is_worth_packing(n: int, k: int, max_escapes: int, max_bits: float = MAX_BIT
 
 
 def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if the shape is unsupported or it needs `max_bits` or more.
+    """Return the packed weight, or None if the shape is unsupported or it would need `max_bits` or more per element.
 
-    Waits for the device. Needs n * k / 128 bytes of scratch memory.
+    This waits for the device, and needs n * k / 128 bytes of scratch memory.
     """
     n, k = weight.shape
     assert weight.dtype is torch.bfloat16 and weight.is_contiguous()

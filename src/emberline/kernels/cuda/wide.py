@@ -1,10 +1,10 @@
-"""linear: y = x w^T for 33 to 256 rows of x, and from 17 rows on for tall packed weights.
+"""linear: computes y = x w^T for 33 to 256 rows of x, and from 17 rows on for tall packed weights.
 
-In this range reading the weights takes most of the time, or not much less than the arithmetic. `wide.cu` has the
-kernel.
+In this range reading the weights takes about as long as the arithmetic, or longer. `wide.cu` has the kernel.
 
-A row's result does not depend on its index, nor on the number of rows m within each of the ranges up to 32, up to 64,
-up to 128, and above, bit for bit. For the same split of k it does not depend on whether the weights are packed.
+A row's result does not depend, bit for bit, on its index. It does not depend on the number of rows m within each of
+these ranges: up to 32, up to 64, up to 128, and above. For the same split of k, plain and packed weights give the same
+result.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MAX_EXCHANGED_SUMS, MAX_EXCHANGED_FRAGMENTS, EXCHANGE_POLLS = NUM_SMS * 256 * 12
 
 
 class TileConfig(NamedTuple):
-    """The parameters from which a plan is made."""
+    """The tile parameters from which `make_plan` makes a plan."""
 
     groups: int  # warpgroups of a CTA
     split: int = 1  # parts of k
@@ -108,7 +108,7 @@ MEASURED_PACKED: dict[tuple[int, int, int], TileConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class WidePlan:
-    """How one shape is computed."""
+    """The tile sizes and the launch parameters with which one shape is computed."""
 
     groups: int  # warpgroups of a CTA, each with 64 rows of w
     columns: int  # rows of x in a tile
@@ -138,7 +138,7 @@ class WidePlan:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of a slot that its own CTA fetches, at most."""
+        """Bytes of a pipeline slot that its own CTA fetches; the CTAs of a cluster share the rows of x."""
         return self.slot_bytes - 128 * self.columns * (self.share - 1) // self.share
 
     @property
@@ -148,7 +148,7 @@ class WidePlan:
 
     @property
     def fits_exchange(self) -> bool:
-        """Whether unclustered parts can exchange their sums: the memory and the counter words suffice."""
+        """Whether CTAs that form no cluster can exchange their partial sums: the memory and the counters suffice."""
         return (
             1 < self.split < 256
             and self.share == 1
@@ -157,10 +157,10 @@ class WidePlan:
 
     @property
     def min_stages(self) -> int:
-        """The stages whose memory the exchange of partial sums needs.
+        """The number of stages whose memory the exchange of partial sums needs.
 
-        Partial sums overwrite the pipeline's slots but not its barriers, since a warp's last arrival may come after the
-        cluster has synchronised.
+        Partial sums overwrite the slots of the pipeline but not its barriers, because a warp may arrive at a barrier
+        after the cluster has synchronised.
         """
         fragments = -(-4 * self.groups // self.split) * self.split
         return -(-64 * self.columns * fragments // self.slot_bytes) if self.split > 1 and not self.unclustered else 1
@@ -174,10 +174,10 @@ VARIANTS = tuple(
 
 
 def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
-    """Return whether `linear` computes this shape and should.
+    """Return whether `linear` supports this shape and is the fastest kernel for it.
 
-    For few rows `cuda.linear` may be faster, and for more than 128 rows and plain weights cuBLAS. For packed weights
-    cuBLAS would need them unpacked first, which takes as long again.
+    For few rows `cuda.linear` may be faster. For more than 128 rows and plain weights cuBLAS is faster. With packed
+    weights cuBLAS would need unpacked rows first, which takes as long again as the product.
     """
     if m < MIN_ROWS:
         return supports_shape(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
@@ -190,7 +190,7 @@ def supports_shape(m: int, n: int, k: int) -> bool:
 
 @cache
 def beats_cublas(n: int, k: int) -> bool:
-    """Return whether large tiles of plain weights are faster than cuBLAS."""
+    """Return whether large tiles are faster than cuBLAS for plain weights of this shape."""
     if (LARGE_COLUMNS, n, k) in MEASURED:
         return bool(MEASURED[LARGE_COLUMNS, n, k])
     return (
@@ -211,9 +211,10 @@ def linear(
     plan: WidePlan | None = None,
     polls: int = EXCHANGE_POLLS,
 ) -> Tensor:
-    """Compute as `cuda.linear.linear`. `plan` and `polls` override the defaults for benchmarks and tests.
+    """Write x w^T into `out` as `cuda.linear.linear` does, and return it.
 
-    Launches on one stream must not overlap, since they share the memory for the exchange of sums.
+    `plan` and `polls` override the defaults for benchmarks and tests. Launches on one stream must not overlap, because
+    they share the memory for the exchange of sums.
     """
     m, k = x.shape
     assert supports_shape(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
@@ -256,7 +257,7 @@ def choose_columns(m: int, *, packed: bool = False) -> int:
 def choose_plan(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = False) -> WidePlan:
     """Return the plan with the least estimated time.
 
-    It must depend on these arguments only, because the split of k determines the result's last bits.
+    The plan must depend on these arguments only, because the split of k determines the last bits of the result.
     """
     row = MEASURED_PACKED.get((columns, n, k)) if packed else MEASURED.get((columns, n, k))
     if row is not None and not (row.unclustered and gated):
@@ -286,7 +287,11 @@ def make_plan(
 
 
 def estimate_us(plan: WidePlan, n: int, k: int) -> float:
-    """Return the estimated microseconds: the tightest limit plus a tenth of all, as they interfere."""
+    """Return the estimated microseconds.
+
+    The estimate is the time of the tightest limit plus a tenth of the times of all limits, because the limits
+    interfere.
+    """
     tiles, units = -(-n // (64 * plan.groups)), k // SLOT_K
     waves = -(-tiles * plan.split // plan.grid)
     steps = waves * -(-units // plan.split)  # of a CTA
@@ -323,7 +328,7 @@ def _exchange_arguments(plan: WidePlan, device: torch.device, polls: int) -> tup
 
 @cache
 def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Return the memory in which unclustered parts exchange sums, and its counters, initially zero."""
+    """Return the memory in which CTAs that form no cluster exchange sums, and its counters, initially zero."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     return torch.empty(MAX_EXCHANGED_SUMS, device=device), torch.zeros(
         MAX_EXCHANGED_FRAGMENTS, dtype=torch.int32, device=device
@@ -332,5 +337,5 @@ def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]
 
 @cache
 def _kernel(variant: str) -> CudaKernel:
-    """Return a kernel that is compiled on first use: a model needs few of the variants."""
+    """Return the kernel of a variant. It is compiled on first use, because a model needs few of the variants."""
     return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

@@ -1,6 +1,6 @@
-"""silu_mul: silu(gate) * up of a product whose columns alternate between both.
+"""silu_mul: computes silu(gate) * up, where gate and up columns alternate in one tensor.
 
-It rounds after each step as torch.
+It rounds after each operation, as torch does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _silu_mul(
 def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
     """Write silu(gate) * up into `out` [T, F] and return it.
 
-    `gate_up` [T, 2F] has `group` gate columns, then their `group` up columns, and so on; with group = F, two halves.
+    `gate_up` [T, 2F] has `group` gate columns, then their `group` up columns, and so on. With group = F, the first half
+    is gate and the second half is up.
     """
     rows, columns = out.shape
     assert gate_up.shape == (rows, 2 * columns) and columns % group == 0

@@ -84,9 +84,9 @@ def _add_keys(
     HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
     MASKED: constexpr, WINDOWED: constexpr,
 ) -> tensor:  # fmt: skip
-    """Add the keys [low, high).
+    """Add the contributions of the keys [low, high) to the running sums, and return the sums.
 
-    Spans without a mask are complete, and every query attends to all their keys.
+    Without MASKED, all spans are complete, and every query attends to all their keys.
     """
     d = tl.arange(0, DIM_PADDED)[None, :]
     for at in range(low, high, SPAN):
@@ -123,7 +123,7 @@ def choose_tile_queries(max_queries: int, group: int) -> int:
 
 
 def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -> NDArray[np.int32]:
-    """Return tiles [n, 2] of (request, first query) with at most block_m queries that cover all."""
+    """Return tiles [n, 2] of (request, first query) that cover all queries, with at most `block_m` queries each."""
     tiles = -(-query_counts // block_m)
     requests = np.repeat(np.arange(len(tiles)), tiles)
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -142,9 +142,9 @@ def paged_attention(
     block_m: int = BLOCK_M,
     pdl: bool = False,
 ) -> Tensor:
-    """Compute attention as `OpBackend.paged_attention` and return it, in `out` if given.
+    """Compute attention as `OpBackend.paged_attention` does and return it, in `out` if given.
 
-    `tiles` come from make_tiles with the same `block_m`, a power of two; a tile with a negative request is padding.
+    `tiles` come from make_tiles with the same `block_m`, a power of two. A tile with a negative request is padding.
     """
     q_heads, kv_heads, head_dim, window = layer.q_heads, layer.kv_heads, layer.head_dim, layer.window
     out = torch.empty((len(qkv), q_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
@@ -168,12 +168,12 @@ def paged_attention(
 
 
 def _max_rows(dim: int, exact: bool) -> int:
-    """Return the rows whose sums fit into registers; a larger tile is computed in parts."""
+    """Return how many rows of sums fit into registers; a larger tile is computed in parts."""
     return min(MAX_PROGRAM_ROWS, max(16, (4096 if exact else 16384) // dim))
 
 
 def _choose_shape(rows: int, dim: int, exact: bool) -> tuple[int, int, int]:
-    """Return the keys of a span, the warps, and the stages of the software pipeline."""
+    """Return the number of keys in a span, of warps, and of stages of the software pipeline."""
     if exact:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
     return (64 if dim <= 128 else 32), (8 if rows >= 128 else 4), 3

@@ -14,13 +14,13 @@ from triton.language import constexpr
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Apply triton.jit, with a type. A kernel parameter of type `tensor` is an address or a number."""
+    """Return triton.jit(function), typed for mypy. A kernel parameter of type `tensor` is an address or a number."""
     return triton.jit(function)
 
 
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
-    """With PDL (programmatic dependent launch), let the next kernel start, then wait for the last."""
+    """With PDL (programmatic dependent launch), let the next kernel start, then wait for the preceding kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -42,7 +42,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """Return the normalised rows, in `out` if given, which may be x.
+    """Return the normalised rows, written to `out` if given. `out` may be x.
 
     `weight` is float32. With `pdl` it is read before the preceding kernel ends, so that kernel must not write it.
     """

@@ -1,6 +1,7 @@
 """rope_and_cache: `OpBackend.rope_and_cache` for a cache that stores keys row by row, like the values.
 
-A program is one warp with a few heads of one token. It loads all of them before it stores any, so q rotates in place.
+A Triton program is one warp, and processes a few heads of one token. It loads all these heads before it stores any, so
+that q can be rotated in place.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def _store(
 
 @jit
 def _round_to_cache(x: tensor, TYPE: constexpr) -> tensor:
-    """Round to the cache's type; float8 saturates, and values that are not finite become zero.
+    """Round to the type of the cache. float8 saturates, and values that are not finite become zero.
 
-    The next request that gets the block reads stale values with weight zero, and zero times infinity would be NaN.
+    A request that later reuses the block reads stale values with weight zero, and zero times infinity would be NaN.
     """
     if tl.float8e4nv == TYPE:
         x = tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0)
