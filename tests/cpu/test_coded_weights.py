@@ -209,7 +209,7 @@ def test_bytes_may_arrive_in_any_order(tmp_path: Path) -> None:
         out, blocks = np.empty(coded_tensor_load.MAX_RUN_BYTES, np.uint8), []
         for at, part in parts:
             memory = np.frombuffer(part, np.uint8).copy()
-            for run in arrival.take_runs(at, memory):
+            for run in arrival.add_coded_bytes(at, memory):
                 begin, end = run.decode(out)
                 arrival.copy_part(begin, torch.from_numpy(out[: end - begin]))
                 blocks += range(run.first, run.last)
@@ -313,7 +313,7 @@ def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
 def test_device_weights_read_packed_files(tmp_path: Path) -> None:
     placed = DeviceWeights(Checkpoint.open(write_tensors(tmp_path, dtype=BF16)), None, "cpu")
     placed.device = torch.device("cuda")
-    placed._check(EMBEDDING, (301, 96))
+    placed._check_tensor(EMBEDDING, (301, 96))
     kinds = [type(placed._make_load(n, i, torch.empty(1))) for n, i in placed.checkpoint.tensors.items()]
     assert set(kinds) == {CodedTensorLoad, CheckedTensorLoad}
     plain = DeviceWeights(Checkpoint.open(tmp_path / "plain"), None, "cpu")

@@ -49,7 +49,7 @@ def fake_cublas(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(proposals: int) -> FakeCublas:
         library = FakeCublas(proposals)
         monkeypatch.setattr(cublas, "_library", lambda: library)
-        monkeypatch.setattr(cublas, "_handle", ctypes.c_void_p)
+        monkeypatch.setattr(cublas, "_cublas_handle", ctypes.c_void_p)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
         monkeypatch.setattr(cublas, "choices", {})
         cublas._cached_matmul.cache_clear()

@@ -317,13 +317,13 @@ def test_failed_boot_can_be_retried(tmp_path: Path) -> None:
 def test_sleep_keeps_weights_and_zeroes_scratch() -> None:
     weights, scratch = torch.randn(100), torch.randn(50)
     part, before = weights[10:20], weights.clone()
-    slept = sleep([weights, part], zeroed=[scratch, part])
+    slept = sleep([weights, part], zeroed_tensors=[scratch, part])
     assert slept.nbytes == weights.nbytes + scratch.nbytes and slept.copied_bytes == weights.nbytes
     for _ in range(3):
         assert weights.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
-        slept.wake(keep=True)
+        slept.wake(keep_host_copies=True)
         assert torch.equal(weights, before) and torch.equal(part, before[10:20]) and not scratch.any()
-        assert slept.wake(keep=True)  # already awake: nothing is copied
+        assert slept.wake(keep_host_copies=True)  # already awake: nothing is copied
         scratch.fill_(7.0)
         slept.sleep_again()
     slept.wake()

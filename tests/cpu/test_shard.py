@@ -50,7 +50,7 @@ def shards(of: int) -> list[Shard]:
 @pytest.mark.parametrize("of", [1, 2, 4, 8])
 def test_llama_8b_shards_cover_it_and_can_be_packed(of: int) -> None:
     for kind, (n, k) in MATRICES.items():
-        parts = [shard.slices(f"{kind}.weight", (n, k)) for shard in shards(of)]
+        parts = [shard.tensor_slices(f"{kind}.weight", (n, k)) for shard in shards(of)]
         axis = 0 if parts[0][1] == slice(None) else 1
         assert [i for part in parts for i in range((n, k)[axis])[part[axis]]] == list(range((n, k)[axis])), kind
         assert all(uw12.supports(*s.shard_shape(f"{kind}.weight", (n, k))) for s in shards(of))
@@ -68,7 +68,7 @@ def test_products_of_packed_shards_equal_full_product(kind: str, of: int) -> Non
     weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()
     sums, beside = torch.zeros(3, n).double(), []
     for shard in shards(of):
-        rows, columns = shard.slices(f"model.layers.0.{kind}.weight", (n, k))
+        rows, columns = shard.tensor_slices(f"model.layers.0.{kind}.weight", (n, k))
         part = weight[rows, columns].contiguous()
         made = reference_pack(part)
         assert made is not None and torch.equal(reference_unpack(made).view(torch.int16), part.view(torch.int16))
@@ -134,7 +134,7 @@ def test_model_loaded_in_shards(files: str, tmp_path: Path) -> None:
 def test_replicated_tensors() -> None:
     names = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.o_proj.bias", "odd"
     assert all(Shard(1, 2).shard_shape(name, (64,)) == (64,) for name in names)
-    assert Shard(1, 2).slices("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
+    assert Shard(1, 2).tensor_slices("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
     assert Shard(1, 2).shard_shape("model.layers.0.self_attn.q_proj.bias", (64,)) == (32,)
 
 

@@ -43,9 +43,9 @@ def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Matmu
 
 def test_saved_choices_are_loaded(tmp_path: Path) -> None:
     file = tmp_path / "products.json"
-    assert tuning._load(file) == {}
-    tuning._save(file, FOUND)
-    assert tuning._load(file) == FOUND and list(tmp_path.iterdir()) == [file]
+    assert tuning._load_choices(file) == {}
+    tuning._save_choices(file, FOUND)
+    assert tuning._load_choices(file) == FOUND and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_saved_choices_are_loaded(tmp_path: Path) -> None:
 def test_damaged_file_counts_as_missing(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "products.json"
     file.write_text(damage)
-    assert tuning._load(file) == {}
+    assert tuning._load_choices(file) == {}
 
 
 def test_only_missing_products_are_measured(requested: list[set[MatmulProblem]]) -> None:
@@ -85,7 +85,7 @@ def test_unwritable_cache_is_not_fatal(
     def full(file: Path, found: tuning.TunedChoices) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(tuning, "_save", full)
+    monkeypatch.setattr(tuning, "_save_choices", full)
     tuning.tune_products(LAYER, 4096, [896])
     assert cublas.choices[DOWN] == 3 and "no space left" in caplog.text
 
@@ -100,7 +100,7 @@ def test_failing_product_is_skipped(error: Exception, monkeypatch: pytest.Monkey
         return 1
 
     monkeypatch.setattr(tuning, "_find_fastest", fastest)
-    monkeypatch.setattr(tuning, "_random", lambda *sizes: torch.zeros(0))
+    monkeypatch.setattr(tuning, "_random_matrix", lambda *sizes: torch.zeros(0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert tuning._measure([DOWN, other]) == {other: 1}
@@ -142,6 +142,6 @@ def test_unmeasured_product_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cache_file_is_readable_json(tmp_path: Path) -> None:
-    tuning._save(tmp_path / "products.json", FOUND)
+    tuning._save_choices(tmp_path / "products.json", FOUND)
     rows = json.loads((tmp_path / "products.json").read_text())
     assert [896, 4096, 14336, "add", 2] in rows

@@ -72,7 +72,7 @@ def test_measured_choices_are_cached_and_used(tmp_path: Path, monkeypatch: pytes
     add = ops.pack_linear(torch.zeros(256, 512, device="cuda").bfloat16())
     tuning.tune_products([store, gated, add], 256, [64, 384, 1024])
     (file,) = tmp_path.glob("products-*.json")
-    found = tuning._load(file)
+    found = tuning._load_choices(file)
     assert {(p.m, p.n, p.kind) for p in found} == {
         (m, n, kind)
         for m in (384, 1024)

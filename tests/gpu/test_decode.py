@@ -86,7 +86,7 @@ class Case:
 def work_for(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DecodeWork:
     rows, kv_heads = len(case.lengths), case.heads[1]
     room = worklist.item_capacity(rows, kv_heads, sms)
-    made = worklist.plan_work(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
+    made = worklist.plan_decode_work(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
     return DecodeWork(torch.from_numpy(made.data).cuda(), rows, room)
 
 
@@ -222,7 +222,7 @@ def test_cuda_graph_replays_with_changing_lengths(dtype: torch.dtype) -> None:
     for most in (3000, 5, 700, 64, 1500):
         lengths = [int(n) for n in torch.randint(1, most + 1, (rows,))]
         context.copy_(torch.tensor(lengths) - 1)
-        work.load(worklist.plan_work(np.array(lengths, np.int32), 8, SMS, work.capacity))
+        work.load(worklist.plan_decode_work(np.array(lengths, np.int32), 8, SMS, work.capacity))
         longest.qkv.normal_()
         for out in outs:
             out.fill_(torch.nan)

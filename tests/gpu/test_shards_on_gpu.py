@@ -34,7 +34,7 @@ def test_products_of_shards(kind: str, shards: int) -> None:
         x = random(m, k)
         parts = []
         for rank in range(shards):
-            rows, columns = Shard(rank, shards).slices(f"{kind}.weight", (n, k))
+            rows, columns = Shard(rank, shards).tensor_slices(f"{kind}.weight", (n, k))
             part = whole[rows, columns].contiguous()
             made = pack(part)
             assert made is not None

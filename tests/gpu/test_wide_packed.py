@@ -241,9 +241,18 @@ def test_unclustered_parts(m: int, split: int, looks: int) -> None:
             if more is not None and dtype is F32:
                 continue
             first, ours = poisoned(2, m, n, dtype=dtype)
-            linear(x, packed, out=first, bias=shift, residual=more, plan=plan, pdl=False, polls=0)
+            linear(x, packed, out=first, bias=shift, residual=more, plan=plan, pdl=False, exchange_polls=0)
             for pdl in (False, True, True):
-                linear(x, packed, out=ours.fill_(torch.nan), bias=shift, residual=more, plan=plan, pdl=pdl, polls=looks)
+                linear(
+                    x,
+                    packed,
+                    out=ours.fill_(torch.nan),
+                    bias=shift,
+                    residual=more,
+                    plan=plan,
+                    pdl=pdl,
+                    exchange_polls=looks,
+                )
                 assert torch.equal(ours, first), plan
             linear(x, packed, out=ours, bias=shift, residual=more, plan=cluster, pdl=False)
             assert torch.equal(ours, first) if split <= 8 else torch.allclose(ours, first, atol=0.1, rtol=0.1), plan

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, data_ints, item_capacity, plan_work
+from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, item_capacity, num_data_ints, plan_decode_work
 
 SMS = 132
 
 
-def plan_engine_memory(lengths: list[int], kv_heads: int = 8) -> WorkList:
-    return plan_work(np.array(lengths, np.int32), kv_heads, SMS, item_capacity(len(lengths), kv_heads, SMS))
+def plan_for(lengths: list[int], kv_heads: int = 8) -> WorkList:
+    return plan_decode_work(np.array(lengths, np.int32), kv_heads, SMS, item_capacity(len(lengths), kv_heads, SMS))
 
 
 def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
@@ -30,7 +30,7 @@ def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
     st.sampled_from([1, 2, 3, 8, 32]),
 )
 def test_every_key_is_in_one_item(lengths: list[int], kv_heads: int) -> None:
-    work = plan_engine_memory(lengths, kv_heads)
+    work = plan_for(lengths, kv_heads)
     assert work.partial_starts[0] == 0 and len(work.partial_starts) == len(lengths) + 1
     for row, length in enumerate(lengths):
         parts = spans(work, row)
@@ -47,7 +47,7 @@ def test_every_key_is_in_one_item(lengths: list[int], kv_heads: int) -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 5000))
 def test_cuts_depend_on_length_and_part_size(lengths: list[int], other: int) -> None:
     """Rows of equal length are cut equally, and another row's length matters only through the part size."""
-    work = plan_engine_memory([*lengths, lengths[0], other])
+    work = plan_for([*lengths, lengths[0], other])
     chunk = part_size_of([*lengths, lengths[0], other], work)
     assert [s[:2] for s in spans(work, 0)] == [s[:2] for s in spans(work, len(lengths))]
     for row, length in enumerate(lengths):
@@ -69,7 +69,7 @@ def part_size_of(lengths: list[int], work: WorkList) -> int:
 def test_load_is_balanced(lengths: list[int]) -> None:
     """If free CTAs take items in order, two per SM, none gets much more than its share."""
     kv_heads = 8
-    work = plan_engine_memory(lengths, kv_heads)
+    work = plan_for(lengths, kv_heads)
     sizes = [-(-end // TILE_KEYS) - first // TILE_KEYS for _, first, end, _ in work.items[: work.count].tolist()]
     assert all(later <= size + 1 for size, later in pairwise(sizes))
     loads = np.zeros(2 * SMS)
@@ -81,17 +81,17 @@ def test_load_is_balanced(lengths: list[int]) -> None:
 
 
 def test_short_rows_are_not_cut() -> None:
-    work = plan_engine_memory([640] * 128)
+    work = plan_for([640] * 128)
     assert work.count == 128 and (work.items[:128, 3] == -1).all() and not work.partial_starts.any()
 
 
 def test_small_capacity_gives_larger_parts() -> None:
     lengths = np.array([5000, 1, 700], np.int32)
-    work = plan_work(lengths, 8, SMS, 4)
-    assert len(work.data) == data_ints(3, 4) and work.count == 4
+    work = plan_decode_work(lengths, 8, SMS, 4)
+    assert len(work.data) == num_data_ints(3, 4) and work.count == 4
     assert sum(end - first for _, first, end, _ in work.items.tolist()) == lengths.sum()
     with pytest.raises(AssertionError):
-        plan_work(lengths, 8, SMS, 2)
+        plan_decode_work(lengths, 8, SMS, 2)
 
 
 def test_part_size_is_about_the_fastest_measured() -> None:
@@ -104,7 +104,7 @@ def test_part_size_is_about_the_fastest_measured() -> None:
     lost = {}
     for name, case in timings.items():
         lengths = [length for length, count in case["rows"] for _ in range(count)]
-        chunk = part_size_of(lengths, plan_engine_memory(lengths))
+        chunk = part_size_of(lengths, plan_for(lengths))
         lost[name] = case["us"][str(chunk)] / min(case["us"].values())
     assert max(lost.values()) < 1.05, lost
     assert sum(lost.values()) / len(lost) < 1.015, lost
@@ -113,5 +113,5 @@ def test_part_size_is_about_the_fastest_measured() -> None:
 def test_rows_are_cut_finer_beside_prefill() -> None:
     """SMs that become free later must find work left."""
     lengths, room = np.array([4131] * 32, np.int32), item_capacity(32, 8, SMS)
-    alone, beside = (plan_work(lengths, 8, SMS, room, beside_prefill=beside).count for beside in (False, True))
+    alone, beside = (plan_decode_work(lengths, 8, SMS, room, beside_prefill=beside).count for beside in (False, True))
     assert alone == 32 and beside >= 64

@@ -112,9 +112,9 @@ class AttentionPlanner:
             self._counters = prefill.new_counters(keys.device)
             is_float8 = keys.dtype is torch.float8_e4m3fn
             if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
-                self._widened, self._has_prefill_kernel = _allocate_widened(keys, max_widened_blocks), True
+                self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, max_widened_blocks), True
             if self._has_decode_kernel:
-                self._scratch = decode.DecodeScratch(max_rows, self._capacity(max_rows), *heads, keys.device)
+                self._scratch = decode.DecodeScratch(max_rows, self._work_item_capacity(max_rows), *heads, keys.device)
 
     @property
     def has_static_shapes(self) -> bool:
@@ -134,7 +134,7 @@ class AttentionPlanner:
     def plan(
         self,
         context: np.ndarray,
-        counts: np.ndarray,
+        new_token_counts: np.ndarray,
         decode_rows: int,
         to_device: Callable[[np.ndarray], Tensor],
         *,
@@ -143,16 +143,20 @@ class AttentionPlanner:
     ) -> AttentionPlan:
         """Return the plan of a step.
 
-        `context` is the number of cached keys of each row, and `counts` its number of new tokens. `to_device` copies an
-        array to the device. The shapes of tensors for decode rows depend only on `decode_rows`. Prefill tiles are
-        padded to `min_tiles`. `logit_tokens` are the ascending indices of the new tokens whose logits are needed.
+        `context` is the number of cached keys of each row, and `new_token_counts` its number of new tokens. `to_device`
+        copies an array to the device. The shapes of tensors for decode rows depend only on `decode_rows`. Prefill tiles
+        are padded to `min_tiles`. `logit_tokens` are the ascending indices of the new tokens whose logits are needed.
         """
         plan = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
         if self._device.type != "cuda":
             return plan
         first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
-        has_prefill, prefill_tiles = first_prefill < len(counts), None
-        fast = self._count_fast_tokens(context, counts, first_prefill) if has_prefill else counts
+        has_prefill, prefill_tiles = first_prefill < len(new_token_counts), None
+        fast = (
+            self._count_prefill_kernel_tokens(context, new_token_counts, first_prefill)
+            if has_prefill
+            else new_token_counts
+        )
         if has_prefill and self._has_prefill_kernel:
             from emberline.kernels.cuda import prefill
 
@@ -160,19 +164,21 @@ class AttentionPlanner:
             prefill_tiles = _shift_rows(unshifted, first_prefill)
         if first_prefill and prefill_tiles is not None:
             read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
-            sms = choose_prefill_sms(prefill_tiles, context, counts, self._heads, read_bytes, self._sms)
+            sms = choose_prefill_sms(prefill_tiles, context, new_token_counts, self._heads, read_bytes, self._sms)
             plan = replace(plan, prefill_sms=to_device(np.array([sms], np.int32)))
         if first_prefill:
-            lengths = (context[:first_prefill] + 1) * counts[:first_prefill]
+            lengths = (context[:first_prefill] + 1) * new_token_counts[:first_prefill]
             work = self._plan_decode(lengths, to_device, beside_prefill=prefill_tiles is not None)
             plan = replace(plan, decode_work=work, decode_scratch=self._scratch)
         if prefill_tiles is not None:
-            widened = None if self._widened is None else self._place_widened(self._widened, context, fast, to_device)
-            plan = replace(plan, prefill_tiles=to_device(_pad(prefill_tiles, min_tiles)), widened=widened)
+            widened = (
+                None if self._widened is None else self._assign_widened_blocks(self._widened, context, fast, to_device)
+            )
+            plan = replace(plan, prefill_tiles=to_device(_pad_tiles(prefill_tiles, min_tiles)), widened=widened)
             if logit_tokens is not None:
-                logit_tiles = select_tiles_with_tokens(prefill_tiles, counts, logit_tokens)
+                logit_tiles = select_tiles_with_tokens(prefill_tiles, new_token_counts, logit_tokens)
                 plan = replace(plan, logit_tiles=to_device(logit_tiles))
-        if not has_prefill or not (slow := (counts - fast)[first_prefill:]).any():
+        if not has_prefill or not (slow := (new_token_counts - fast)[first_prefill:]).any():
             return plan
         from emberline.kernels.triton import attention
 
@@ -180,30 +186,38 @@ class AttentionPlanner:
         general = _shift_rows(attention.make_tiles(slow, queries), first_prefill)
         return replace(plan, general_tiles=to_device(general), general_tile_queries=queries)
 
-    def _count_fast_tokens(self, context: np.ndarray, counts: np.ndarray, first_prefill: int) -> np.ndarray:
+    def _count_prefill_kernel_tokens(
+        self, context: np.ndarray, new_token_counts: np.ndarray, first_prefill_row: int
+    ) -> np.ndarray:
         """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
-        fast_rows = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
+        fast_rows = (np.arange(len(new_token_counts)) >= first_prefill_row) & self._has_prefill_kernel
         if self._widened is not None:
-            need = self._count_blocks(context + counts) * (fast_rows & (counts > 0))
+            need = self._count_blocks(context + new_token_counts) * (fast_rows & (new_token_counts > 0))
             fast_rows &= np.cumsum(need) <= len(self._widened.block_numbers)
-        return counts * fast_rows
+        return new_token_counts * fast_rows
 
     def _count_blocks(self, keys: np.ndarray) -> np.ndarray:
         blocks: np.ndarray = -(-keys // self._block)
         return blocks
 
-    def _place_widened(
-        self, memory: WidenedBlocks, context: np.ndarray, fast: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
+    def _assign_widened_blocks(
+        self,
+        buffers: WidenedBlocks,
+        context: np.ndarray,
+        token_counts: np.ndarray,
+        to_device: Callable[[np.ndarray], Tensor],
     ) -> WidenedBlocks:
-        need = (self._count_blocks(context + fast) * (fast > 0)).astype(np.int32)
+        need = (self._count_blocks(context + token_counts) * (token_counts > 0)).astype(np.int32)
         first_blocks = (np.cumsum(need) - need).astype(np.int32)
-        sources = np.zeros((len(memory.block_numbers), 2), np.int32)
+        sources = np.zeros((len(buffers.block_numbers), 2), np.int32)
         row = np.repeat(np.arange(len(need)), need)
         sources[: len(row), 0], sources[: len(row), 1] = row, np.arange(len(row)) - first_blocks[row]
         count = np.array([len(row)], np.int32)
-        return replace(memory, sources=to_device(sources), count=to_device(count), first_blocks=to_device(first_blocks))
+        return replace(
+            buffers, sources=to_device(sources), count=to_device(count), first_blocks=to_device(first_blocks)
+        )
 
-    def forget_caches(self) -> None:
+    def drop_tensor_maps(self) -> None:
         """Drop the tensor maps, because the KV cache may be at a different address in the next step."""
         self._maps.decode.clear()
         self._maps.prefill.clear()
@@ -221,7 +235,7 @@ class AttentionPlanner:
         from emberline.kernels import worklist
 
         widened = 0 if self._widened is None else 8 * len(self._widened.block_numbers) + 4 * rows + 64
-        return 4 * worklist.data_ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
+        return 4 * worklist.num_data_ints(rows, self._work_item_capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _plan_decode(
         self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], *, beside_prefill: bool
@@ -230,19 +244,24 @@ class AttentionPlanner:
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
-        items = worklist.plan_work(
-            lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside_prefill
+        items = worklist.plan_decode_work(
+            lengths, self._heads[1], self._sms, self._work_item_capacity(rows), beside_prefill=beside_prefill
         )
         return decode.DecodeWork(to_device(items.data), rows, items.capacity)
 
-    def _capacity(self, rows: int) -> int:
+    def _work_item_capacity(self, rows: int) -> int:
         from emberline.kernels import worklist
 
         return worklist.item_capacity(rows, self._heads[1], self._sms)
 
 
 def choose_prefill_sms(
-    tiles: np.ndarray, context: np.ndarray, counts: np.ndarray, heads: tuple[int, int, int], decode_bytes: int, sms: int
+    tiles: np.ndarray,
+    context: np.ndarray,
+    new_token_counts: np.ndarray,
+    heads: tuple[int, int, int],
+    decode_bytes: int,
+    num_sms: int,
 ) -> int:
     """Return the number of SMs for prefill while decode reads `decode_bytes` of keys and values.
 
@@ -251,32 +270,32 @@ def choose_prefill_sms(
     bandwidth and prefill by arithmetic, although they share the bandwidth of the L2 cache.
     """
     if not len(tiles):
-        return sms
+        return num_sms
     row, first = tiles[:, 0], tiles[:, 1]
-    keys = context[row] + np.minimum(first + PREFILL_TILE_QUERIES, counts[row])
+    keys = context[row] + np.minimum(first + PREFILL_TILE_QUERIES, new_token_counts[row])
     tile = 4 * PREFILL_TILE_QUERIES * heads[2] / SM_FLOP_PER_US * keys
     prefill_us, read_us = heads[0] * float(tile.sum()), decode_bytes / READ_BYTES_PER_US
     if read_us < float(tile.mean()):
-        return sms
-    count = round(prefill_us / (PREFILL_TIME_SHARE * (read_us + DECODE_SLOWDOWN * prefill_us / sms)))
-    return min(max(count, sms // PREFILL_SM_DIVISOR), sms - sms // DECODE_SM_DIVISOR)
+        return num_sms
+    count = round(prefill_us / (PREFILL_TIME_SHARE * (read_us + DECODE_SLOWDOWN * prefill_us / num_sms)))
+    return min(max(count, num_sms // PREFILL_SM_DIVISOR), num_sms - num_sms // DECODE_SM_DIVISOR)
 
 
-def _allocate_widened(keys: Tensor, blocks: int) -> WidenedBlocks:
-    shape, empty = (blocks, *keys.shape[2:]), torch.zeros(0, dtype=torch.int32, device=keys.device)
+def _allocate_widened_blocks(keys: Tensor, num_blocks: int) -> WidenedBlocks:
+    shape, empty = (num_blocks, *keys.shape[2:]), torch.zeros(0, dtype=torch.int32, device=keys.device)
     k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=keys.device) for _ in range(2))
-    return WidenedBlocks(k, v, empty, empty, empty, torch.arange(blocks, dtype=torch.int32, device=keys.device))
+    return WidenedBlocks(k, v, empty, empty, empty, torch.arange(num_blocks, dtype=torch.int32, device=keys.device))
 
 
-def _shift_rows(tiles: np.ndarray, rows: int) -> np.ndarray:
-    shifted: np.ndarray = tiles + np.array([rows, 0], tiles.dtype)
+def _shift_rows(tiles: np.ndarray, offset: int) -> np.ndarray:
+    shifted: np.ndarray = tiles + np.array([offset, 0], tiles.dtype)
     return shifted
 
 
-def select_tiles_with_tokens(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def select_tiles_with_tokens(tiles: np.ndarray, new_token_counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the tiles that contain any of `tokens`, which are sorted indices over the new tokens of all rows."""
-    ends = np.cumsum(counts)[tiles[:, 0]]
-    begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
+    ends = np.cumsum(new_token_counts)[tiles[:, 0]]
+    begins = ends - new_token_counts[tiles[:, 0]] + tiles[:, 1]
     has_token = np.searchsorted(tokens, np.minimum(begins + PREFILL_TILE_QUERIES, ends)) > np.searchsorted(
         tokens, begins
     )
@@ -289,6 +308,6 @@ def max_prefill_tiles(tokens: int, rows: int) -> int:
     return tokens // PREFILL_TILE_QUERIES + rows
 
 
-def _pad(tiles: np.ndarray, min_tiles: int) -> np.ndarray:
+def _pad_tiles(tiles: np.ndarray, min_tiles: int) -> np.ndarray:
     padded: np.ndarray = np.concatenate([tiles, np.full((max(0, min_tiles - len(tiles)), 2), -1, tiles.dtype)])
     return padded

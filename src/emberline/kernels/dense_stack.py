@@ -33,10 +33,10 @@ class DenseStack:
     def __init__(self, layers: Sequence[DenseLayer]) -> None:
         assert len({weight.layout for layer in layers for weight in layer.weights}) == 1
         self.layers = tuple(layers)
-        self.native = (NativeLayer * len(layers))(*map(_to_native, layers))
+        self.native = (NativeLayer * len(layers))(*map(_to_native_layer, layers))
 
 
-def _to_native(layer: DenseLayer) -> NativeLayer:
+def _to_native_layer(layer: DenseLayer) -> NativeLayer:
     assert layer.gate_up.weight.gated and layer.down.bias is layer.gate_up.bias is None
     attention = layer.attention
     vectors = layer.qkv.bias, layer.o.bias, layer.qkv.norm, layer.gate_up.norm, attention.q_norm, attention.k_norm

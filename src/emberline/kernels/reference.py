@@ -58,14 +58,14 @@ class ReferenceBackend(OpBackend):
     ) -> Tensor:
         x = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
         y = F.linear(x, layer.weight.data, layer.bias)
-        return _store(out, y) if add_to is None else add_to.add_(y)
+        return _store_result(out, y) if add_to is None else add_to.add_(y)
 
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         assert layer.weight.gated, "pack the gate and up rows with gated=True"
         gate, up = self.linear(x, layer).chunk(2, dim=-1)
-        return _store(out, F.silu(gate) * up)
+        return _store_result(out, F.silu(gate) * up)
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         rows = table.data if isinstance(table, PackedWeight) else table
@@ -107,7 +107,7 @@ class ReferenceBackend(OpBackend):
             group = q_heads // kv_heads
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
-            hidden = _hidden_keys(before, length, layer.window)
+            hidden = _masked_keys(before, length, layer.window)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
         return out
@@ -209,12 +209,12 @@ def _sample_row(
     return order[min(keep - 1, int((mass <= uniform * mass[-1]).sum()))]
 
 
-def _hidden_keys(before: int, length: int, window: int) -> Tensor:
+def _masked_keys(first_position: int, num_keys: int, window: int) -> Tensor:
     """Return a mask [queries, keys] that is True where a query must not attend to a key.
 
     The queries are the last ones: they have the positions [before, length).
     """
-    key, position = torch.arange(length), torch.arange(before, length)[:, None]
+    key, position = torch.arange(num_keys), torch.arange(first_position, num_keys)[:, None]
     return (key > position) | ((key <= position - window) if window else torch.tensor(False))
 
 
@@ -232,5 +232,5 @@ def _key_panels(keys: Tensor) -> Tensor:
     return keys.as_strided((blocks, heads, head_dim, block_size), inner)
 
 
-def _store(out: Tensor | None, y: Tensor) -> Tensor:
+def _store_result(out: Tensor | None, y: Tensor) -> Tensor:
     return y if out is None else out.copy_(y)

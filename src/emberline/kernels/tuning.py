@@ -51,15 +51,15 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
     began = time.perf_counter()
     if cublas.is_available():
         cache_file = _cache_file()
-        found = _load(cache_file)
-        shapes = {_shape(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
+        found = _load_choices(cache_file)
+        shapes = {_matmul_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
         all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.COLUMNS[-2])
         needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= MIN_PRODUCT_FLOP}
         if missing := needed - found.keys():
             measured = _measure(missing)
             found |= measured
             try:
-                _save(cache_file, found)
+                _save_choices(cache_file, found)
             except OSError as error:
                 log.warning(
                     "cannot save the tuned matrix products, the next start measures them again: error=%s", error
@@ -69,7 +69,7 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
     return time.perf_counter() - began
 
 
-def _shape(weight: PackedWeight, hidden: int) -> MatmulProblem:
+def _matmul_problem(weight: PackedWeight, hidden: int) -> MatmulProblem:
     kind = ProductKind.GATED if weight.gated else ProductKind.ADD if weight.n == hidden else ProductKind.STORE
     return MatmulProblem(0, weight.n, weight.k, kind)
 
@@ -86,7 +86,7 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
         weights: list[Tensor] = []
         for problem in of_weights:
             try:
-                weights = weights or [_random(n, k, WEIGHT_STD) for _ in range(count)]
+                weights = weights or [_random_matrix(n, k, WEIGHT_STD) for _ in range(count)]
                 found[problem] = _find_fastest(problem, weights)
             except (CublasError, CudaDriverError, torch.OutOfMemoryError) as error:
                 log.warning(
@@ -98,7 +98,7 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
 
 
 def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor]) -> int:
-    matmul, x = Matmul(problem), _random(problem.m, problem.k, 1.0)
+    matmul, x = Matmul(problem), _random_matrix(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
     choices = bitwise_equal_proposals(matmul, x, weights[0])
     calls: list[ProductCall] = [partial(_call_proposal, matmul, x, out, index) for index in choices]
@@ -152,7 +152,7 @@ def _time_calls(calls: Sequence[ProductCall], weights: Sequence[Tensor]) -> list
     return [min(times[i :: len(calls)]) for i in range(len(calls))]
 
 
-def _random(rows: int, columns: int, scale: float) -> Tensor:
+def _random_matrix(rows: int, columns: int, scale: float) -> Tensor:
     return torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0.0, scale)
 
 
@@ -166,7 +166,7 @@ def _cache_file() -> Path:
     return kernel_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _load(file: Path) -> TunedChoices:
+def _load_choices(file: Path) -> TunedChoices:
     """Return the choices in the file, or none if it is missing or damaged."""
     try:
         rows = json.loads(file.read_text("utf-8"))
@@ -178,7 +178,7 @@ def _load(file: Path) -> TunedChoices:
         return {}
 
 
-def _save(file: Path, found: TunedChoices) -> None:
+def _save_choices(file: Path, found: TunedChoices) -> None:
     rows = [[p.m, p.n, p.k, p.kind, choice] for p, choice in found.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{uuid.uuid4().hex}")

@@ -37,15 +37,17 @@ def reference_pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight 
         return None
     bits = weight.contiguous().view(torch.int16).long() & 0xFFFF
     bases = reference_bases(weight)
-    codes, escaped = _encode(bits, bases)
-    escape_mask = _fragments(escaped).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)  # [block, unit, half, f, r, lane]
+    codes, escaped = _encode_weights(bits, bases)
+    escape_mask = (
+        _to_fragments(escaped).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
+    )  # [block, unit, half, f, r, lane]
     counts = escape_mask.flatten(2).sum(-1)
     max_escapes = int(counts.sum(1).max())
     if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
-    words = _fragments(bits).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
-    headers = _headers(bases, counts, escape_mask, words, header_bytes(k, max_escapes))
-    return UW12Weight(_planes(_fragments(codes)), headers, n, k)
+    words = _to_fragments(bits).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
+    headers = _make_headers(bases, counts, escape_mask, words, header_bytes(k, max_escapes))
+    return UW12Weight(_to_planes(_to_fragments(codes)), headers, n, k)
 
 
 def reference_unpack(packed: UW12Weight) -> Tensor:
@@ -85,7 +87,7 @@ def reference_decode(low0: Tensor, low1: Tensor, high: Tensor, scale: Tensor, sc
     )
 
 
-def _encode(bits: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_weights(bits: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     """Return the code of each weight, and a mask of the escapes (weights that have no code)."""
     above = (bits >> 7 & 0xFF) - bases[:, None]
     zero = bits & 0x7FFF == 0
@@ -94,7 +96,7 @@ def _encode(bits: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     return codes, ~(inside | zero)
 
 
-def _fragments(rows: Tensor) -> Tensor:
+def _to_fragments(rows: Tensor) -> Tensor:
     """Rearrange [n, k] into [n / 16, k / 64, fragment, lane, 2 * register + half]."""
     n, k = rows.shape
     h, g, q, t, p = 2, 8, 2, 4, 2
@@ -103,7 +105,7 @@ def _fragments(rows: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _planes(codes: Tensor) -> Tensor:
+def _to_planes(codes: Tensor) -> Tensor:
     blocks, units = codes.shape[:2]
     low = (codes & 0xFF).to(torch.uint8).view(blocks, units, 2, 2, 32, 8).transpose(3, 4).reshape(blocks, units, 1024)
     nibbles = codes >> 8 & 0x87
@@ -114,7 +116,7 @@ def _planes(codes: Tensor) -> Tensor:
     return planes.view(blocks // 4, 4, units, UNIT_BYTES).transpose(1, 2).contiguous()
 
 
-def _headers(bases: Tensor, counts: Tensor, escape_mask: Tensor, words: Tensor, stride: int) -> Tensor:
+def _make_headers(bases: Tensor, counts: Tensor, escape_mask: Tensor, words: Tensor, stride: int) -> Tensor:
     blocks, units = counts.shape
     headers = torch.zeros(blocks, stride, dtype=torch.uint8)
     scale = bases + 127 << 7
@@ -160,8 +162,8 @@ def _multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
     return _to_words((x * y).view(torch.uint8))[..., 0]
 
 
-def _rotate_left(word: Tensor, by: int) -> Tensor:
-    return (word << by | word >> 32 - by) & WORD_MASK
+def _rotate_left(word: Tensor, num_bits: int) -> Tensor:
+    return (word << num_bits | word >> 32 - num_bits) & WORD_MASK
 
 
 def _to_words(data: Tensor) -> Tensor:

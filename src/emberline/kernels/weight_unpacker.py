@@ -32,13 +32,13 @@ class UnpackStream(Protocol):
 
 
 @dataclass(slots=True)
-class _Buffer:
+class _UnpackBuffer:
     memory: Tensor
     read_event: Any = None  # event after which the buffer may be overwritten; None: not read in this step
     weight_held: PackedWeight | None = None  # weight whose unpacking was started into this buffer
     written_event: Any = None  # event after which that weight is complete
 
-    def rows(self, weight: PackedWeight) -> Tensor:
+    def weight_rows(self, weight: PackedWeight) -> Tensor:
         return self.memory[: weight.n * weight.k].view(weight.n, weight.k)
 
 
@@ -52,20 +52,20 @@ class WeightUnpacker:
     def __init__(
         self,
         weights: Sequence[PackedWeight],
-        shared_rows_count: int,
+        num_with_all_rows: int,
         computing: UnpackStream,
         unpacking: UnpackStream,
         unpack: UnpackFunction | None = None,
     ) -> None:
         """Prepare to unpack `weights`, which are listed in the order of their use.
 
-        The first `shared_rows_count` weights multiply all rows of a step, so that each can be unpacked during the
+        The first `num_with_all_rows` weights multiply all rows of a step, so that each can be unpacked during the
         product of the weight before it. A buffer holds the largest weight. Buffers are allocated on first use.
         """
-        self._next_weights = dict(pairwise(weights[:shared_rows_count]))
+        self._next_weights = dict(pairwise(weights[:num_with_all_rows]))
         self._max_elements = max(weight.n * weight.k for weight in weights)
-        self._computing, self._unpacking, self._unpack = computing, unpacking, unpack or _unpack
-        self._buffers: list[_Buffer] = []
+        self._computing, self._unpacking, self._unpack_uw12 = computing, unpacking, unpack or _unpack_uw12
+        self._buffers: list[_UnpackBuffer] = []
 
     def begin_step(self) -> WeightUnpacker:
         """Reset the buffers at the beginning of each step, whether it is captured or not, and return self."""
@@ -89,28 +89,28 @@ class WeightUnpacker:
         filled = next((buffer for buffer in self._buffers if buffer.weight_held is weight), None)
         buffer = filled or self._start_unpacking(weight)
         self._computing.wait_event(buffer.written_event)
-        yield buffer.rows(weight)
+        yield buffer.weight_rows(weight)
         buffer.weight_held, buffer.read_event = None, self._computing.record_event()
         if next_weight is not None:
             self._start_unpacking(next_weight)
 
-    def _start_unpacking(self, weight: PackedWeight) -> _Buffer:
+    def _start_unpacking(self, weight: PackedWeight) -> _UnpackBuffer:
         if not self._buffers:
             device = weight.data.device
             memories = (torch.empty(self._max_elements, dtype=torch.bfloat16, device=device) for _ in range(2))
-            self._buffers = [_Buffer(memory) for memory in memories]
+            self._buffers = [_UnpackBuffer(memory) for memory in memories]
         self._buffers.reverse()
         buffer, other = self._buffers
         if buffer.read_event is None:  # first use in this step: the computing stream is past all earlier reads
             buffer.read_event = other.read_event = self._computing.record_event()
         with self._unpacking.activate():
             self._unpacking.wait_event(buffer.read_event)
-            self._unpack(weight, buffer.rows(weight))
+            self._unpack_uw12(weight, buffer.weight_rows(weight))
             buffer.weight_held, buffer.written_event = weight, self._unpacking.record_event()
         return buffer
 
 
-def _unpack(weight: PackedWeight, out: Tensor) -> None:
+def _unpack_uw12(weight: PackedWeight, out: Tensor) -> None:
     from emberline.kernels.cuda import uw12
 
     assert isinstance(weight.handle, uw12.UW12Weight)

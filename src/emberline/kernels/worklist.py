@@ -1,4 +1,4 @@
-"""plan_work: splits the attention of decode rows into work items for a GPU, on the host, in every step.
+"""plan_decode_work: splits the attention of decode rows into work items for a GPU, on the host, in every step.
 
 A row's keys are cut at multiples of TILE_KEYS into parts. The sizes of a row's parts differ by at most one tile, and do
 not exceed the part size of the step. That size is chosen by estimated time, among a few sizes around each CTA's fair
@@ -67,12 +67,12 @@ def item_capacity(rows: int, kv_heads: int, sms: int) -> int:
     return rows + -(-5 * CTAS_PER_SM * sms // kv_heads)
 
 
-def data_ints(rows: int, capacity: int) -> int:
+def num_data_ints(rows: int, capacity: int) -> int:
     """Return the length of `WorkList.data`."""
     return HEADER_INTS + 4 * capacity + rows + 1
 
 
-def plan_work(
+def plan_decode_work(
     lengths: ArrayLike,
     kv_heads: int,
     sms: int,
@@ -99,7 +99,7 @@ def plan_work(
         assert int((tiles > 0).sum()) <= capacity, "the capacity must hold one item for each row"
         size += 1
         parts = -(-tiles // PART_SIZES[size])
-    work = WorkList(np.zeros(data_ints(len(end), capacity), np.int32), len(end), capacity)
+    work = WorkList(np.zeros(num_data_ints(len(end), capacity), np.int32), len(end), capacity)
     work.data[:HEADER_INTS] = count, 0, 0, 0
     if parts.max() <= 1:
         _fill_whole_rows(work, count, end, tiles)

@@ -41,17 +41,19 @@ class Attention:
             ),
         )
 
-    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
+    ) -> Tensor:
         """Add the attention's output to x in place and return x. With `rows`, return only these rows, in a new tensor.
 
         Keys and values of all rows are written to the cache.
         """
-        qkv = ops.linear(x, self.qkv, unpacker=f.unpacker)
-        ops.rope_and_cache(qkv, self.layer, keys, values, f.attention)
+        qkv = ops.linear(x, self.qkv, unpacker=batch.unpacker)
+        ops.rope_and_cache(qkv, self.layer, keys, values, batch.attention)
         if rows is not None and not len(rows):
             return x[:0]
-        plan = f.plan if rows is None or f.plan is None else f.plan.for_last_layer()
-        mixed = ops.paged_attention(qkv, self.layer, keys, values, f.attention, plan)
+        plan = batch.plan if rows is None or batch.plan is None else batch.plan.for_last_layer()
+        mixed = ops.paged_attention(qkv, self.layer, keys, values, batch.attention, plan)
         if rows is not None:
             x, mixed = x[rows], mixed[rows]
-        return ops.linear(mixed, self.o, add_to=x, unpacker=f.unpacker)
+        return ops.linear(mixed, self.o, add_to=x, unpacker=batch.unpacker)

@@ -75,7 +75,7 @@ class BertEmbedder:
             blocks=tuple(reader.block(i, dim, ffn) for i in range(config.size("num_hidden_layers", maximum=256))),
             heads=heads,
             eps=config.number("layer_norm_eps", 1e-12),
-            pooling=_pooling(directory),
+            pooling=_read_pooling(directory),
             max_length=min(max_position, sentence.size("max_seq_length", max_position, maximum=1 << 16)),
             vocab=vocab,
             dim=dim,
@@ -86,7 +86,7 @@ class BertEmbedder:
     def embed(self, texts: list[list[int]]) -> Tensor:
         """Return float32[n, dim], a unit vector per text. Texts are token ids including special tokens."""
         for i, ids in enumerate(texts):
-            self._check(i, ids)
+            self._check_token_ids(i, ids)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         out = torch.empty(len(texts), self.dim)
         with torch.inference_mode():
@@ -99,16 +99,16 @@ class BertEmbedder:
                 out[chunk] = self._encode([texts[i] for i in chunk])
         return out
 
-    def _check(self, i: int, ids: list[int]) -> None:
+    def _check_token_ids(self, index: int, ids: list[int]) -> None:
         if not ids:
-            raise InvalidRequest(f"input {i} has no tokens", param="input")
+            raise InvalidRequest(f"input {index} has no tokens", param="input")
         if len(ids) > self.max_length:
             raise ContextLengthExceeded(
-                f"input {i} has {len(ids)} tokens; this embedding model accepts at most {self.max_length}",
+                f"input {index} has {len(ids)} tokens; this embedding model accepts at most {self.max_length}",
                 param="input",
             )
         if min(ids) < 0 or max(ids) >= self.vocab:
-            raise InvalidRequest(f"input {i} has a token id outside [0, {self.vocab})", param="input")
+            raise InvalidRequest(f"input {index} has a token id outside [0, {self.vocab})", param="input")
 
     def _encode(self, texts: list[list[int]]) -> Tensor:
         """Encode the texts concatenated, without padding; only attention and pooling treat them separately."""
@@ -149,8 +149,8 @@ class _WeightLoader:
             torch.cat([self.weights.vector(f"{name}.bias", rows) for name in names]),
         )
 
-    def block(self, i: int, dim: int, ffn: int) -> EncoderBlock:
-        at = f"encoder.layer.{i}"
+    def block(self, index: int, dim: int, ffn: int) -> EncoderBlock:
+        at = f"encoder.layer.{index}"
         return EncoderBlock(
             qkv=self.linear([f"{at}.attention.self.{part}" for part in ("query", "key", "value")], dim, dim),
             attention_output=self.linear([f"{at}.attention.output.dense"], dim, dim),
@@ -170,7 +170,7 @@ def _check_supported(config: ConfigFields) -> None:
             )
 
 
-def _pooling(directory: Path) -> str:
+def _read_pooling(directory: Path) -> str:
     """Return the pooling of the checkpoint, by default mean. Vectors are normalised with either pooling."""
     kinds = {str(module.get("type")).rpartition(".")[2] for module in read_objects(directory / "modules.json")}
     if others := ", ".join(sorted(kinds - SUPPORTED_MODULES)):

@@ -143,11 +143,11 @@ class ChildProcessReader(FileReader):
     def wait_for_prefetch(self, timeout_s: float) -> bool:
         """Wait for the prefetch, as FileReader does, and let the child start reading."""
         done = super().wait_for_prefetch(timeout_s)
-        self._let_child_begin()
+        self._start_reading_weights()
         return done
 
     def is_ready(self) -> bool:
-        self._let_child_begin()
+        self._start_reading_weights()
         with self._changed:
             self._receive_lines()
             return bool(self._filled) or self._error is not None or self._num_untaken == 0
@@ -159,7 +159,7 @@ class ChildProcessReader(FileReader):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise self._stalled_error(timeout_s)
-            select.select([self._output], [], [], remaining)
+            select.select([self._stdout_fd], [], [], remaining)
         with self._changed:
             if self._filled:  # chunks that arrived before an error are valid
                 self._num_untaken -= 1
@@ -193,7 +193,7 @@ class ChildProcessReader(FileReader):
             return self._read_stats
 
     @property
-    def _output(self) -> int:
+    def _stdout_fd(self) -> int:
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
@@ -201,7 +201,7 @@ class ChildProcessReader(FileReader):
         """Wait for the child to start and test that its memory can be read. Raises OSError if not."""
         deadline = time.monotonic() + CHILD_START_TIMEOUT_S
         while not self._probe_address:
-            select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))
+            select.select([self._stdout_fd], [], [], max(0.0, deadline - time.monotonic()))
             with self._changed:
                 self._receive_lines()
             if self._error is not None or time.monotonic() > deadline:
@@ -211,7 +211,7 @@ class ChildProcessReader(FileReader):
         if copy.raw != PROBE_BYTES:
             raise OSError(errno.EPERM, "cannot read the memory of the child process that reads weights")
 
-    def _let_child_begin(self) -> None:
+    def _start_reading_weights(self) -> None:
         with self._changed:
             first_call, self._is_waiting_for_prefetch = self._is_waiting_for_prefetch, False
         if first_call:
@@ -227,8 +227,8 @@ class ChildProcessReader(FileReader):
 
     def _receive_lines(self) -> None:
         """Handle all messages that have arrived. The caller holds the lock."""
-        while self._error is None and self._is_open and select.select([self._output], [], [], 0)[0]:
-            data = os.read(self._output, 1 << 16)
+        while self._error is None and self._is_open and select.select([self._stdout_fd], [], [], 0)[0]:
+            data = os.read(self._stdout_fd, 1 << 16)
             if not data:
                 if len(self._filled) < self._num_untaken:
                     self._error = ModelError(

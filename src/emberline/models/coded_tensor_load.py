@@ -67,7 +67,7 @@ class CodedTensorLoad(TensorLoad):
         self._early_parts: list[tuple[int, Bytes]] = []
         self._partial_blocks: dict[int, tuple[Bytes, int]] = {}  # incomplete blocks and their missing bytes
 
-    def take_runs(self, offset: int, data: Bytes) -> list[CodedRun]:
+    def add_coded_bytes(self, offset: int, data: Bytes) -> list[CodedRun]:
         """Add bytes of the coded tensor, from `offset` on, and return the runs that can now be decoded.
 
         The runs may refer to the memory of `data`.
@@ -76,7 +76,7 @@ class CodedTensorLoad(TensorLoad):
             if self._tensor is None and not self._read_index(offset, data):
                 return []
             parts, self._early_parts = [*self._early_parts, (offset, data)], []
-            return [run for begin, part in parts for run in self._runs(begin, part)]
+            return [run for begin, part in parts for run in self._complete_runs(begin, part)]
 
     def _read_index(self, offset: int, data: Bytes) -> bool:
         """Collect bytes of the index; return whether it is complete."""
@@ -89,7 +89,7 @@ class CodedTensorLoad(TensorLoad):
         self._tensor = CodedTensor.open(self.name, self._info, lambda begin, end: self._index[begin:end], self._codec)
         return True
 
-    def _runs(self, offset: int, data: Bytes) -> Iterator[CodedRun]:
+    def _complete_runs(self, offset: int, data: Bytes) -> Iterator[CodedRun]:
         assert self._tensor is not None
         starts, step = self._tensor.block_starts, max(1, MAX_RUN_BYTES // (BLOCK_ELEMENTS * self._tensor.element_bytes))
         begin, end = (
@@ -151,19 +151,21 @@ def combine_crc32(parts: list[tuple[int, int, int]]) -> int:
 
     Appending a part multiplies the CRC of the bytes before it by x to the power of the part's length in bits.
     """
-    return reduce(lambda crc, part: _multiply(_power(8 * part[1]), crc) ^ part[2], sorted(parts), 0)
+    return reduce(
+        lambda crc, part: _multiply_polynomials(_x_power_modulo(8 * part[1]), crc) ^ part[2], sorted(parts), 0
+    )
 
 
-def _power(bits: int) -> int:
+def _x_power_modulo(bits: int) -> int:
     """Return x^bits modulo the CRC-32 polynomial."""
     out, square = 1 << 31, 1 << 30
     while bits:
-        out = _multiply(out, square) if bits & 1 else out
-        square, bits = _multiply(square, square), bits >> 1
+        out = _multiply_polynomials(out, square) if bits & 1 else out
+        square, bits = _multiply_polynomials(square, square), bits >> 1
     return out
 
 
-def _multiply(a: int, b: int) -> int:
+def _multiply_polynomials(a: int, b: int) -> int:
     out = 0
     for bit in range(31, -1, -1):
         out ^= b if a >> bit & 1 else 0

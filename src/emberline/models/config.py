@@ -64,10 +64,10 @@ class ModelConfig:
 
         hidden = fields.size("hidden_size", maximum=MAX_HIDDEN)
         layers = fields.size("num_hidden_layers", maximum=MAX_LAYERS)
-        heads, kv_heads, head_dim = _heads(fields, hidden)
+        heads, kv_heads, head_dim = _read_head_counts(fields, hidden)
         max_position = fields.size("max_position_embeddings", maximum=MAX_CONTEXT_TOKENS)
         rope = RopeConfig.from_hf(fields, head_dim, max_position)
-        served, longest = _contexts(rope, max_position)
+        served, longest = _default_and_max_context(rope, max_position)
         return ModelConfig(
             model_type=fields.text("model_type"),
             hidden=hidden,
@@ -80,7 +80,7 @@ class ModelConfig:
             vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            windows=_windows(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
+            windows=_read_windows(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
             qkv_bias=resolve_rule(arch.qkv_bias),
             o_bias=resolve_rule(arch.o_bias),
             mlp_bias=resolve_rule(arch.mlp_bias),
@@ -116,7 +116,7 @@ def _supported_architecture(fields: ConfigFields) -> Architecture:
     return arch
 
 
-def _heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
+def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
     heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
     kv_heads = fields.size("num_key_value_heads", heads, maximum=MAX_HEADS)
     if heads % kv_heads:
@@ -128,7 +128,7 @@ def _heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
     return heads, kv_heads, fields.size("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
 
 
-def _windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+def _read_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     if not fields.has("sliding_window"):
         return (0,) * layers
     window = fields.size("sliding_window", maximum=MAX_CONTEXT_TOKENS)
@@ -143,7 +143,7 @@ def _windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _contexts(rope: RopeConfig, max_position: int) -> tuple[int, int]:
+def _default_and_max_context(rope: RopeConfig, max_position: int) -> tuple[int, int]:
     """Return the default and the largest context, in tokens.
 
     By convention max_position_embeddings stays the original length when linear, dynamic or yarn scaling is set. Linear

@@ -31,8 +31,8 @@ class DecoderLayer:
     ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, table: Tensor) -> DecoderLayer:
-        attention = Attention.load(config, weights, layer, table)
+    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> DecoderLayer:
+        attention = Attention.load(config, weights, layer, cos_sin)
         if config.experts is not None and config.experts.layers[layer]:
             return DecoderLayer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
@@ -76,17 +76,17 @@ class DecoderModel:
             context=context,
             embedding=head if embedding is None else embedding,
             layers=layers,
-            stack=_dense_stack(layers),
+            stack=_make_dense_stack(layers),
             head=ops.LinearLayer(head, norm=norm, eps=config.norm_eps),
             dtype=layers[0].attention.qkv.weight.dtype,
             weight_bytes=weights.loaded_bytes,
             fingerprint=fingerprint,
         )
 
-    def forward(self, f: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [S, vocab] of f.logit_rows; cache keys and values of all T tokens."""
-        x = ops.embed(f.tokens, self.embedding)
-        x = self._run_layers(x, f) if self.stack is None else self._run_stack(self.stack, x, f)
+        x = ops.embed(batch.tokens, self.embedding)
+        x = self._run_layers(x, batch) if self.stack is None else self._run_stack(self.stack, x, batch)
         if not len(x):
             return x.new_empty(0, self.config.vocab)
         return ops.linear(x, self.head, out=out, float32_output=True)
@@ -98,23 +98,23 @@ class DecoderModel:
         same_rows = order.index(self.layers[-1].attention.qkv.weight) + 1
         return ops.WeightUnpacker(order, same_rows, computing, unpacking)
 
-    def _run_stack(self, stack: ops.DenseStack, x: Tensor, f: ForwardBatch) -> Tensor:
-        rows = torch.arange(len(x)) if f.logit_rows is None else f.logit_rows
-        return ops.run_dense_layers(x, stack, f.keys, f.values, f.attention, rows)
+    def _run_stack(self, stack: ops.DenseStack, x: Tensor, batch: ForwardBatch) -> Tensor:
+        rows = torch.arange(len(x)) if batch.logit_rows is None else batch.logit_rows
+        return ops.run_dense_layers(x, stack, batch.keys, batch.values, batch.attention, rows)
 
-    def _run_layers(self, x: Tensor, f: ForwardBatch) -> Tensor:
+    def _run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         last = self.layers[-1]
-        for layer, keys, values in zip(self.layers, f.keys.unbind(), f.values.unbind(), strict=True):
+        for layer, keys, values in zip(self.layers, batch.keys.unbind(), batch.values.unbind(), strict=True):
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
-            x = layer.attention(x, keys, values, f, f.logit_rows if layer is last else None)
+            x = layer.attention(x, keys, values, batch, batch.logit_rows if layer is last else None)
             if not len(x):
                 return x
-            x = layer.ffn(x, f.unpacker)
+            x = layer.ffn(x, batch.unpacker)
             ops.mark_progress()
         return x
 
 
-def _dense_stack(layers: tuple[DecoderLayer, ...]) -> ops.DenseStack | None:
+def _make_dense_stack(layers: tuple[DecoderLayer, ...]) -> ops.DenseStack | None:
     """Return all layers as one stack, or None if they cannot run as one op.
 
     They cannot if a layer has an unsupported part, the weights differ in layout, or torch computes the products.

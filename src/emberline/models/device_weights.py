@@ -122,13 +122,13 @@ class DeviceWeights(Weights):
     def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
 
-    def finish(self, ignorable: str) -> None:
+    def finish(self, ignorable_pattern: str) -> None:
         """Read the files and return when every tensor has its values."""
         try:
-            super().finish(ignorable)
+            super().finish(ignorable_pattern)
             self._files.clear()
             self._reader = self._reader or FileReader.start(weight_file_paths(self.checkpoint), read_ahead_bytes=0)
-            self.load_times = self._fill(self._reader)
+            self.load_times = self._fill_tensors(self._reader)
         finally:
             if self._reader is not None:
                 self._reader.close()
@@ -142,24 +142,27 @@ class DeviceWeights(Weights):
         return self.dtype or (torch.float32 if widest == torch.float16 else widest)
 
     def _file_dtype(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
-        self._check(name, shape)
+        self._check_tensor(name, shape)
         return DTYPES[self.checkpoint.tensor_info(name).dtype]
 
     def _queue_load(self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart) -> None:
-        self._check(name, shape)
+        self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
         self._loads.append(self._make_load(name, info, destination))
 
     def _make_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart) -> TensorLoad:
-        dtype, cut = DTYPES[info.dtype], self.shard.slices(name, info.shape) if self.shard.world_size > 1 else None
+        dtype, cut = (
+            DTYPES[info.dtype],
+            self.shard.tensor_slices(name, info.shape) if self.shard.world_size > 1 else None,
+        )
         if info.packing is None:
             return TensorLoad(name, info, dtype, destination, cut)
         kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad
         return kind(name, info, dtype, destination, self._codec, cut)
 
-    def _fill(self, reader: FileReader) -> LoadTimes:
+    def _fill_tensors(self, reader: FileReader) -> LoadTimes:
         index = TensorLoadIndex(self._loads)
         assert reader.files >= {load.file for load in self._loads}, "the reader reads other files"
         waited = copied = 0.0

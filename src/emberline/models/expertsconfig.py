@@ -19,15 +19,15 @@ class ExpertsConfig:
     layers: tuple[bool, ...]  # whether each layer has experts; the others are dense
 
     @staticmethod
-    def from_hf(fields: ConfigFields, rules: ExpertsSpec, layers: int) -> ExpertsConfig:
+    def from_hf(fields: ConfigFields, spec: ExpertsSpec, layers: int) -> ExpertsConfig:
         # transformers 5 writes num_local_experts for every model; earlier releases used names per model.
         count = fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", maximum=MAX_EXPERTS)
         step, dense = fields.size("decoder_sparse_step", 1, maximum=1 << 30), fields.id_list("mlp_only_layers")
-        renormalised = rules.renormalised
+        renormalised = spec.renormalised
         return ExpertsConfig(
             count=count,
             chosen=fields.size("num_experts_per_tok", maximum=count),
-            ffn=fields.size(rules.ffn_field, maximum=MAX_EXPERT_FFN),
+            ffn=fields.size(spec.ffn_field, maximum=MAX_EXPERT_FFN),
             renormalised=fields.flag(renormalised, False) if isinstance(renormalised, str) else renormalised,
             layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers)),
         )

@@ -76,11 +76,11 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
     return digest.hexdigest()[:32]
 
 
-def _byte_reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], Bytes]:
+def _byte_reader(name: str, info: TensorInfo, file_descriptor: int) -> Callable[[int, int], Bytes]:
     """Return a function that reads bytes [begin, end) of a tensor, decoding only the blocks that it needs."""
 
     def fetch(begin: int, end: int) -> Bytes:
-        return np.frombuffer(os.pread(handle, end - begin, info.offset + begin), np.uint8)
+        return np.frombuffer(os.pread(file_descriptor, end - begin, info.offset + begin), np.uint8)
 
     if not is_coded(info):
         return fetch

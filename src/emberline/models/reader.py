@@ -131,7 +131,7 @@ class FileReader:
         )
         self._prefetching_threads = threads  # threads that have not finished prefetching
         self._zero_fd = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
-        self._threads = [threading.Thread(target=self._work, name="reader", daemon=True) for _ in range(threads)]
+        self._threads = [threading.Thread(target=self._run_thread, name="reader", daemon=True) for _ in range(threads)]
 
     @staticmethod
     def start(
@@ -257,10 +257,10 @@ class FileReader:
             busy = self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
             return ReadStats(self._read_bytes, busy, sum(file.direct_bytes for file in self._files))
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         try:
             self._run_prefetch()
-            while (claimed := self._claim()) is not None:
+            while (claimed := self._claim_chunk()) is not None:
                 file, piece = claimed
                 if self._chunk_bytes >= HUGE_PAGE_BYTES and not piece.buffer.is_faulted_in:
                     piece.buffer.fault_in_pages(self._zero_fd)
@@ -291,10 +291,10 @@ class FileReader:
             self._prefetching_threads -= 1
             self._changed.notify_all()
 
-    def _claim(self) -> tuple[DirectIOFile, FileChunk] | None:
+    def _claim_chunk(self) -> tuple[DirectIOFile, FileChunk] | None:
         with self._changed:
             while self._jobs and not self._closed:
-                buffer = self._buffer()
+                buffer = self._acquire_buffer()
                 if buffer is None:
                     self._changed.wait()  # until the caller gives a buffer back or closes the reader
                     continue
@@ -305,7 +305,7 @@ class FileReader:
                 return file, FileChunk(file.path, offset, min(self._chunk_bytes, file.size - offset), buffer)
         return None
 
-    def _buffer(self) -> ReadBuffer | None:
+    def _acquire_buffer(self) -> ReadBuffer | None:
         if self._free:
             return self._free.pop()  # the most recently used one, whose pages are allocated
         if self._num_buffers >= max(self.ring, self._max_buffers):
@@ -331,11 +331,7 @@ class DirectIOFile:
     """A file opened twice: with O_DIRECT if the file system supports it, and normally for unaligned reads."""
 
     def __init__(self, path: Path, *, size: int | None = None, max_read_bytes: int = 0) -> None:
-        """Open the file.
-
-        `size` is the file's size, if the caller knows it. `max_read_bytes` limits one read call; 0 means a whole
-        buffer.
-        """
+        """Open the file. `size` is its size, if known. `max_read_bytes` limits one read call; 0: a whole buffer."""
         self.path = path
         self.max_read_bytes = max_read_bytes
         self.direct_bytes = 0  # a statistic, updated by several threads without a lock
@@ -388,15 +384,15 @@ class DirectIOFile:
         self.direct_bytes += done
         return done
 
-    def _read_plain(self, chunk: FileChunk, done: int) -> None:
+    def _read_plain(self, chunk: FileChunk, bytes_done: int) -> None:
         assert self._plain is not None
         with memoryview(chunk.buffer.memory) as memory:
-            while done < chunk.length:
-                with memory[done : chunk.length] as part:
-                    count = os.preadv(self._plain, [part], chunk.offset + done)
+            while bytes_done < chunk.length:
+                with memory[bytes_done : chunk.length] as part:
+                    count = os.preadv(self._plain, [part], chunk.offset + bytes_done)
                 if count == 0:
                     raise ModelFileError(
-                        f"{self.path} ended at byte {chunk.offset + done} of {self.size} while it was read",
+                        f"{self.path} ended at byte {chunk.offset + bytes_done} of {self.size} while it was read",
                         hint="download the file again",
                     )
-                done += count
+                bytes_done += count

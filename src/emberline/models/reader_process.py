@@ -46,16 +46,16 @@ def main() -> None:
     os._exit(0)
 
 
-def _run_reader(settings: dict[str, Any], lent: dict[int, tuple[FileReader, FileChunk]]) -> None:
+def _run_reader(settings: dict[str, Any], lent_chunks: dict[int, tuple[FileReader, FileChunk]]) -> None:
     try:
-        _send_chunks(settings, lent)
+        _send_chunks(settings, lent_chunks)
     except ModelError as e:
         _write_line({"file": isinstance(e, ModelFileError), "message": e.message, "hint": e.hint})
     except BaseException as e:
         _write_line({"file": False, "message": f"reading the weights failed: {type(e).__name__}: {e}", "hint": None})
 
 
-def _send_chunks(settings: dict[str, Any], lent: dict[int, tuple[FileReader, FileChunk]]) -> None:
+def _send_chunks(settings: dict[str, Any], lent_chunks: dict[int, tuple[FileReader, FileChunk]]) -> None:
     files = [DirectIOFile(Path(path), size=size, max_read_bytes=settings["step"]) for path, size in settings["files"]]
     numbers = {file.path: number for number, file in enumerate(files)}
     reader = FileReader(
@@ -63,7 +63,7 @@ def _send_chunks(settings: dict[str, Any], lent: dict[int, tuple[FileReader, Fil
     )
     reader.start_threads()
     while (chunk := reader.take(NO_TIMEOUT_S)) is not None:
-        lent[chunk.buffer.number] = reader, chunk
+        lent_chunks[chunk.buffer.number] = reader, chunk
         stats = reader.stats
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.buffer.memory))
         location = [numbers[chunk.file], chunk.offset, chunk.buffer.number, address]

@@ -27,21 +27,23 @@ def cos_sin_table(rope: RopeConfig, context: int) -> Tensor:
 def inverse_frequencies(rope: RopeConfig, context: int) -> Tensor:
     match rope.kind:
         case "linear":
-            return _plain(rope.theta, rope.dim) / rope.factor
+            return _unscaled_frequencies(rope.theta, rope.dim) / rope.factor
         case "dynamic":
-            return _plain(_ntk_theta(rope, context), rope.dim)
+            return _unscaled_frequencies(_ntk_theta(rope, context), rope.dim)
         case "llama3":
-            return _llama3(rope)
+            return _llama3_frequencies(rope)
         case "yarn":
-            return _yarn(rope)
+            return _yarn_frequencies(rope)
         case "longrope":
             long = context > rope.original_context
-            return _plain(rope.theta, rope.dim) / torch.tensor(rope.long_factors if long else rope.short_factors)
+            return _unscaled_frequencies(rope.theta, rope.dim) / torch.tensor(
+                rope.long_factors if long else rope.short_factors
+            )
         case _:
-            return _plain(rope.theta, rope.dim)
+            return _unscaled_frequencies(rope.theta, rope.dim)
 
 
-def _plain(theta: float, dim: int) -> Tensor:
+def _unscaled_frequencies(theta: float, dim: int) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
@@ -50,18 +52,18 @@ def _ntk_theta(rope: RopeConfig, context: int) -> float:
     return float(rope.theta * (rope.factor * stretch - (rope.factor - 1)) ** (rope.dim / (rope.dim - 2)))
 
 
-def _llama3(rope: RopeConfig) -> Tensor:
+def _llama3_frequencies(rope: RopeConfig) -> Tensor:
     """Return Llama 3's frequencies: low ones are divided by the factor, high ones kept, and others interpolated.
 
     The interpolation depends on the number of rotations within the original context.
     """
-    plain = _plain(rope.theta, rope.dim)
+    plain = _unscaled_frequencies(rope.theta, rope.dim)
     rotations = rope.original_context * plain / (2 * math.pi)
     kept = ((rotations - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
     return plain * (kept + (1 - kept) / rope.factor)
 
 
-def _yarn(rope: RopeConfig) -> Tensor:
+def _yarn_frequencies(rope: RopeConfig) -> Tensor:
     def dimension(rotations: float) -> float:
         """Return the pair of dimensions that makes this many rotations within the original context."""
         return rope.dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -72,5 +74,5 @@ def _yarn(rope: RopeConfig) -> Tensor:
     low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
     stretched = ramp.clamp(0, 1)
-    plain = _plain(rope.theta, rope.dim)
+    plain = _unscaled_frequencies(rope.theta, rope.dim)
     return plain / rope.factor * stretched + plain * (1 - stretched)

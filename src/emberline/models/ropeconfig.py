@@ -57,21 +57,21 @@ class RopeConfig:
         return KINDS[kind](RopeConfig(dim, theta, original, kind), fields, max_position)
 
 
-def _default(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+def _read_unscaled(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     return rope
 
 
-def _linear(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+def _read_linear_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     return replace(rope, factor=fields.number("factor", minimum=1.0))
 
 
-def _dynamic(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+def _read_dynamic_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     if rope.dim < 4:
         raise UnsupportedModel("dynamic rope scaling needs at least 4 rotated dimensions")
     return replace(rope, factor=fields.number("factor", minimum=1.0), original_context=max_position)
 
 
-def _llama3(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+def _read_llama3_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     low = fields.number("low_freq_factor", minimum=1e-6)
     high = fields.number("high_freq_factor")
     if high <= low:
@@ -79,7 +79,7 @@ def _llama3(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeCo
     return replace(rope, factor=fields.number("factor", minimum=1.0), low_freq=low, high_freq=high)
 
 
-def _yarn(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+def _read_yarn_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     factor = fields.number("factor", max_position / rope.original_context, minimum=1.0)
     fast, slow = fields.number("beta_fast", 32.0, minimum=1e-6), fields.number("beta_slow", 1.0, minimum=1e-6)
     if fast < slow:
@@ -95,7 +95,7 @@ def _yarn(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConf
     return replace(rope, factor=factor, attention_factor=attention, beta_fast=fast, beta_slow=slow, truncate=truncate)
 
 
-def _longrope(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+def _read_longrope_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     if rope.original_context < 2:
         raise fields.invalid_error("original_max_position_embeddings", "at least 2")
     factor = fields.number("factor", max(1.0, max_position / rope.original_context), minimum=1.0)
@@ -109,10 +109,10 @@ def _longrope(rope: RopeConfig, fields: ConfigFields, max_position: int) -> Rope
 
 
 KINDS: dict[str, Callable[[RopeConfig, ConfigFields, int], RopeConfig]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
+    "default": _read_unscaled,
+    "linear": _read_linear_scaling,
+    "dynamic": _read_dynamic_scaling,
+    "llama3": _read_llama3_scaling,
+    "yarn": _read_yarn_scaling,
+    "longrope": _read_longrope_scaling,
 }

@@ -31,29 +31,29 @@ class Shard:
         if not 0 <= self.rank < self.world_size:
             raise InvalidRequest(f"shard rank must be from 0 to {self.world_size - 1}, not {self.rank}")
 
-    def shard_config(self, whole: ModelConfig) -> ModelConfig:
+    def shard_config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of this shard, as if it were a model of its own.
 
         Raises UnsupportedModel if the model cannot be divided.
         """
-        for what, count in (("attention heads", whole.heads), ("key heads", whole.kv_heads), ("ffn", whole.ffn)):
+        for what, count in (("attention heads", config.heads), ("key heads", config.kv_heads), ("ffn", config.ffn)):
             if count % self.world_size:
                 raise UnsupportedModel(f"{count} {what} cannot be divided into {self.world_size} equal parts")
-        if self.world_size > 1 and whole.experts is not None:
+        if self.world_size > 1 and config.experts is not None:
             raise UnsupportedModel("a mixture of experts cannot be divided among devices yet")
-        if self.world_size > 1 and (whole.o_bias or whole.mlp_bias):
+        if self.world_size > 1 and (config.o_bias or config.mlp_bias):
             raise UnsupportedModel("biases of the o and down projections cannot be divided among devices")
-        vocabulary = range(whole.vocab)[self._vocabulary_slice(whole.vocab)]
+        vocabulary = range(config.vocab)[self._vocabulary_slice(config.vocab)]
         if not vocabulary:
-            raise UnsupportedModel(f"a vocabulary of {whole.vocab} cannot be divided into {self.world_size} parts")
+            raise UnsupportedModel(f"a vocabulary of {config.vocab} cannot be divided into {self.world_size} parts")
         heads, kv_heads, ffn = (
-            whole.heads // self.world_size,
-            whole.kv_heads // self.world_size,
-            whole.ffn // self.world_size,
+            config.heads // self.world_size,
+            config.kv_heads // self.world_size,
+            config.ffn // self.world_size,
         )
-        return replace(whole, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=len(vocabulary))
+        return replace(config, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=len(vocabulary))
 
-    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    def tensor_slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the slices of a checkpoint tensor that this shard holds."""
         kind, everything = name.split(".")[-2:][0], (slice(None),) * len(shape)
         if self.world_size == 1 or not shape:
@@ -66,7 +66,7 @@ class Shard:
         return (*everything[:-1], self._equal_slice(shape[-1])) if by_columns else everything
 
     def shard_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(len(range(size)[part]) for size, part in zip(shape, self.slices(name, shape), strict=True))
+        return tuple(len(range(size)[part]) for size, part in zip(shape, self.tensor_slices(name, shape), strict=True))
 
     def _equal_slice(self, size: int) -> slice:
         return slice(size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size)

@@ -42,11 +42,11 @@ class SleepingMemory:
         """Bytes of the content kept on the host."""
         return sum(entry.size for entry in self._slept if entry.copy is not None)
 
-    def wake(self, *, keep: bool = False) -> bool:
+    def wake(self, *, keep_host_copies: bool = False) -> bool:
         """Restore all memory and return whether every address is the same as before.
 
         If device memory runs out, the memory restored so far stays restored, and `wake` can be called again. With
-        `keep`, the host copies are kept for `sleep_again`.
+        `keep_host_copies`, the host copies are kept for `sleep_again`.
         """
         waking = [entry for entry in self._slept if entry.storage.nbytes() == 0]
         for entry in waking:  # one by one, so that a storage with memory always has its values
@@ -57,7 +57,7 @@ class SleepingMemory:
         same = all(entry.storage.data_ptr() == entry.address for entry in self._slept)
         for entry in self._slept:
             entry.address = entry.storage.data_ptr()
-        if not keep:
+        if not keep_host_copies:
             self.close()
         return same
 
@@ -67,7 +67,7 @@ class SleepingMemory:
         This is for tensors that did not change since, and after a failed `wake`.
         """
         awake = [entry.storage for entry in self._slept if entry.storage.nbytes()]
-        _free(awake)
+        _free_storages(awake)
 
     def close(self) -> None:
         """Free the host copies. The content of memory that is not restored is lost."""
@@ -77,14 +77,14 @@ class SleepingMemory:
         self._slept = []
 
 
-def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> SleepingMemory:
-    """Copy tensors to the host and free their device memory; `zeroed` tensors are freed without a copy.
+def sleep(tensors: Iterable[Tensor], *, zeroed_tensors: Iterable[Tensor] = ()) -> SleepingMemory:
+    """Copy tensors to the host and free their device memory; `zeroed_tensors` tensors are freed without a copy.
 
     Tensors that share memory are copied once. Memory is freed after everything is copied. The caller must ensure that
     no queued work uses the tensors. Views of the memory that are not listed lose their values too.
     """
     storages = _storages(tensors)
-    scratch = {address: storage for address, storage in _storages(zeroed).items() if address not in storages}
+    scratch = {address: storage for address, storage in _storages(zeroed_tensors).items() if address not in storages}
     assert all(storage.resizable() for storage in (storages | scratch).values()), "a tensor does not own its memory"
     slept = [
         _SleepingStorage(storage, address, storage.nbytes(), allocate_host_bytes(storage.nbytes()))
@@ -105,7 +105,7 @@ def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleepi
             unpin(copy)
         raise
     slept += [_SleepingStorage(storage, address, storage.nbytes(), None) for address, storage in scratch.items()]
-    _free([entry.storage for entry in slept])
+    _free_storages([entry.storage for entry in slept])
     return SleepingMemory(slept)
 
 
@@ -130,7 +130,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     return {storage.data_ptr(): storage for t in tensors if (storage := t.untyped_storage()).nbytes()}
 
 
-def _free(storages: list[UntypedStorage]) -> None:
+def _free_storages(storages: list[UntypedStorage]) -> None:
     _synchronize(storages)
     for storage in storages:
         storage.resize_(0)

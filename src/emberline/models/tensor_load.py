@@ -20,12 +20,12 @@ from emberline.models.reader import FileChunk
 ShardSlices = tuple[slice, ...]  # the part of a tensor that a shard holds
 
 
-def split_stack(whole: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
+def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
     """Return the views of a stacked matrix that its parts are copied to; gated parts are interleaved."""
     if not gated or rows[0] % GATE_GROUP_ROWS:
-        return list(whole.split(list(rows)))
+        return list(stacked.split(list(rows)))
     assert len(rows) == 2 and rows[0] == rows[1]
-    return list(whole.view(rows[0] // GATE_GROUP_ROWS, 2, GATE_GROUP_ROWS, whole.shape[1]).unbind(1))
+    return list(stacked.view(rows[0] // GATE_GROUP_ROWS, 2, GATE_GROUP_ROWS, stacked.shape[1]).unbind(1))
 
 
 class PendingMatrix:
@@ -114,9 +114,9 @@ class TensorLoad:
         self._staging[offset : offset + len(source)].copy_(source, non_blocking=True)
         self.remaining_bytes -= len(source)
         if self.remaining_bytes == 0:
-            self._finish(self._destination, self._staging)
+            self._convert_staging(self._destination, self._staging)
 
-    def _finish(self, destination: Tensor, staging: Tensor) -> None:
+    def _convert_staging(self, destination: Tensor, staging: Tensor) -> None:
         if staging.data_ptr() != destination.data_ptr():
             loaded = staging.view(self._dtype).view(self._shape)
             destination.copy_(
@@ -145,7 +145,7 @@ class TensorLoadIndex:
         return [load for load in loads[first:last] if load.end > chunk.offset]
 
 
-def overlap(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
+def overlapping_bytes(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
     """Return the offset in the tensor, and the bytes, of the part of a chunk that belongs to the load.
 
     `memory` holds the bytes of the chunk.
@@ -157,6 +157,6 @@ def overlap(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Te
 def copy_chunk(chunk: FileChunk, loads: Sequence[TensorLoad], memory: Tensor) -> None:
     """Verify and copy the bytes of a chunk, held in `memory`, for each of the loads."""
     for load in loads:
-        offset, part = overlap(chunk, load, memory)
+        offset, part = overlapping_bytes(chunk, load, memory)
         load.verify_part(offset, part)
         load.copy_part(offset, part)

@@ -21,7 +21,7 @@ from emberline.core.errors import ModelError
 from emberline.models.coded_tensor_load import MAX_RUN_BYTES, CodedRun, CodedTensorLoad
 from emberline.models.pinned import allocate_host_bytes, pin, unpin
 from emberline.models.reader import STALL_TIMEOUT_S, FileChunk, FileReader
-from emberline.models.tensor_load import TensorLoad, copy_chunk, overlap
+from emberline.models.tensor_load import TensorLoad, copy_chunk, overlapping_bytes
 
 MOVER_THREADS, STAGING_SLOTS = 6, 8  # threads that copy chunks to pinned memory, and pinned buffers for chunks
 MAX_DECODER_THREADS, DECODE_SLOTS = 12, 18  # threads that decode, and pinned buffers for decoded runs of blocks
@@ -51,8 +51,8 @@ class WeightUploader:
         self._movers = ThreadPoolExecutor(MOVER_THREADS, "mover")
         self._decoders = ThreadPoolExecutor(min(MAX_DECODER_THREADS, core_count()), "decoder")
         self._moves: deque[Future[None]] = deque()
-        self._staging_slots = _make_slots(STAGING_SLOTS)
-        self._decode_slots = _make_slots(DECODE_SLOTS)
+        self._staging_slots = _make_slot_queue(STAGING_SLOTS)
+        self._decode_slots = _make_slot_queue(DECODE_SLOTS)
 
     def __enter__(self) -> WeightUploader:
         if self._stream is not None:  # queued work may still use the memory that the weights are copied to
@@ -84,7 +84,7 @@ class WeightUploader:
         coded = any(isinstance(arrival, CodedTensorLoad) for arrival in loads)
         used_again = chunk.buffer.number in self._pinned or self._reader.will_reuse_buffer(chunk)
         if coded or (self._stream is not None and not used_again):
-            self._moves.append(self._movers.submit(self._move, chunk, loads))
+            self._moves.append(self._movers.submit(self._copy_via_pinned_buffer, chunk, loads))
         else:
             memory = torch.frombuffer(chunk.buffer.memory, dtype=torch.uint8)
             if self._stream is not None and chunk.buffer.number not in self._pinned:
@@ -119,7 +119,7 @@ class WeightUploader:
         while self._in_flight and self._is_complete(self._in_flight[0][0]):
             self._reader.give_back(self._in_flight.popleft()[1])
 
-    def _move(self, chunk: FileChunk, loads: Sequence[TensorLoad]) -> None:
+    def _copy_via_pinned_buffer(self, chunk: FileChunk, loads: Sequence[TensorLoad]) -> None:
         """Copy a chunk to a pinned buffer and from there to the device. Runs in a mover thread."""
         slot = self._staging_slots.get()
         try:
@@ -130,19 +130,21 @@ class WeightUploader:
             plain = [load for load in loads if not isinstance(load, CodedTensorLoad)]
             if plain:
                 slot.last_copy = self._enqueue_copy(partial(copy_chunk, chunk, plain, memory))
-            parts = [(load, *overlap(chunk, load, memory)) for load in coded]
-            self._decode([run for load, offset, part in parts for run in load.take_runs(offset, part.numpy())])
+            parts = [(load, *overlapping_bytes(chunk, load, memory)) for load in coded]
+            self._decode_runs(
+                [run for load, offset, part in parts for run in load.add_coded_bytes(offset, part.numpy())]
+            )
         finally:
             self._staging_slots.put(slot)
 
-    def _decode(self, runs: Sequence[CodedRun]) -> None:
+    def _decode_runs(self, runs: Sequence[CodedRun]) -> None:
         """Decode the runs and return when their input is no longer needed."""
-        decoding = [self._decoders.submit(self._decode_one, run) for run in runs]
+        decoding = [self._decoders.submit(self._decode_run, run) for run in runs]
         wait_for(decoding)
         for future in decoding:
             future.result()
 
-    def _decode_one(self, run: CodedRun) -> None:
+    def _decode_run(self, run: CodedRun) -> None:
         """Decode a run into a pinned buffer and copy it to the device. Runs in a decoder thread."""
         slot = self._decode_slots.get()
         try:
@@ -184,7 +186,7 @@ class WeightUploader:
                 )
             time.sleep(50e-6)
 
-    def _acquire_memory(self, slot: _Slot, size: int) -> Tensor:
+    def _acquire_memory(self, slot: _PinnedSlot, size: int) -> Tensor:
         """Return the slot's memory after its last copy has completed."""
         self._wait_for_event(slot.last_copy)
         if slot.memory is None:
@@ -201,15 +203,15 @@ class WeightUploader:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _PinnedSlot:
     """A pinned buffer, and the event of the last copy from it."""
 
     memory: Tensor | None = None
     last_copy: torch.cuda.Event | None = None
 
 
-def _make_slots(count: int) -> queue.SimpleQueue[_Slot]:
-    slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+def _make_slot_queue(count: int) -> queue.SimpleQueue[_PinnedSlot]:
+    slots: queue.SimpleQueue[_PinnedSlot] = queue.SimpleQueue()
     for _ in range(count):
-        slots.put(_Slot())
+        slots.put(_PinnedSlot())
     return slots

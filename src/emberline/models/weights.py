@@ -52,14 +52,14 @@ class Weights:
 
     def vector(self, name: str, size: int) -> Tensor:
         """Return a norm or bias as a float32 copy: kernels combine it with float32 values."""
-        return self._mark_used(name, self._view(name, (size,)).to(torch.float32, copy=True))
+        return self._mark_used(name, self._tensor_view(name, (size,)).to(torch.float32, copy=True))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a matrix, which the caller must pack or copy.
 
         It is a view of the mapped file, unless its dtype had to be converted.
         """
-        view = self._view(name, (rows, columns))
+        view = self._tensor_view(name, (rows, columns))
         kept = torch.float32 if view.dtype == torch.float16 else view.dtype
         return self._mark_used(name, view.to(self.dtype or kept))
 
@@ -88,7 +88,7 @@ class Weights:
 
         Such duplicates are rare, so that reading both tensors twice is acceptable.
         """
-        ours, other = self._view(original, (rows, columns)), self._view(name, (rows, columns))
+        ours, other = self._tensor_view(original, (rows, columns)), self._tensor_view(name, (rows, columns))
         dtype, step = self.dtype or ours.dtype, max(1, COMPARE_ELEMENTS // max(1, columns))
         repeats = all(
             torch.equal(ours[at : at + step].to(dtype), other[at : at + step].to(dtype)) for at in range(0, rows, step)
@@ -97,9 +97,9 @@ class Weights:
             self._unused.remove(name)
         return repeats
 
-    def finish(self, ignorable: str) -> None:
-        """Raise ModelFileError if a tensor was not used, unless its whole name matches the pattern `ignorable`."""
-        unused = sorted(name for name in self._unused if not re.fullmatch(ignorable, name))
+    def finish(self, ignorable_pattern: str) -> None:
+        """Raise ModelFileError if a tensor was not used, unless its whole name matches `ignorable_pattern`."""
+        unused = sorted(name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ModelFileError(
@@ -113,7 +113,7 @@ class Weights:
         self.loaded_bytes += tensor.nbytes
         return tensor
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.tensor_info(name)
         if self.shard.shard_shape(name, info.shape) != shape:
             raise ModelFileError(
@@ -126,22 +126,22 @@ class Weights:
             hint = "run emberline unweight unpack"
             raise UnsupportedModel(f"{info.file} is packed, which is not supported on {self.device}", hint=hint)
 
-    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self._check(name, shape)
+    def _tensor_view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         dtype = DTYPES[info.dtype]
         flat = self._decode_bytes(name, info) if is_coded(info) else self._raw_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
-        return aligned.view(dtype).view(info.shape)[self.shard.slices(name, info.shape)]
+        return aligned.view(dtype).view(info.shape)[self.shard.tensor_slices(name, info.shape)]
 
     def _raw_bytes(self, name: str, info: TensorInfo) -> Tensor:
-        flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
+        flat = torch.frombuffer(self._map_file(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
         if info.packing is not None:
             check_raw_crc(name, info, flat.numpy(), self._codec)
         return flat
 
     def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
-        stored = np.frombuffer(self._map(info.file), np.uint8, info.nbytes, info.offset)
+        stored = np.frombuffer(self._map_file(info.file), np.uint8, info.nbytes, info.offset)
         out = torch.empty(info.logical_bytes, dtype=torch.uint8)
         tensor = CodedTensor.open(name, info, lambda begin, end: stored[begin:end], self._codec)
         tensor.decode_all(stored, out.numpy(), self._pool)
@@ -155,7 +155,7 @@ class Weights:
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(core_count(), "decoder")
 
-    def _map(self, file: Path) -> mmap.mmap:
+    def _map_file(self, file: Path) -> mmap.mmap:
         if file not in self._files:
             try:
                 with file.open("rb") as f:

@@ -20,15 +20,19 @@ MIN_ELEMENTS = 4096  # smaller tensors are stored raw
 MAX_CODED_RATIO = 0.98  # a tensor is coded if this shrinks it at least to this part of its size
 
 
-def num_blocks(count: int) -> int:
-    return -(-count // BLOCK_ELEMENTS)
+def num_blocks(num_elements: int) -> int:
+    return -(-num_elements // BLOCK_ELEMENTS)
 
 
-def stream_bounds(count: int) -> NDArray[np.int64]:
+def stream_bounds(num_elements: int) -> NDArray[np.int64]:
     """Return where each stream's part of a block of this many elements begins, and where the last part ends."""
-    return np.minimum(np.arange(BLOCK_STREAMS + 1) * -(-count // BLOCK_STREAMS), count)
+    return np.minimum(np.arange(BLOCK_STREAMS + 1) * -(-num_elements // BLOCK_STREAMS), num_elements)
 
 
-def max_coded_bytes(count: int, width: int) -> int:
+def max_coded_bytes(num_elements: int, element_bytes: int) -> int:
     """Return the most bytes that encoding this many elements writes; a stream is written 8 bytes at a time."""
-    return (width - 1) * count + -(-count * MAX_CODE_BITS // 8) + 8 * BLOCK_STREAMS * num_blocks(count)
+    return (
+        (element_bytes - 1) * num_elements
+        + -(-num_elements * MAX_CODE_BITS // 8)
+        + 8 * BLOCK_STREAMS * num_blocks(num_elements)
+    )

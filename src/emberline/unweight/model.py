@@ -36,7 +36,7 @@ def pack(source: Path, target: Path, codec: WeightCodec, report_progress: Report
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
             pack_file(file, work / file.name, codec, pool, report_progress)
-        return _copy_others(source, work)
+        return _copy_other_files(source, work)
 
 
 def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> None:
@@ -45,14 +45,14 @@ def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: Repo
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
             unpack_file(file, work / file.name, codec, pool, report_progress)
-        _copy_others(source, work)
+        _copy_other_files(source, work)
 
 
 def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progress: ReportProgress) -> list[str]:
     """Return the differences between the packed tensors and their hashes, and the files of `original` if given."""
     errors: list[str] = []
-    tensors = _tensors_of(packed, codec, packed=True)
-    sources = {} if original is None else _tensors_of(original, codec, packed=False)
+    tensors = _open_tensors(packed, codec, packed=True)
+    sources = {} if original is None else _open_tensors(original, codec, packed=False)
     with ThreadPoolExecutor(core_count()) as pool:
         for name, file in tensors.items():
             try:
@@ -62,14 +62,14 @@ def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progr
             except ModelFileError as e:
                 errors.append(str(e))
     errors += [f"tensor {name!r} of {original} is missing in {packed}" for name in sources]
-    return errors if original is None else errors + _differing_others(original, packed)
+    return errors if original is None else errors + _differing_other_files(original, packed)
 
 
 def weight_files(directory: Path) -> list[Path]:
     return sorted({info.file for info in Checkpoint.open(directory).tensors.values()})
 
 
-def _tensors_of(directory: Path, codec: WeightCodec, *, packed: bool) -> dict[str, ModelFile]:
+def _open_tensors(directory: Path, codec: WeightCodec, *, packed: bool) -> dict[str, ModelFile]:
     files = [ModelFile(path, codec) for path in weight_files(directory)]
     for file in files:
         if file.header.is_packed != packed:
@@ -106,7 +106,7 @@ def _atomic_directory(target: Path, source: Path) -> Iterator[Path]:
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _exclusive_lock(work) as handle:
-            _remove(work.iterdir())
+            _remove_files(work.iterdir())
             try:
                 yield work
                 os.fsync(handle)
@@ -132,7 +132,7 @@ def _exclusive_lock(directory: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _remove(paths: Iterator[Path]) -> None:
+def _remove_files(paths: Iterator[Path]) -> None:
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -162,7 +162,7 @@ def iter_copied_files(directory: Path) -> Iterator[Path]:
     return (path for path in _other_files(directory) if path.suffix not in WEIGHT_SUFFIXES)
 
 
-def _copy_others(source: Path, work: Path) -> list[Path]:
+def _copy_other_files(source: Path, work: Path) -> list[Path]:
     for path in iter_copied_files(source):
         to = work / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def _copy_others(source: Path, work: Path) -> list[Path]:
     return [path for path in _other_files(source) if path.suffix in WEIGHT_SUFFIXES]
 
 
-def _differing_others(original: Path, packed: Path) -> list[str]:
+def _differing_other_files(original: Path, packed: Path) -> list[str]:
     pairs = [(path, packed / path.relative_to(original)) for path in iter_copied_files(original)]
     return [
         f"{copy} differs from {path}"

@@ -39,7 +39,7 @@ class NumpyWeightCodec:
         for at in range(0, len(elements), BLOCK_ELEMENTS * element_bytes):
             symbols, planes = split_symbols(elements[at : at + BLOCK_ELEMENTS * element_bytes], element_bytes)
             limits = stream_bounds(len(symbols))
-            streams = [_encode_stream(symbols[a:b], code) for a, b in pairwise(limits.tolist())]
+            streams = [_encode_symbols(symbols[a:b], code) for a, b in pairwise(limits.tolist())]
             block = np.concatenate([*streams, planes.reshape(-1)])
             sizes = np.array([len(stream) for stream in streams], "<u2")
             entries += [sizes.view(np.uint8), np.array([zlib.crc32(block.data)], "<u4").view(np.uint8)]
@@ -104,7 +104,7 @@ def merge_symbols(symbols: Bytes, planes: Bytes, out: Bytes) -> None:
     out[:] = (kept | symbols.astype(WORD_DTYPES[width]) << below).view(np.uint8)
 
 
-def _encode_stream(symbols: Bytes, code: PrefixCode) -> Bytes:
+def _encode_symbols(symbols: Bytes, code: PrefixCode) -> Bytes:
     lengths = code.lengths[symbols].astype(np.int64)
     ends = np.cumsum(lengths)
     bits = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)

@@ -39,14 +39,14 @@ def pack_file(
     if file.header.is_packed:
         raise ModelFileError(f"{source} is packed already")
     with PackedFileWriter(target, file.header, file.tensors) as writer:
-        packer = _Packer(file, writer, pool, report_progress)
+        packer = _FilePacker(file, writer, pool, report_progress)
         kept = [name for name in file.tensors if not packer.try_encode(name)]
         # Wide dtypes first, so that all tensors are aligned; coded tensors end at a multiple of ALIGN_BYTES.
         for name in sorted(kept, key=lambda name: -DTYPE_BYTES[file.tensors[name].dtype]):
             packer.copy_raw(name)
 
 
-class _Packer:
+class _FilePacker:
     def __init__(
         self, file: ModelFile, writer: PackedFileWriter, pool: ThreadPoolExecutor, report_progress: ReportProgress
     ) -> None:

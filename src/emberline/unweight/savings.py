@@ -76,7 +76,7 @@ def sum_savings(savings: Sequence[TensorSavings], file_bytes: int) -> dict[str, 
 
 def format_table(savings: Sequence[TensorSavings]) -> str:
     header = ("tensor", "dtype", "shape", "bits", "bound", "saved")
-    rows = [header, *(_row(f) for f in savings)]
+    rows = [header, *(_table_row(f) for f in savings)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     text_columns = 3  # columns of text; the others are numbers
     return "\n".join(
@@ -88,10 +88,10 @@ def format_table(savings: Sequence[TensorSavings]) -> str:
     )
 
 
-def _row(f: TensorSavings) -> tuple[str, ...]:
-    shape = " x ".join(map(str, f.shape)) or "scalar"
-    bound = "raw" if f.bound is None else f"{f.bound:.3f}"
-    return f.name, f.dtype, shape, f"{f.bits_per_element:.3f}", bound, f"{f.saved_ratio:.1%}"
+def _table_row(savings: TensorSavings) -> tuple[str, ...]:
+    shape = " x ".join(map(str, savings.shape)) or "scalar"
+    bound = "raw" if savings.bound is None else f"{savings.bound:.3f}"
+    return savings.name, savings.dtype, shape, f"{savings.bits_per_element:.3f}", bound, f"{savings.saved_ratio:.1%}"
 
 
 def format_plot(savings: Sequence[TensorSavings]) -> str:
@@ -99,7 +99,7 @@ def format_plot(savings: Sequence[TensorSavings]) -> str:
 
     The dotted line is where both are equal; `o` is one tensor, `O` several.
     """
-    points, low, high = _points(savings)
+    points, low, high = _plot_points(savings)
     if not points:
         return "no tensor is coded"
     grid = [[" "] * PLOT_COLUMNS for _ in range(PLOT_ROWS)]
@@ -122,7 +122,7 @@ def format_plot(savings: Sequence[TensorSavings]) -> str:
 
 
 def format_svg(savings: Sequence[TensorSavings]) -> str:
-    points, low, high = _points(savings)
+    points, low, high = _plot_points(savings)
 
     def x(value: float) -> float:
         return SVG_MARGIN + (value - low) / (high - low) * (SVG_WIDTH - 2 * SVG_MARGIN)
@@ -155,7 +155,7 @@ def format_svg(savings: Sequence[TensorSavings]) -> str:
     )
 
 
-def _points(savings: Sequence[TensorSavings]) -> tuple[list[tuple[float, float, str]], float, float]:
+def _plot_points(savings: Sequence[TensorSavings]) -> tuple[list[tuple[float, float, str]], float, float]:
     """Return (lower bound, bits, name) of each coded tensor, and the plot's range, both ends rounded to 0.25 bits."""
     points = [(f.bound, f.bits_per_element, f.name) for f in savings if f.bound is not None]
     ends = [end for bound, bits, _ in points for end in (bound, bits)] or [0.0]

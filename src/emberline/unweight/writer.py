@@ -81,11 +81,11 @@ class PackedFileWriter:
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         self._descriptions[name] = description.as_dict()
 
-    def _header_text(self, check: str) -> bytes:
-        metadata = {  # `check` comes first, because `_write_header` replaces the first occurrence of the placeholder
+    def _header_text(self, checksum: str) -> bytes:
+        metadata = {  # `checksum` comes first, because `_write_header` replaces the first occurrence of the placeholder
             "format": PACKED_FORMAT,
             "version": PACKED_VERSION,
-            "check": check,
+            "check": checksum,
             "tensors": json.dumps(self._descriptions, separators=(",", ":")),
             "source": self._source.text.decode(),
         }

@@ -84,7 +84,7 @@ class DecodeInputs:
         rows, sms = len(self.lengths), count_sms(self._device)
         parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
         capacity = max(parts, worklist.item_capacity(rows, KV_HEADS, sms))
-        items = worklist.plan_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part)
+        items = worklist.plan_decode_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part)
         work = DecodeWork(torch.from_numpy(items.data).to(self._device), rows, capacity)
         scratch = DecodeScratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
         heads, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._tables_and_context

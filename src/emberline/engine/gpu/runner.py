@@ -117,7 +117,7 @@ class GPURunner:
         self._graphs.forget_addresses()
         self._next_shape = 0
         self._extra_inputs.forget_views()
-        self._attention_planner.forget_caches()
+        self._attention_planner.drop_tensor_maps()
         if self.copier is not None:
             self.copier.forget_addresses()
 

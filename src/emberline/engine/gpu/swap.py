@@ -221,7 +221,7 @@ def sleep_runner(runner: GPURunner, previous_sleep: SleepingMemory | None = None
 
     _forget_addresses(runner)
     if previous_sleep is None:
-        return sleep(iter_instances(Tensor, runner.model), zeroed=runner.device_buffers())
+        return sleep(iter_instances(Tensor, runner.model), zeroed_tensors=runner.device_buffers())
     previous_sleep.sleep_again()
     return previous_sleep
 
@@ -231,7 +231,7 @@ def wake_runner(sleeping: SleepingMemory) -> None:
 
     If memory runs out, everything that was allocated is freed again."""
     try:
-        sleeping.wake(keep=True)
+        sleeping.wake(keep_host_copies=True)
     except BaseException:
         sleeping.sleep_again()
         raise
@@ -286,4 +286,4 @@ def _forget_addresses(runner: GPURunner) -> None:
 
     runner.forget_addresses()
     for weight in iter_instances(BF16Weight, runner.model):
-        weight.forget_tensor_maps()
+        weight.drop_tensor_maps()

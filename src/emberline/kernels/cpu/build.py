@@ -59,13 +59,13 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
         sources = map(str, sorted(SOURCE_DIR.glob("*.cpp")))
-        _run([*command, *sources, "-o", str(output)])
+        _run_compiler([*command, *sources, "-o", str(output)])
         with output.open("rb") as file:
             os.fsync(file.fileno())
         output.replace(path)  # atomic: another process may build the same, and power may fail
 
 
-def _run(command: list[str]) -> bytes:
+def _run_compiler(command: list[str]) -> bytes:
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S).stdout
     except subprocess.CalledProcessError as error:
@@ -77,7 +77,7 @@ def _run(command: list[str]) -> bytes:
 
 def _cache_key(command: list[str]) -> str:
     digest = hashlib.sha256(" ".join(command).encode())
-    digest.update(_run([command[0], "--version"]))
+    digest.update(_run_compiler([command[0], "--version"]))
     digest.update(_cpu_features())
     for source in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
         digest.update(source.read_bytes())

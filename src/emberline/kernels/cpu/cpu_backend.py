@@ -70,11 +70,21 @@ class CPUBackend(ReferenceBackend):
             return super().linear(x, layer, add_to, out)
         m, k = x.shape
         assert k == w.k and not w.gated and x.is_contiguous()
-        y = add_to if add_to is not None else _output(out, m, w.n)
+        y = add_to if add_to is not None else _check_or_allocate_output(out, m, w.n)
         assert y.is_contiguous()
         mode = STORE if add_to is None else ADD
         self.library.ember_linear(
-            x.data_ptr(), w.ptr, w.layout, m, w.n, k, _ptr(layer.bias), _ptr(layer.norm), layer.eps, y.data_ptr(), mode
+            x.data_ptr(),
+            w.ptr,
+            w.layout,
+            m,
+            w.n,
+            k,
+            _address(layer.bias),
+            _address(layer.norm),
+            layer.eps,
+            y.data_ptr(),
+            mode,
         )
         return y
 
@@ -86,9 +96,9 @@ class CPUBackend(ReferenceBackend):
             return super().gate_up_silu(x, layer, out)
         m, k = x.shape
         assert k == w.k and w.gated and x.is_contiguous()
-        y = _output(out, m, w.n // 2)
+        y = _check_or_allocate_output(out, m, w.n // 2)
         self.library.ember_linear(
-            x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _ptr(layer.norm), layer.eps, y.data_ptr(), GATED
+            x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _address(layer.norm), layer.eps, y.data_ptr(), GATED
         )
         return y
 
@@ -115,8 +125,8 @@ class CPUBackend(ReferenceBackend):
         assert positions.dtype == torch.int32 and slots.dtype == torch.int64 and qkv.is_contiguous()
         self.library.ember_rope(
             qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1],
-            _ptr(layer.q_norm), _ptr(layer.k_norm), layer.eps,
-            keys.data_ptr(), values.data_ptr(), _is_f32(keys), keys.stride(0), values.stride(0),
+            _address(layer.q_norm), _address(layer.k_norm), layer.eps,
+            keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0), values.stride(0),
             slots.data_ptr(), len(positions), layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
         )  # fmt: skip
 
@@ -133,9 +143,10 @@ class CPUBackend(ReferenceBackend):
         assert tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
         y = torch.empty(len(qkv), layer.q_heads * layer.head_dim)
         self.library.ember_attention(
-            qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_f32(keys), keys.stride(0), values.stride(0),
-            tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(), len(context),
-            layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2], y.data_ptr(),
+            qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0),
+            values.stride(0), tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(),
+            len(context), layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
+            y.data_ptr(),
         )  # fmt: skip
         return y
 
@@ -154,9 +165,9 @@ class CPUBackend(ReferenceBackend):
             cos_sin.data_ptr(), m.positions.data_ptr(), m.slots.data_ptr(), m.block_tables.data_ptr(),
             m.query_start.data_ptr(), m.context.data_ptr(), rows.data_ptr(), keys.data_ptr(), values.data_ptr(),
             keys.stride(0) * size, values.stride(0) * size, keys.stride(1), values.stride(1), len(rows), tokens,
-            len(m.context), m.block_tables.stride(0), _is_f32(keys[0]), cos_sin.shape[1], values.shape[3], hidden,
-            first.gate_up.weight.n // 2, attention.q_heads, attention.kv_heads, attention.head_dim, first.qkv.eps,
-            attention.scale,
+            len(m.context), m.block_tables.stride(0), _is_float32_cache(keys[0]), cos_sin.shape[1], values.shape[3],
+            hidden, first.gate_up.weight.n // 2, attention.q_heads, attention.kv_heads, attention.head_dim,
+            first.qkv.eps, attention.scale,
         )  # fmt: skip
         y = torch.empty(len(rows), hidden)
         self.library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr(), y.data_ptr())
@@ -201,18 +212,18 @@ class CPUBackend(ReferenceBackend):
         )
 
 
-def _output(out: Tensor | None, rows: int, columns: int) -> Tensor:
+def _check_or_allocate_output(out: Tensor | None, rows: int, columns: int) -> Tensor:
     if out is None:
         return torch.empty(rows, columns)
     assert out.shape == (rows, columns) and out.is_contiguous() and out.dtype == torch.float32
     return out
 
 
-def _ptr(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _is_f32(cache: Tensor) -> bool:
+def _is_float32_cache(cache: Tensor) -> bool:
     _, _, size, dim = cache.shape
     assert cache.stride()[1:] == (size * dim, dim, 1)
     assert size >= 8 and (64 % size == 0 or size % 64 == 0)

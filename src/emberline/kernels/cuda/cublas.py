@@ -63,7 +63,7 @@ class Matmul:
         m, n, k = problem.m, problem.n, problem.k
         self._w, self._x, self._y = (_make_layout(*sizes) for sizes in ((k, n), (k, m), (n, m)))
         self._descriptor = ctypes.c_void_p()
-        _check(_library().cublasLtMatmulDescCreate(ctypes.byref(self._descriptor), COMPUTE_F32, F32))
+        _check_status(_library().cublasLtMatmulDescCreate(ctypes.byref(self._descriptor), COMPUTE_F32, F32))
         _set_attribute(
             _library().cublasLtMatmulDescSetAttribute, self._descriptor, ATTRIBUTE_TRANSPOSE_A, ctypes.c_int(1)
         )
@@ -78,9 +78,9 @@ class Matmul:
         stream = torch.cuda.current_stream(out.device).cuda_stream
         space = _workspace(out.device, stream)
         y = ctypes.c_void_p(out.data_ptr())
-        _check(
+        _check_status(
             _library().cublasLtMatmul(
-                _handle(), self._descriptor,
+                _cublas_handle(), self._descriptor,
                 ctypes.byref(self._alpha),
                 ctypes.c_void_p(w.data_ptr()), self._w, ctypes.c_void_p(x.data_ptr()), self._x,
                 ctypes.byref(self._beta), y, self._y, y, self._y,
@@ -94,17 +94,17 @@ class Matmul:
     def _get_proposals(self) -> Sequence[_Proposal]:
         limits, found = ctypes.c_void_p(), ctypes.c_int()
         proposals = (_Proposal * MAX_PROPOSALS)()
-        _check(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(limits)))
+        _check_status(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(limits)))
         try:
             limit = partial(_set_attribute, _library().cublasLtMatmulPreferenceSetAttribute, limits)
             limit(PREFERENCE_MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
             limit(
                 PREFERENCE_REDUCTION_SCHEMES, ctypes.c_uint32(0)
             )  # none: k is not split, so the order of sums is fixed
-            _check(
+            _check_status(
                 _library().cublasLtMatmulAlgoGetHeuristic(
-                    _handle(), self._descriptor, self._w, self._x, self._y, self._y, limits, MAX_PROPOSALS, proposals,
-                    ctypes.byref(found),
+                    _cublas_handle(), self._descriptor, self._w, self._x, self._y, self._y, limits, MAX_PROPOSALS,
+                    proposals, ctypes.byref(found),
                 )
             )  # fmt: skip
         finally:
@@ -145,7 +145,7 @@ def _is_supported(tensor: Tensor) -> bool:
 @cache
 def is_available() -> bool:
     try:
-        _handle()
+        _cublas_handle()
     except CublasError:
         return False
     return True
@@ -163,25 +163,25 @@ def _cached_matmul(problem: MatmulProblem) -> Matmul:
 def _make_layout(rows: int, columns: int) -> ctypes.c_void_p:
     layout = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-    _check(_library().cublasLtMatrixLayoutCreate(ctypes.byref(layout), BF16, *sizes))
+    _check_status(_library().cublasLtMatrixLayoutCreate(ctypes.byref(layout), BF16, *sizes))
     return layout
 
 
 def _set_attribute(
     function: ctypes._NamedFuncPointer, descriptor: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData[int]
 ) -> None:
-    _check(function(descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+    _check_status(function(descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
 
 
-def _check(status: int) -> None:
+def _check_status(status: int) -> None:
     if status:
         raise CublasError(f"a cuBLAS call failed with status {status}")
 
 
 @cache
-def _handle() -> ctypes.c_void_p:
+def _cublas_handle() -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
-    _check(_library().cublasLtCreate(ctypes.byref(handle)))
+    _check_status(_library().cublasLtCreate(ctypes.byref(handle)))
     return handle
 
 

@@ -37,7 +37,7 @@ class DecodeCache:
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
         self.item_bytes = k_cache.element_size()
         boxes = ((cache, keys) for keys in (TILE_KEYS, WARP_KEYS) for cache in (k_cache, v_cache))
-        self.maps = tuple(_cache_map(cache, keys) for cache, keys in boxes)
+        self.maps = tuple(_make_cache_tensor_map(cache, keys) for cache, keys in boxes)
         self._memory = k_cache, v_cache
 
 
@@ -49,7 +49,7 @@ class DecodeWork:
 
     def __init__(self, data: Tensor, rows: int, capacity: int) -> None:
         assert data.dtype is torch.int32 and data.is_contiguous() and data.data_ptr() % 16 == 0
-        assert len(data) == worklist.data_ints(rows, capacity)
+        assert len(data) == worklist.num_data_ints(rows, capacity)
         self.data, self.rows, self.capacity = data, rows, capacity
         self.count, self.items, self.partial_starts = data, data[HEADER_INTS:], data[HEADER_INTS + 4 * capacity :]
 
@@ -58,7 +58,7 @@ class DecodeWork:
         """Return an empty work list that can hold any list of `rows` rows."""
         capacity = worklist.item_capacity(rows, kv_heads, count_sms(device))
         return DecodeWork(
-            torch.zeros(worklist.data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
+            torch.zeros(worklist.num_data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
         )
 
     def load(self, work: WorkList) -> None:
@@ -164,13 +164,13 @@ def count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _cache_map(cache: Tensor, keys: int) -> TensorMap:
-    """Return the tensor map for copies of `keys` keys, or of one block if a block has fewer keys."""
+def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
+    """Return the tensor map for copies of `keys_per_copy` keys, or of one block if a block has fewer keys."""
     blocks, kv_heads, block_size, head_dim = cache.shape
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
     swizzle = min(128, head_dim * cache.element_size())
-    return make_tensor_map(rows, (1, min(keys, block_size), swizzle // cache.element_size()), swizzle=swizzle)
+    return make_tensor_map(rows, (1, min(keys_per_copy, block_size), swizzle // cache.element_size()), swizzle=swizzle)
 
 
 @cache

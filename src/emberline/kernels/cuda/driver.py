@@ -30,17 +30,17 @@ class CudaDriverError(Exception):
     """A call of the CUDA driver failed; the message is the driver's."""
 
 
-class _Attribute(ctypes.Structure):
+class _LaunchAttribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
-class _Config(ctypes.Structure):
+class _LaunchConfig(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
         ("count", ctypes.c_uint),
     )
 
@@ -60,12 +60,12 @@ class TensorMap(ctypes.Structure):
 KernelArgument = Tensor | int | float | TensorMap | ctypes.Structure | None
 
 
-class _CollectState(threading.local):
+class _ModuleCollector(threading.local):
     # While this thread collects: called for each module that is not loaded yet.
     on_module: Callable[[CudaModule], None] | None = None
 
 
-_collect_state = _CollectState()
+_collect_state = _ModuleCollector()
 
 
 class CudaKernel:
@@ -84,22 +84,22 @@ class CudaKernel:
         *,
         pdl: bool = False,
         cluster: int = 1,
-        shared: int | None = None,
+        shared_bytes: int | None = None,
     ) -> None:
         """Launch the kernel on the current stream.
 
         Python ints are passed as 32-bit ints, floats as 32-bit floats, tensors as addresses, None as a null pointer.
         `pdl` (programmatic dependent launch): the kernel may start before the preceding one in the stream has ended; it
-        waits for that one itself, by griddepcontrol.wait. `shared`: bytes of dynamic shared memory.
+        waits for that one itself, by griddepcontrol.wait. `shared_bytes`: bytes of dynamic shared memory.
         """
         if self._function is None:
             if _collect_state.on_module is not None:
                 _collect_state.on_module(self._module)
                 return
             self._function = self._module.load_function(self._name, self._shared)
-        values = [_to_c(argument) for argument in arguments]
+        values = [_to_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attributes = (_Attribute * 2)()
+        attributes = (_LaunchAttribute * 2)()
         count = 0
         if pdl:
             attributes[count].id, attributes[count].value[0] = LAUNCH_ATTRIBUTE_PDL, 1
@@ -109,7 +109,9 @@ class CudaKernel:
             attributes[count].value[0:3] = cluster, 1, 1
             count += 1
         stream = torch.cuda.current_stream().cuda_stream
-        config = _Config(grid, (threads, 1, 1), self._shared if shared is None else shared, stream, attributes, count)
+        config = _LaunchConfig(
+            grid, (threads, 1, 1), self._shared if shared_bytes is None else shared_bytes, stream, attributes, count
+        )
         check_status(driver_library().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 
@@ -124,9 +126,9 @@ class CudaModule:
         self._binary: nvrtc.KernelBinary | None = None
         self._handle: ctypes.c_void_p | None = None
 
-    def kernel(self, name: str, shared: int = 0) -> CudaKernel:
-        """Return the kernel. `shared`: bytes of dynamic shared memory that a launch may use."""
-        return CudaKernel(self, name, shared)
+    def kernel(self, name: str, shared_bytes: int = 0) -> CudaKernel:
+        """Return the kernel. `shared_bytes`: bytes of dynamic shared memory that a launch may use."""
+        return CudaKernel(self, name, shared_bytes)
 
     def compile(self) -> nvrtc.KernelBinary:
         """Compile the kernels, or read them from disk. Safe from any thread, since no device is needed."""
@@ -134,7 +136,7 @@ class CudaModule:
             self._binary = nvrtc.compile_cached(self._file, self._kernels)
         return self._binary
 
-    def load_function(self, name: str, shared: int) -> ctypes.c_void_p:
+    def load_function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
         binary = self.compile()
         if self._handle is None:
             torch.cuda.current_stream()  # side effect: makes the device's context current
@@ -144,22 +146,22 @@ class CudaModule:
         function = ctypes.c_void_p()
         symbol = binary.symbols[name].encode()
         check_status(driver_library().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
-        if shared > 48 << 10:
-            check_status(driver_library().cuFuncSetAttribute(function, FUNCTION_ATTRIBUTE_MAX_SHARED, shared))
+        if shared_bytes > 48 << 10:
+            check_status(driver_library().cuFuncSetAttribute(function, FUNCTION_ATTRIBUTE_MAX_SHARED, shared_bytes))
         # All kernels use the same split of L1 and shared memory: an SM must be idle before it can change the split.
         check_status(driver_library().cuFuncSetAttribute(function, FUNCTION_ATTRIBUTE_CARVEOUT, 100))
         return function
 
 
 @contextlib.contextmanager
-def compile_in_parallel(*more: CudaModule) -> Iterator[None]:
+def compile_in_parallel(*modules: CudaModule) -> Iterator[None]:
     """Compile, in parallel, the kernels that this thread launches for the first time inside the `with` block.
 
     Such a launch does nothing, so only work whose results are not used may run inside. When the block ends, these
     kernels and `modules` are compiled. The compiler releases the GIL.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
-        compiled = {module: pool.submit(module.compile) for module in more}
+        compiled = {module: pool.submit(module.compile) for module in modules}
 
         def submit(module: CudaModule) -> None:
             if module not in compiled:
@@ -198,7 +200,7 @@ def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -
     return result
 
 
-def _to_c(argument: KernelArgument) -> ctypes._CData:
+def _to_c_value(argument: KernelArgument) -> ctypes._CData:
     match argument:
         case Tensor():
             return ctypes.c_void_p(argument.data_ptr())

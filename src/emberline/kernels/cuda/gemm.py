@@ -101,7 +101,7 @@ def linear(
         ),
         pdl=pdl,
         cluster=plan.cluster,
-        shared=plan.shared_bytes,
+        shared_bytes=plan.shared_bytes,
     )
     return out
 

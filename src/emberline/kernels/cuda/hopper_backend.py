@@ -77,7 +77,7 @@ class HopperBackend(OpBackend):
         unpacker: WeightUnpacker | None = None,
     ) -> Tensor:
         x, w, bias = _apply_norm(x, layer), layer.weight, layer.bias
-        if product := _own_product(x, w):
+        if product := _find_own_product(x, w):
             dtype = torch.float32 if float32_output else x.dtype
             y = add_to if add_to is not None else x.new_empty(len(x), w.n, dtype=dtype) if out is None else out
             return product(out=y, bias=bias, residual=add_to)
@@ -96,7 +96,7 @@ class HopperBackend(OpBackend):
         x, w = _apply_norm(x, layer), layer.weight
         width = w.n // 2
         y = x.new_empty(len(x), width) if out is None else out
-        if width % GATE_GROUP_ROWS == 0 and (product := _own_product(x, w)):
+        if width % GATE_GROUP_ROWS == 0 and (product := _find_own_product(x, w)):
             return product(out=y, gated=True)
         group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
         with _plain_rows(x, w, unpacker) as rows_:
@@ -131,10 +131,10 @@ class HopperBackend(OpBackend):
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         if has_prefill:  # prefill first: decode then uses the SMs that are left
-            _prefill(qkv, layer, keys, values, metadata, plan, out)
+            _run_prefill_attention(qkv, layer, keys, values, metadata, plan, out)
         if plan.decode_work is not None:
             beside_prefill = has_prefill and plan.prefill_sms is not None
-            _decode(qkv, layer, keys, values, metadata, plan, out, beside_prefill=beside_prefill)
+            _run_decode_attention(qkv, layer, keys, values, metadata, plan, out, beside_prefill=beside_prefill)
         if plan.general_tiles is not None:
             tiles, queries = plan.general_tiles, plan.general_tile_queries
             attention.paged_attention(qkv, layer, keys, values, metadata, tiles, out=out, block_m=queries, pdl=True)
@@ -168,7 +168,7 @@ class HopperBackend(OpBackend):
         return token_gather.gather_tokens(tokens, rows, newest, torch.empty_like(tokens), pdl=True)
 
 
-def _prefill(
+def _run_prefill_attention(
     qkv: Tensor,
     layer: AttentionLayer,
     keys: Tensor,
@@ -192,7 +192,7 @@ def _prefill(
     )  # fmt: skip
 
 
-def _decode(
+def _run_decode_attention(
     qkv: Tensor,
     layer: AttentionLayer,
     keys: Tensor,
@@ -219,7 +219,7 @@ def _apply_norm(x: Tensor, layer: LinearLayer) -> Tensor:
     return x if layer.norm is None else norm.rms_norm(x, layer.norm, layer.eps, pdl=True)
 
 
-def _own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
+def _find_own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     """Return our own kernel for this product, or None if no kernel supports the shape or cuBLAS is faster."""
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
@@ -239,17 +239,17 @@ def _uses_gemm(m: int, w: PackedWeight) -> bool:
     return gemm.supports(m, w.n, w.k) and (m >= MIN_GEMM_ROWS if choice is None else choice == OWN_KERNEL)
 
 
-def _matmul(x: Tensor, rows_: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
-    if not cublas.can_use_tuned(x, rows_, kind):
-        return F.linear(x, rows_)
-    return cublas.multiply(x, rows_, out=x.new_empty(len(x), len(rows_)), kind=kind)
+def _matmul(x: Tensor, weight_rows: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
+    if not cublas.can_use_tuned(x, weight_rows, kind):
+        return F.linear(x, weight_rows)
+    return cublas.multiply(x, weight_rows, out=x.new_empty(len(x), len(weight_rows)), kind=kind)
 
 
-def _add_product(x: Tensor, rows_: Tensor, to: Tensor) -> None:
-    if cublas.can_use_tuned(x, rows_, ProductKind.ADD, to):
-        cublas.multiply(x, rows_, out=to, kind=ProductKind.ADD)
+def _add_product(x: Tensor, weight_rows: Tensor, target: Tensor) -> None:
+    if cublas.can_use_tuned(x, weight_rows, ProductKind.ADD, target):
+        cublas.multiply(x, weight_rows, out=target, kind=ProductKind.ADD)
     else:
-        to.addmm_(x, rows_.t())
+        target.addmm_(x, weight_rows.t())
 
 
 def _max_packed_rows(w: PackedWeight) -> int:
@@ -264,7 +264,7 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
         step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
         for at in range(0, w.n, step):
             part = w.handle.slice_rows(at, min(at + step, w.n))
-            torch.mm(x, _unpack(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+            torch.mm(x, _unpack_weight(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
     elif x.dtype is torch.float32:
         torch.mm(x, w.data.t(), out=y)
     else:
@@ -277,12 +277,14 @@ def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> 
     if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
     if unpacker is None:
-        return nullcontext(_unpack(w.handle))
+        return nullcontext(_unpack_weight(w.handle))
     following = unpacker.next_weight(w)
-    unpack_next = following is not None and following.layout is WeightLayout.UW12 and _own_product(x, following) is None
+    unpack_next = (
+        following is not None and following.layout is WeightLayout.UW12 and _find_own_product(x, following) is None
+    )
     return unpacker.unpacked_rows(w, following if unpack_next else None)
 
 
-def _unpack(packed: uw12.UW12Weight) -> Tensor:
+def _unpack_weight(packed: uw12.UW12Weight) -> Tensor:
     out = torch.empty(packed.n, packed.k, dtype=torch.bfloat16, device=packed.planes.device)
     return uw12.unpack(packed, out)

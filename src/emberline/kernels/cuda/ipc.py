@@ -26,7 +26,7 @@ class ExportedMemory(NamedTuple):
     offset: int  # bytes from its start to the tensor
 
 
-class _Handle(ctypes.Structure):
+class _IPCHandle(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
@@ -55,7 +55,7 @@ class _Memcpy2D(ctypes.Structure):
 def export_memory(tensor: Tensor) -> ExportedMemory:
     """Export a tensor's memory. Raises CudaDriverError if the allocator's memory cannot be shared."""
     _make_context_current(tensor.device.index)
-    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IPCHandle()
     at = ctypes.c_uint64(tensor.data_ptr())
     check_status(driver_library().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at))
     check_status(driver_library().cuIpcGetMemHandle(ctypes.byref(handle), base))
@@ -72,7 +72,7 @@ class OpenedMemory:
         self._index = device.index
         self._address = ctypes.c_uint64()
         _make_context_current(self._index)
-        ipc_handle = _Handle.from_buffer_copy(handle)
+        ipc_handle = _IPCHandle.from_buffer_copy(handle)
         check_status(driver_library().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), ipc_handle, LAZY_PEER_ACCESS))
 
     @property

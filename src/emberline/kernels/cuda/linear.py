@@ -93,7 +93,7 @@ class BF16Weight:
         self.n, self.k = data.shape
         self._maps: dict[tuple[int, bool], TensorMap] = {}
 
-    def forget_tensor_maps(self) -> None:
+    def drop_tensor_maps(self) -> None:
         """Drop the tensor maps, because the data may be at a different address on the next use."""
         self._maps.clear()
 
@@ -150,7 +150,7 @@ def linear(
             *(plan.stages, plan.buffers, int(pdl)),
         ),
         pdl=pdl,
-        shared=plan.shared_bytes,
+        shared_bytes=plan.shared_bytes,
     )
     return out
 
@@ -183,15 +183,15 @@ def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: i
     return _choose_by_rows(n, k, tiles, gated, header_stride)
 
 
-def _choose_by_rows(n: int, k: int, tiles: int, gated: bool, stride: int) -> SkinnyPlan:
+def _choose_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int) -> SkinnyPlan:
     def sort_key(plan: SkinnyPlan) -> tuple[int, int]:
         blocks = plan.blocks * -(-n // (16 * plan.blocks * NUM_SMS))
-        return (0 if stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
+        return (0 if header_stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
 
-    plans = [make_plan(n, k, blocks, tiles, header_stride=stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
+    plans = [make_plan(n, k, blocks, tiles, header_stride=header_stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
     min_stages = min(2, -(-k // (SLOT_K * WARPS)))
     fitting = [plan for plan in plans if plan.stages >= min_stages]  # headers with many escapes leave little memory
-    return min(fitting or [make_plan(n, k, 2 if gated else 1, tiles, header_stride=stride)], key=sort_key)
+    return min(fitting or [make_plan(n, k, 2 if gated else 1, tiles, header_stride=header_stride)], key=sort_key)
 
 
 def make_plan(
@@ -220,11 +220,11 @@ def make_plan(
     return _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, 0, grid, header_stride), shared_bytes)
 
 
-def _limit_stages(plan: SkinnyPlan, shared: int) -> SkinnyPlan:
+def _limit_stages(plan: SkinnyPlan, shared_bytes: int) -> SkinnyPlan:
     """Return the plan with no more stages than fit into shared memory."""
     base = replace(plan, stages=0)._layout_bytes
     stage = replace(plan, stages=1)._layout_bytes - base
-    return replace(plan, stages=max(0, min(plan.stages, (shared - base) // stage)))
+    return replace(plan, stages=max(0, min(plan.stages, (shared_bytes - base) // stage)))
 
 
 def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
@@ -239,7 +239,7 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
     return "STORE" if out.dtype is torch.bfloat16 else "STORE_F32"
 
 
-def _variants() -> Sequence[str]:
+def _list_variants() -> Sequence[str]:
     return [
         SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride).variant(epilogue)
         for stride, blocks, tiles in product((0, 16), (1, 2, 3, 4), (1, 2, 4))
@@ -248,7 +248,7 @@ def _variants() -> Sequence[str]:
     ]
 
 
-VARIANTS = tuple(_variants())  # all kernels that `choose_plan` may select
+VARIANTS = tuple(_list_variants())  # all kernels that `choose_plan` may select
 
 
 @cache

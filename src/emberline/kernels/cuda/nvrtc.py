@@ -36,14 +36,14 @@ class KernelBinary:
 
 def compile_kernels(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
     """Compile kernels of a file in SOURCE_DIR; `kernels` are names or template instances."""
-    return _compile(_library(), read_source(file), file, kernels, options)
+    return _compile_source(_library(), read_source(file), file, kernels, options)
 
 
 def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
     """Return the kernels from the cache on disk, or compile them if the sources or the compiler changed."""
     parts = [read_source(file), *options, *kernels, compiler_version()]
     cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
-    if (binary := _read(cache_file)) is None:
+    if (binary := _read_cached(cache_file)) is None:
         binary = compile_kernels(file, kernels, options)
         head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str] = C
     return binary
 
 
-def _read(cache_file: Path) -> KernelBinary | None:
+def _read_cached(cache_file: Path) -> KernelBinary | None:
     """Return the cached kernels, or None if the file is missing or damaged, as after a power failure."""
     try:
         head, _, code = cache_file.read_bytes().partition(b"\n")
@@ -66,7 +66,7 @@ def _read(cache_file: Path) -> KernelBinary | None:
 def compiler_version() -> str:
     """Return the version of NVRTC."""
     library, major, minor = _library(), ctypes.c_int(), ctypes.c_int()
-    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    _check_status(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return f"{major.value}.{minor.value}"
 
 
@@ -90,32 +90,34 @@ def _read_with_includes(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _compile(
-    library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str], options: Sequence[str]
+def _compile_source(
+    library: ctypes.CDLL, source: str, name: str, kernels: Sequence[str], options: Sequence[str]
 ) -> KernelBinary:
     program = ctypes.c_void_p()
-    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
+    _check_status(
+        library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    )
     try:
         for kernel in kernels:
-            _check(library, library.nvrtcAddNameExpression(program, kernel.encode()))
+            _check_status(library, library.nvrtcAddNameExpression(program, kernel.encode()))
         flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), flags):
-            raise KernelCompileError(f"compiling {name} failed: {_log(library, program)}")
+            raise KernelCompileError(f"compiling {name} failed: {_compiler_log(library, program)}")
         symbols = {}
         for kernel in kernels:
             lowered = ctypes.c_char_p()
-            _check(library, library.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(lowered)))
+            _check_status(library, library.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(lowered)))
             symbols[kernel] = (lowered.value or b"").decode()
         size = ctypes.c_size_t()
-        _check(library, library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        _check_status(library, library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         code = ctypes.create_string_buffer(size.value)
-        _check(library, library.nvrtcGetCUBIN(program, code))
+        _check_status(library, library.nvrtcGetCUBIN(program, code))
         return KernelBinary(code.raw, symbols)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
+def _compiler_log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
@@ -123,7 +125,7 @@ def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
     return log.value.decode(errors="replace")
 
 
-def _check(library: ctypes.CDLL, status: int) -> None:
+def _check_status(library: ctypes.CDLL, status: int) -> None:
     if status:
         raise KernelCompileError(
             f"a call of the CUDA compiler NVRTC failed: {library.nvrtcGetErrorString(status).decode()}"
@@ -132,7 +134,7 @@ def _check(library: ctypes.CDLL, status: int) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    for name in _candidates():
+    for name in _library_candidates():
         try:
             # NVRTC loads its builtins library by name only, which succeeds if it is already loaded from its own folder.
             for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
@@ -145,7 +147,7 @@ def _library() -> ctypes.CDLL:
     raise KernelCompileError("libnvrtc not found (hint: install a CUDA build of torch, or nvidia-cuda-nvrtc)")
 
 
-def _candidates() -> list[str]:
+def _library_candidates() -> list[str]:
     """Return the paths where libnvrtc may be, packages of this Python first and then the system."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (found.submodule_search_locations or [])] if found else []

@@ -34,7 +34,7 @@ class PrefillCache:
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
         assert k_cache.shape == v_cache.shape and supports(k_cache) and supports(v_cache), "unsupported cache"
-        self.keys, self.values = _cache_map(k_cache), _cache_map(v_cache)
+        self.keys, self.values = _make_cache_tensor_map(k_cache), _make_cache_tensor_map(v_cache)
 
 
 def supports(k_cache: Tensor) -> bool:
@@ -106,7 +106,7 @@ def shared_bytes(head_dim: int) -> int:
     return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
 
 
-def _cache_map(cache: Tensor) -> TensorMap:
+def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
     blocks, kv_heads, block_size, head_dim = cache.shape
     inner = kv_heads * block_size
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"

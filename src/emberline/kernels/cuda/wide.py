@@ -209,12 +209,12 @@ def linear(
     gated: bool = False,
     pdl: bool = True,
     plan: WidePlan | None = None,
-    polls: int = EXCHANGE_POLLS,
+    exchange_polls: int = EXCHANGE_POLLS,
 ) -> Tensor:
     """Write x w^T into `out` as `cuda.linear.linear` does, and return it.
 
-    `plan` and `polls` override the defaults for benchmarks and tests. Launches on one stream must not overlap, because
-    they share the memory for the exchange of sums.
+    `plan` and `exchange_polls` override the defaults for benchmarks and tests. Launches on one stream must not overlap,
+    because they share the memory for the exchange of sums.
     """
     m, k = x.shape
     assert supports_shape(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
@@ -240,11 +240,11 @@ def linear(
             make_tensor_map(x, (-(-m // (8 * plan.share)) * 8, SLOT_K)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
-            *_exchange_arguments(plan, x.device, polls),
+            *_exchange_arguments(plan, x.device, exchange_polls),
         ),
         pdl=pdl,
         cluster=plan.cluster,
-        shared=plan.shared_bytes,
+        shared_bytes=plan.shared_bytes,
     )
     return out
 
@@ -319,11 +319,11 @@ def _weight_arguments(w: BF16Weight | UW12Weight, plan: WidePlan, gated: bool) -
     return (w.tensor_map(4 * plan.groups, paired=gated),)
 
 
-def _exchange_arguments(plan: WidePlan, device: torch.device, polls: int) -> tuple[KernelArgument, ...]:
+def _exchange_arguments(plan: WidePlan, device: torch.device, exchange_polls: int) -> tuple[KernelArgument, ...]:
     if not plan.packed:
         return ()
     memory = _exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.unclustered else (None, None)
-    return *memory, polls
+    return *memory, exchange_polls
 
 
 @cache

@@ -152,9 +152,9 @@ def paged_attention(
     group, dim = q_heads // kv_heads, max(16, next_power_of_two(head_dim))
     padded = next_power_of_two(group)
     exact = torch.float32 in (qkv.dtype, keys.dtype)
-    queries = max(1, min(block_m, _max_rows(dim, exact) // padded))
+    queries = max(1, min(block_m, _max_tile_rows(dim, exact) // padded))
     rows, parts = max(16, queries * padded), block_m // queries
-    span, warps, stages = _choose_shape(rows, dim, exact)
+    span, warps, stages = _choose_launch_shape(rows, dim, exact)
     if len(tiles):
         tables = metadata.block_tables
         _paged_attention[(len(tiles) * parts * kv_heads,)](
@@ -167,13 +167,13 @@ def paged_attention(
     return out
 
 
-def _max_rows(dim: int, exact: bool) -> int:
+def _max_tile_rows(dim: int, uses_float32: bool) -> int:
     """Return how many rows of sums fit into registers; a larger tile is computed in parts."""
-    return min(MAX_PROGRAM_ROWS, max(16, (4096 if exact else 16384) // dim))
+    return min(MAX_PROGRAM_ROWS, max(16, (4096 if uses_float32 else 16384) // dim))
 
 
-def _choose_shape(rows: int, dim: int, exact: bool) -> tuple[int, int, int]:
+def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, int, int]:
     """Return the number of keys in a span, of warps, and of stages of the software pipeline."""
-    if exact:  # no tensor cores
+    if uses_float32:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
     return (64 if dim <= 128 else 32), (8 if rows >= 128 else 4), 3
