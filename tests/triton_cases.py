@@ -137,7 +137,7 @@ def check_rope(
 
 def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> None:
     """Assert that NaN and inf stay in queries and never reach the cache, where another request would read them."""
-    heads, tokens, block = (4, 2, 16), 8, 16
+    heads, tokens, block = (4, 2, 16), 4, 16
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max], device=device, dtype=dtype)
     qkv = random(tokens, 8 * 16, device=device, dtype=dtype)
     clean = qkv.clone()
@@ -150,7 +150,7 @@ def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> No
         layer = AttentionLayer(*heads, scale=1.0, cos_sin=table)
         rope_and_cache(given, layer, keys, values, written(positions, positions.long()))
         assert keys.float().isfinite().all() and values.float().isfinite().all()
-        caches.append((keys.float()[:, :, 7], values.float()[:, :, 7]))
+        caches.append((keys.float()[:, :, 3], values.float()[:, :, 3]))
     assert all(map(torch.equal, *caches)), "finite values stay unchanged"
     assert not qkv.isfinite().all()
 

@@ -84,6 +84,15 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    patch_language = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        language = triton.language
+        modules = [module for module in function.__globals__.values() if module is language or module is language.core]
+        is_patched = not any(language.core.is_builtin(module.load) for module in modules)
+        return interpreter._LangPatchScope() if is_patched else patch_language(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)  # else each call of a device function patches again
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_more)
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", wide_dot)
@@ -125,7 +134,7 @@ def test_rope_in_the_interpreter(
     rotary: int,
     normed: bool,
 ) -> None:
-    check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed)
+    check_rope(CPU, dtype, cache, 6, heads, rotary, normed=normed)
 
 
 @interpreted
@@ -136,6 +145,7 @@ def test_nan_and_inf_in_the_interpreter(rounding: None, dtype: torch.dtype, cach
 
 
 RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
+FEW = [(0, 1), (70, 1), (0, 5), (13, 7)]  # for small tiles: the interpreter takes about 0.1 s for each
 
 
 @interpreted
@@ -159,7 +169,8 @@ def test_attention_in_the_interpreter(
     block: int,
     block_m: int | None,
 ) -> None:
-    check_attention(CPU, dtype, cache, RAGGED, heads, window=window, block=block, block_m=block_m)
+    lengths = FEW if block_m is not None and block_m < 16 else RAGGED
+    check_attention(CPU, dtype, cache, lengths, heads, window=window, block=block, block_m=block_m)
 
 
 @interpreted
@@ -169,7 +180,7 @@ def test_rows_in_the_interpreter(count: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (7, 1, 8, 4)])
+@pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (5, 1, 8, 4)])
 def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: int, dim: int) -> None:
     check_widen(CPU, rows, heads, size, dim)
 
