@@ -101,7 +101,7 @@ def test_models_that_do_not_fit_share_the_gpu_over_time(
     from emberline.engine.gpu.boot import BootedGPUEngine
 
     def load(name: str, settings: EngineConfig) -> BootedGPUEngine:
-        return boot_on_gpu(configs[name], settings, None)
+        return boot_on_gpu(settings, None)
 
     members, _ = plan_time_sharing(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
     memory = at_once * max(member.nbytes for member in members.values())

@@ -65,7 +65,7 @@ def test_memory_plan_equals_engine_plan(run: Run, tmp_path: Path) -> None:
         max_batch_tokens=8192, max_context=131072,
     )  # fmt: skip
     assert code == 0 and "!!" not in output
-    for name, size in expected.rows():
+    for name, size in expected.named_sizes():
         assert re.search(rf"^ok    {name} +{size / 2**30:.2f} GiB", output, re.MULTILINE), name
     assert kv_tokens(output) == expected.kv_tokens
 

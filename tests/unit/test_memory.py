@@ -64,8 +64,8 @@ def test_llama_8b_on_an_h200() -> None:
 )
 def test_parts_add_up_and_blocks_are_whole(total: int, **changes: int) -> None:
     found = make_plan(total=total, **changes)
-    assert sum(size for _, size in found.rows()) == total
-    assert all(size > 0 for _, size in found.rows())
+    assert sum(size for _, size in found.named_sizes()) == total
+    assert all(size > 0 for _, size in found.named_sizes())
     assert found.fixed_bytes + found.kv_bytes <= total * 0.95
     block = kv_token_bytes(LLAMA_8B, changes["kv_dtype_bytes"]) * found.block_size
     assert found.kv_bytes == found.kv_blocks * block

@@ -42,7 +42,7 @@ def call(worker: WorkerHarness, method: str, path: str, key: str = "a", query: s
 
         headers = [(b"authorization", b"Bearer " + key.encode())]
         scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": query.encode()}
-        await worker.app(scope, receive, answer.take)
+        await worker.app(scope, receive, answer.send)
         return answer
 
     return asyncio.run(send_request())

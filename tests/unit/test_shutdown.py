@@ -44,7 +44,7 @@ def test_worker_shutdown_ends_streams_with_error(path: str, leaves: bool, caplog
         return inbox.pop() if inbox else {"type": "http.disconnect"}
 
     async def run() -> None:
-        serving = asyncio.ensure_future(worker.app(scope, receive, answer.take))
+        serving = asyncio.ensure_future(worker.app(scope, receive, answer.send))
         while len(answer.writes) < 3:
             assert not serving.done(), answer.body
             await asyncio.sleep(0)
