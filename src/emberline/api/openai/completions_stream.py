@@ -76,12 +76,13 @@ class CompletionReplyWriter:
         return before + b'"text":', after
 
     def write(self, delta: Delta) -> bytes:
+        # Reasoning is text here. Not `match`: isinstance is slow if the object is of a different Struct type.
+        if type(delta) is TextDelta or type(delta) is ReasoningDelta:
+            return b"" if self._call.echoes_only else self._add_text(delta)
         match delta:
             case PromptDelta():
                 self._choices[delta.choice].prompt = prompt_logprobs(delta.tokens)
                 return self._add_text(delta) if self._call.echo else b""
-            case TextDelta() | ReasoningDelta():  # this protocol has no reasoning: all of it is text
-                return b"" if self._call.echoes_only else self._add_text(delta)
             case TokenIdsDelta():
                 self._choices[delta.choice].add_ids(delta)
                 return b""
