@@ -16,9 +16,9 @@ from emberline.api.reasoning import select_reasoning_style as reasoning_for
 from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, TOOL_STYLES, ToolStyle, select_tool_style
 from emberline.api.tools import (
     MAX_CALLS_PER_REPLY,
-    fit_call_ids,
     format_tool_calls,
     inject_tools,
+    shorten_call_ids,
     template_supports_tools,
     tool_call_grammar,
     tools_for_template,
@@ -128,11 +128,11 @@ def test_inject_adds_system_message_only_with_tools() -> None:
 
 
 def test_mistral_call_ids_have_nine_characters() -> None:
-    fitted = fit_call_ids(HISTORY, MISTRAL)
+    fitted = shorten_call_ids(HISTORY, MISTRAL)
     ids = [call["id"] for call in fitted[2]["tool_calls"]]
     assert ids == ["000000abc", "000000def"] == [m["tool_call_id"] for m in fitted[3:5]]
-    assert fit_call_ids(HISTORY, HERMES) == HISTORY
-    assert fit_call_ids([{"role": "tool", "tool_call_id": "x-1"}], MISTRAL_ARGS)[0]["tool_call_id"] == "0000000x1"
+    assert shorten_call_ids(HISTORY, HERMES) == HISTORY
+    assert shorten_call_ids([{"role": "tool", "tool_call_id": "x-1"}], MISTRAL_ARGS)[0]["tool_call_id"] == "0000000x1"
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)

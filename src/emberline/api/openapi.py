@@ -105,7 +105,7 @@ def build_document(version: str) -> Json:
     types = dict.fromkeys(t for e in ENDPOINTS for t in (e.request, e.reply, e.error) if t is not None)
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(types, refs, strict=True))
-    schemas["TokenizeRequest"]["oneOf"] = [_requires(name) for name in ("prompt", "messages")]
+    schemas["TokenizeRequest"]["oneOf"] = [_require_field(name) for name in ("prompt", "messages")]
     paths: dict[str, Json] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method] = _render_operation(endpoint, ref_of)
@@ -125,7 +125,7 @@ def build_document(version: str) -> Json:
     }
 
 
-def _requires(name: str) -> Json:
+def _require_field(name: str) -> Json:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 

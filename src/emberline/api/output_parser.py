@@ -67,7 +67,7 @@ class OutputParser:
         self._text, self._at = self._text[self._at :] + text, 0
         while self._at < len(self._text) and self._state():
             pass
-        return self._take_pieces()
+        return self._take_deltas()
 
     def flush(self, was_cut_off: bool = False) -> list[Piece]:
         """Return the deltas that were held back; called after the end of the output.
@@ -83,7 +83,7 @@ class OutputParser:
             pass
         elif not self._is_ending_call(rest):
             self._emit_text(self._gap + self._raw + rest)
-        return self._take_pieces()
+        return self._take_deltas()
 
     def _is_ending_call(self, unread_text: str) -> bool:
         if self._state == self._parse_call:
@@ -102,7 +102,7 @@ class OutputParser:
             return len(unread_text) >= min_chars and self._style.begin.startswith(unread_text)
         return self._state in (self._parse_after_marker, self._parse_list_element, self._parse_plain_name)
 
-    def _take_pieces(self) -> list[Piece]:
+    def _take_deltas(self) -> list[Piece]:
         pieces, self._pieces = merge_pieces(self._pieces), []
         return pieces
 

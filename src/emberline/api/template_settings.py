@@ -30,18 +30,20 @@ def settings_from_kwargs(kwargs: dict[str, Any]) -> list[TemplateSetting]:
 REASONING_VARIABLES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})
 
 
-def find_ignored_settings(settings: Sequence[TemplateSetting], known: frozenset[str], model_reasons: bool) -> list[str]:
+def find_ignored_settings(
+    settings: Sequence[TemplateSetting], known_variables: frozenset[str], model_reasons: bool
+) -> list[str]:
     """Return the request fields about reasoning that have no effect with this model's template.
 
-    `known` holds the variables that the template uses. A field that asks for what the model does anyway
+    `known_variables` holds the variables that the template uses. A field that asks for what the model does anyway
     (`model_reasons`) is not listed. Raises InvalidRequest for any other variable that the template does not use.
     """
     ignored = []
     for setting in settings:
-        if not known.isdisjoint(setting.variables) or setting.enables_reasoning is model_reasons:
+        if not known_variables.isdisjoint(setting.variables) or setting.enables_reasoning is model_reasons:
             continue
         if REASONING_VARIABLES.isdisjoint(setting.variables):
-            names, others = " or ".join(setting.variables)[:200], ", ".join(sorted(known))
+            names, others = " or ".join(setting.variables)[:200], ", ".join(sorted(known_variables))
             raise InvalidRequest(
                 f"{setting.field} has no effect: this model's chat template does not use {names}",
                 param=setting.field,

@@ -112,7 +112,7 @@ def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_c
 
 
 def render_detokenized(call: DetokenizeCall, text: str) -> dict[str, Any]:
-    """Return vLLM's reply; a request without a model gets `content` too, which llama.cpp's clients read."""
+    """Return the reply in vLLM's format. Without a model in the request, add `content` for llama.cpp's clients."""
     return {"prompt": text} if call.model else {"prompt": text, "content": text}
 
 

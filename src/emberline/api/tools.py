@@ -89,7 +89,7 @@ def _tool_instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
     )
 
 
-def fit_call_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
+def shorten_call_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
     """Shorten tool call ids to the nine letters or digits that Mistral's templates require, only in that style."""
     if style not in (MISTRAL, MISTRAL_ARGS):
         return list(messages)

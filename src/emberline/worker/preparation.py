@@ -77,7 +77,7 @@ class PromptBuilder:
                 hint="use /v1/completions, or start the server with --chat-template FILE",
             )
         self.find_ignored_fields(call)
-        messages = tools.fit_call_ids(call.messages, self._style)
+        messages = tools.shorten_call_ids(call.messages, self._style)
         if not self._supports_tools:
             messages = tools.inject_tools(messages, _callable_tools(call), self._style)
         tool_list = self._tools_for_template(call)

@@ -105,7 +105,7 @@ def parse(body: bytes) -> OpenAIChatCall:
         template_settings=list_template_settings(
             kwargs,
             request.reasoning_effort,
-            renamed=(kwargs.keys() - (request.chat_template_kwargs or {}), thinking_field),
+            variables_from_other_field=(kwargs.keys() - (request.chat_template_kwargs or {}), thinking_field),
         ),
         continues_last_message=continue_last,
         adds_generation_prompt=request.add_generation_prompt is not False and not continue_last,

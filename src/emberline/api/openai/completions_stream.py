@@ -26,7 +26,7 @@ from emberline.wire.usage_objects import render_chat_usage
 
 
 @dataclass(slots=True)
-class _Choice:
+class _CompletionChoice:
     index: int
     texts: list[str] = field(default_factory=list)
     logprobs: TextLogprobs = field(default_factory=TextLogprobs)
@@ -61,7 +61,7 @@ class CompletionReplyWriter:
         self._head = {"id": id, "object": "text_completion", "created": created}
         self._head |= {"model": call.common.model, "system_fingerprint": fingerprint}
         self._choices = [
-            _Choice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
+            _CompletionChoice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
             for index in range(len(call.prompts) * call.params.n)
         ]
         self._usage: Usage | None = None
@@ -69,7 +69,7 @@ class CompletionReplyWriter:
         is_plain = call.stream and call.params.logprobs is None and not (call.running_usage or call.echo)
         self._around = [self._encode_chunk_frame(choice) for choice in self._choices] if is_plain else []
 
-    def _encode_chunk_frame(self, choice: _Choice) -> tuple[bytes, bytes]:
+    def _encode_chunk_frame(self, choice: _CompletionChoice) -> tuple[bytes, bytes]:
         """Return the bytes of a chunk before its text and after its text."""
         empty = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
         before, after = self._encode_chunk([empty]).split(b'"text":""')
@@ -136,7 +136,7 @@ class CompletionReplyWriter:
         entry = {"index": finish.choice, "text": "", "logprobs": None, **choice.finish_fields()}
         return self._encode_chunk([entry | (choice.take_unsent_ids() if self._call.stream else {})])
 
-    def _choice_body(self, choice: _Choice) -> Json:
+    def _choice_body(self, choice: _CompletionChoice) -> Json:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
         body["prompt_logprobs"] = choice.prompt if self._call.shows_prompt_logprobs else None  # vLLM's clients read it

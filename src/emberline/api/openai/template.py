@@ -46,16 +46,19 @@ def list_template_settings(
     kwargs: dict[str, Any] | None,
     effort: str | None = None,
     effort_field: str = "reasoning_effort",
-    renamed: tuple[Collection[str], str] = ((), ""),
+    variables_from_other_field: tuple[Collection[str], str] = ((), ""),
 ) -> list[TemplateSetting]:
     """Return each template variable that the request sets, with the request field that it came from.
 
-    `effort_field` is the protocol's name of the effort field. `renamed` holds the variables in `kwargs` that come from
-    a different request field, and the name of that field. Raises InvalidRequest if the effort contradicts `kwargs`.
+    `effort_field` is the protocol's name of the effort field. `variables_from_other_field` holds variables in `kwargs`
+    that come from a different request field, and the name of that field. Raises InvalidRequest if the effort
+    contradicts `kwargs`.
     """
     args = kwargs or {}
     settings = [
-        replace(setting, field=renamed[1]) if setting.variables[0] in renamed[0] else setting
+        replace(setting, field=variables_from_other_field[1])
+        if setting.variables[0] in variables_from_other_field[0]
+        else setting
         for setting in settings_from_kwargs(args)
     ]
     if effort is None:

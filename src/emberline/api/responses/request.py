@@ -157,7 +157,7 @@ def parse(body: bytes) -> ResponsesCall:
     try:
         request = decode(_add_item_types(body), ResponsesRequest)
     except InvalidRequest as error:
-        raise _add_hint(error) from None
+        raise _add_text_only_hint(error) from None
     ignored = find_ignored_fields(request)
     request.returns_usage()
     tools, choice = _convert_tools(request)
@@ -206,7 +206,7 @@ def _add_item_types(body: bytes) -> bytes:
         return body
 
 
-def _add_hint(error: InvalidRequest) -> InvalidRequest:
+def _add_text_only_hint(error: InvalidRequest) -> InvalidRequest:
     needs_state = error.param == "conversation" or "'item_reference'" in error.message
     return (
         InvalidRequest(error.message, param=error.param, hint=_STATE_HINT) if needs_state else add_text_only_hint(error)

@@ -76,7 +76,7 @@ class ResponsesReplyWriter:
             case ToolCallStart():
                 self._slot = delta.slot
                 return self._begin_item(
-                    OutputFunctionCall(self._item_id("fc"), len(self._output), delta.id, delta.name)
+                    OutputFunctionCall(self._make_item_id("fc"), len(self._output), delta.id, delta.name)
                 )
             case ToolCallArguments():
                 assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
@@ -110,12 +110,12 @@ class ResponsesReplyWriter:
 
     def _make_item(self, kind: type[OutputMessage] | type[OutputReasoning]) -> OutputItem:
         if kind is OutputMessage:
-            return OutputMessage(self._item_id("msg"), len(self._output))
+            return OutputMessage(self._make_item_id("msg"), len(self._output))
         return OutputReasoning(
-            self._item_id("rs"), len(self._output), includes_encrypted=self._call.includes_encrypted_reasoning
+            self._make_item_id("rs"), len(self._output), includes_encrypted=self._call.includes_encrypted_reasoning
         )
 
-    def _item_id(self, kind: str) -> str:
+    def _make_item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
 
     def _begin_item(self, item: OutputItem) -> list[Json]:

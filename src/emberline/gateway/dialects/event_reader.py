@@ -1,4 +1,4 @@
-"""The interface of the classes that read a provider's stream, one per wire format, and the decoder that they use."""
+"""EventReader, which parses a provider's stream events into deltas, and EventDecoder, which decodes their JSON."""
 
 from __future__ import annotations
 

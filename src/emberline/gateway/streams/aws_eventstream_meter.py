@@ -44,7 +44,7 @@ class EventStreamMeter(RawReplyMeter):
 
 
 def _unwrap_payload(payload: bytes) -> Any:
-    """Return the payload's JSON or, if the payload wraps the model's JSON, that. None if it cannot be decoded."""
+    """Return the JSON of the payload, or of the model's reply if the payload wraps one; None if it is invalid."""
     try:
         data = msgspec.json.decode(payload)
         if isinstance(data, dict) and isinstance(data.get("bytes"), str):

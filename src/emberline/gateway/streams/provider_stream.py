@@ -134,7 +134,7 @@ class ProviderStream:
         raise StopAsyncIteration
 
     def _next_output(self, events: bytes | None, output: bytes | None = None) -> bytes:
-        """Return the next output. `output` holds `events` in the client's wire format if already translated."""
+        """Return the next bytes for the client: `events`, translated, or `output` if they are already translated."""
         meter = self.meter
         if events is None and meter.broken is None:
             meter.end()

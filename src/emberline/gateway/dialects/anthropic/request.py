@@ -119,7 +119,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
         body["tools"] = [_render_tool(_adapt_tool(tool, target_model, changes)) for tool in request.tools]
         _render_tool_choice(request, body, changes)
     body |= render_reasoning(request, target_model, changes)
-    _remove_rejected_sampling(request, target_model, "thinking" in body, changes)
+    _remove_rejected_sampling_fields(request, target_model, "thinking" in body, changes)
     body |= FIELD_NAMES.render_direct_fields(request)
     if request.response_format:
         _render_response_format(request.response_format, target_model, body, changes)
@@ -216,7 +216,7 @@ def _render_tool_choice(request: CanonicalRequest, body: Json, changes: ChangeRe
         body["tool_choice"] = result
 
 
-def _remove_rejected_sampling(
+def _remove_rejected_sampling_fields(
     request: CanonicalRequest, target_model: TargetModel, is_thinking: bool, changes: ChangeReport
 ) -> None:
     """Remove the sampling fields that the Claude model rejects.

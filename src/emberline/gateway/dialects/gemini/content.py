@@ -36,7 +36,7 @@ GENERATED_ID_PREFIX = "gemini-"  # prefix of ids that Gemini did not assign
 FOREIGN_CALL_SIGNATURE = "skip_thought_signature_validator"
 
 
-class ContentsParser:
+class GeminiContentParser:
     """Parses the contents of one request or one reply."""
 
     def __init__(self, prefix: str = "") -> None:

@@ -22,7 +22,7 @@ from emberline.gateway.dialects.citations import assign_citations
 from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.gemini.citations import GroundingCollector, render_grounding
-from emberline.gateway.dialects.gemini.content import ContentsParser, render_parts
+from emberline.gateway.dialects.gemini.content import GeminiContentParser, render_parts
 from emberline.wire.deltas import FinishReason
 from emberline.wire.finish_reasons import FROM_GEMINI, TO_GEMINI
 from emberline.wire.reply_context import ReplyContext
@@ -71,7 +71,7 @@ def parse_finish_reason(finish_reason: str) -> FinishReason:
 
 def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> CanonicalChoice:
     fields = FieldReader(raw, path)
-    parser = ContentsParser(f"{id}-" if id else "")
+    parser = GeminiContentParser(f"{id}-" if id else "")
     content = parser.parse_message(dict(fields.take("content", dict, {}), role="model"), f"{path}.content")
     parts: list[Part] = []
     for part in content.parts:

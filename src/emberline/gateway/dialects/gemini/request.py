@@ -20,7 +20,7 @@ from emberline.gateway.dialects.canonical import (
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.field_reader import FieldReader, parse_rows, unknown_value_error
 from emberline.gateway.dialects.gemini.camel_case import to_camel_case
-from emberline.gateway.dialects.gemini.content import FOREIGN_CALL_SIGNATURE, ContentsParser, render_parts
+from emberline.gateway.dialects.gemini.content import FOREIGN_CALL_SIGNATURE, GeminiContentParser, render_parts
 from emberline.gateway.dialects.gemini.field_names import FIELD_NAMES
 from emberline.gateway.dialects.gemini.thinking import parse_reasoning, render_reasoning
 from emberline.gateway.dialects.schemas import GEMINI_KEYWORDS, from_gemini_schema, restrict_keywords
@@ -36,7 +36,7 @@ def parse(body: Json) -> CanonicalRequest:
     request = CanonicalRequest("gemini", fields.take("model", str, "").removeprefix("models/"))
     if request.model:
         request.source_fields["model"] = body["model"]
-    parser = ContentsParser()
+    parser = GeminiContentParser()
     request.messages = parse_rows(fields.require("contents", list), "contents", parser.parse_message)
     if (system := fields.take("systemInstruction", dict)) is not None:
         request.system = parser.parse_message(system, "systemInstruction").parts

@@ -53,8 +53,8 @@ class StreamedItem:
             "item": self.to_json(),
         }
 
-    def _done_event(self, **whole: object) -> Json:
-        return {"type": f"response.{self.event_kind}.done", **self.location, **self.part_location, **whole}
+    def _done_event(self, **final_fields: object) -> Json:
+        return {"type": f"response.{self.event_kind}.done", **self.location, **self.part_location, **final_fields}
 
 
 class StreamedFunctionCall(StreamedItem):
