@@ -118,16 +118,18 @@ def test_model_loaded_in_shards(files: str, tmp_path: Path) -> None:
     x = torch.randn(5, 128)
     for i, layer in enumerate(whole.layers):
         halves = [part.layers[i] for part in parts]
-        qkv = [half.attention.qkv(x).split([64, 32, 32], 1) for half in halves]
+        qkv = [ops.linear(x, half.attention.qkv).split([64, 32, 32], 1) for half in halves]
         beside = torch.cat([torch.cat(both, 1) for both in zip(*qkv, strict=True)], 1)
-        assert torch.equal(beside, layer.attention.qkv(x))
-        added = sum(half.attention.o(x[:, 64 * j : 64 * (j + 1)].contiguous()) for j, half in enumerate(halves))
-        assert torch.allclose(torch.as_tensor(added), layer.attention.o(x), atol=1e-5)
+        assert torch.equal(beside, ops.linear(x, layer.attention.qkv))
+        added = sum(
+            ops.linear(x[:, 64 * j : 64 * (j + 1)].contiguous(), half.attention.o) for j, half in enumerate(halves)
+        )
+        assert torch.allclose(torch.as_tensor(added), ops.linear(x, layer.attention.o), atol=1e-5)
         fed = sum(half.ffn(x.clone(), None) - x for half in halves)
         assert torch.allclose(torch.as_tensor(fed), layer.ffn(x.clone(), None) - x, atol=1e-5)
-    assert torch.equal(torch.cat([part.head(x) for part in parts], 1), whole.head(x))
+    assert torch.equal(torch.cat([ops.linear(x, part.head) for part in parts], 1), ops.linear(x, whole.head))
     theirs = whole.layers[1].attention
-    assert torch.allclose(x @ torch.cat(o, 1).t(), theirs.o(x), atol=1e-5)
+    assert torch.allclose(x @ torch.cat(o, 1).t(), ops.linear(x, theirs.o), atol=1e-5)
     assert theirs.qkv.bias is not None and torch.equal(torch.cat(bias), theirs.qkv.bias[128:192])
 
 
