@@ -111,11 +111,11 @@ import sys, time
 from emberline.cli.__main__ import main
 from emberline.hub.progress import DownloadProgress
 
-def add(self, n):
+def add_bytes(self, byte_count):
     print("some", flush=True)
     time.sleep(60)
 
-DownloadProgress.add = add
+DownloadProgress.add_bytes = add_bytes
 sys.exit(main(sys.argv[1:]))
 """
 
