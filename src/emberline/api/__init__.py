@@ -1,1 +1,1 @@
-"""Parses the requests of each HTTP API (OpenAI, Anthropic) and splits generated text into reply deltas. No I/O."""
+"""Parses requests of the OpenAI and Anthropic APIs, and splits output text into reply deltas. No I/O."""

@@ -1,4 +1,4 @@
-"""Parsed API requests ("calls"), in the same form for all protocols. The worker generates replies from them."""
+"""Parsed API requests ("calls"), in one form for all protocols. The worker serves these calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class CommonFields:
-    """The fields of chat, completion and embedding calls alike."""
+    """The fields that chat, text completion and embedding calls share."""
 
     model: str  # empty: the server's only model
     priority: Priority = Priority.INTERACTIVE

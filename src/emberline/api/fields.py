@@ -1,4 +1,4 @@
-"""Types for request fields that the server accepts although they have no effect on it.
+"""Types for request fields that the server knows but does not act on.
 
     store: IgnoredField = None                                  accepts any value; a reply header lists the field
     length_penalty: Annotated[Any, accepts_only(1.0)] = None    accepts only values that ask for the default behaviour
@@ -26,7 +26,7 @@ IgnoredField = Annotated[Any, Meta(description="Accepted without effect", extra=
 
 
 def accepts_only(*values: Any) -> Meta:
-    """Return the annotation of a field that accepts only these values, which ask for the default behaviour."""
+    """Return the annotation of a field that accepts only `values`: those that mean the default behaviour."""
     # The description also keeps the cache of `typing` from merging accepts_only(1) and accepts_only(True).
     description = f"Without effect; may be {values!r}"
     return Meta(description=description, extra={"accepts": values}, extra_json_schema={"enum": [*values, None]})
@@ -37,9 +37,10 @@ OnlyEmpty = Annotated[Any, accepts_only("", [], {})]
 
 
 def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
-    """Return the names of the request's fields that are set and have no effect.
+    """Return the names of the fields that the request sets and the server ignores.
 
-    Raises InvalidRequest for a field whose value would have an effect."""
+    Raises InvalidRequest if a field that accepts only some values (`accepts_only`) has a different value.
+    """
     found: list[str] = []
     rules, nested = _find_field_rules(type(request))
     for attribute, name, accepted in rules:
@@ -65,7 +66,7 @@ def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
 
 
 def remove_nulls(value: Any, declared_type: Any) -> Any:
-    """Return decoded JSON without the fields that are null and that the declared struct does not require."""
+    """Return decoded JSON without its null fields. Fields that `declared_type` requires are kept."""
     if isinstance(value, list):
         items = [each for each in _union_members(declared_type) if get_origin(each) is list]
         return [remove_nulls(item, get_args(items[0])[0]) for item in value] if items else value
@@ -86,7 +87,10 @@ FieldRules = tuple[list[tuple[str, str, tuple[Any, ...] | None]], list[tuple[str
 
 @cache
 def _find_field_rules(struct: type[msgspec.Struct]) -> FieldRules:
-    """Return the struct's fields that accept only some values, and its fields that hold structs with such fields."""
+    """Return (restricted fields, nested fields) of the struct.
+
+    Restricted fields are ignored or accept only some values. Nested fields hold structs with restricted fields.
+    """
     rules, nested = [], []
     hints = _resolve_type_hints(struct)
     for field in msgspec.structs.fields(struct):

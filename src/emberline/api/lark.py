@@ -1,4 +1,4 @@
-"""Builds Lark grammars with correct escaping: literals, patterns, special tokens, and combinations of grammars."""
+"""Builds Lark grammars with correct escaping, from literals, regexes, special tokens and grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.core.params import GrammarSpec
 
 
 def match_literal(text: str, special_tokens: Mapping[str, int] | None = None) -> str:
-    """Return a term that matches exactly this text; a marker in `special_tokens` matches its token id, not its text."""
+    """Return a Lark term that matches exactly `text`. Special tokens in it are matched by token id."""
     if not special_tokens:
         return json.dumps(text)
     pieces = re.split(f"({'|'.join(map(re.escape, special_tokens))})", text)
@@ -27,7 +27,7 @@ def match_pattern(regex: str) -> str:
 
 
 def to_llguidance_grammars(grammar: GrammarSpec) -> list[dict[str, Any]]:
-    """Convert a grammar to the list of grammars that llguidance takes; matching starts with the first of them."""
+    """Convert a grammar to llguidance's list of grammars. Matching starts with the first grammar."""
     match grammar.kind:
         case "json_object":
             return [{"json_schema": {"type": "object"}}]

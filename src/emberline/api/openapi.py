@@ -87,7 +87,7 @@ _SERVER_ERRORS = {
 
 
 def _endpoint_regex(endpoint: ApiEndpoint) -> str:
-    """Return a regular expression for "METHOD PATH"; `{name}` in the path matches any text, slashes included."""
+    """Return a regex that matches "METHOD PATH"; `{name}` in the path also matches text with slashes."""
     path = re.sub(r"\\{\w+\\}", ".+", re.escape(endpoint.path))
     return f"{endpoint.method.upper()} {path}"
 

@@ -70,10 +70,10 @@ class OutputParser:
         return self._take_deltas()
 
     def flush(self, was_cut_off: bool = False) -> list[Piece]:
-        """Return the deltas that were held back; called after the end of the output.
+        """Return the deltas for text that `push` has not passed on yet; called after the end of the output.
 
         An unfinished closing marker is dropped. If `was_cut_off` (by max_tokens, not ended by the model), a call that
-        has no arguments yet is dropped too.
+        has no arguments yet is also dropped.
         """
         rest = self._text[self._at :]
         self._text, self._at = "", 0
@@ -170,7 +170,7 @@ class OutputParser:
         return found >= 0
 
     def _parse_call_boundary(self) -> bool:
-        """Parse the start of the answer or the text after a call, where a call may begin, even without a marker."""
+        """Parse the start of the answer or the text after a call: here a call may begin without a marker."""
         assert self._style is not None
         self._gap += self._skip_chars(self._gap_chars)
         if self._at == len(self._text):
@@ -285,14 +285,17 @@ class OutputParser:
     # -- results
 
     def _reject_call(self) -> None:
-        """Treat the first character of the supposed call as text and parse the others again: they may hold a marker."""
+        """Treat the first character of the supposed call as text, and parse the rest of it again.
+
+        The rest may contain the opening marker of a real call.
+        """
         raw, self._raw, self._in_list = self._raw, "", False
         self._emit_text(self._gap + raw[0])
         self._push_back_text(raw[1:])
         self._gap, self._state = "", self._parse_text
 
     def _abandon_call(self) -> None:
-        """Keep the call, although its closing marker is missing, and parse the following characters as text."""
+        """Accept a call without its closing marker, and parse the characters after the call as text."""
         raw, self._raw, self._in_list = self._raw, "", False
         self._push_back_text(raw)
         self._state = self._parse_call_boundary
@@ -346,7 +349,7 @@ def _prefix_overlap(text: str, start: int, marker: str) -> int:
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the deltas with adjacent ones of the same kind joined and empty ones dropped."""
+    """Return the deltas with adjacent deltas of the same kind joined and empty deltas dropped."""
     merged: list[Piece] = []
     for _, group in groupby(pieces, type):
         first, *rest = group

@@ -31,9 +31,9 @@ class WireStruct(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def decode(body: bytes, struct_type: type[T]) -> T:
-    """Decode a request body. Null is accepted for optional fields and for fields that the struct does not declare.
+    """Decode a request body. Raises InvalidRequest with the name of the invalid field.
 
-    Raises InvalidRequest with the name of the invalid field.
+    Null is accepted for optional fields and for fields that the struct does not declare.
     """
     try:
         return _decode_json(body, struct_type, "")
@@ -81,7 +81,7 @@ def _decode_json(data: bytes, struct_type: type[T], outer_path: str) -> T:
 
 
 def _to_invalid_request(msgspec_message: str, outer_path: str) -> InvalidRequest:
-    """Convert msgspec's error message, one sentence with the error and its JSON path, to an InvalidRequest."""
+    """Convert msgspec's error message, which contains the field's JSON path, to an InvalidRequest."""
     match = _ERROR_LOCATION.match(msgspec_message)
     assert match is not None, msgspec_message
     what, path = match["what"], _join_json_path(outer_path, match["path"] or "")

@@ -22,7 +22,7 @@ class ReasoningStyle:
         return (self.begin, self.end)
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Return whether the prompt ends with the opening marker, so that the output starts inside the reasoning."""
+        """Return whether the prompt ends with the opening marker: then the output begins with reasoning."""
         return prompt.rstrip().endswith(self.begin)
 
 
@@ -57,7 +57,7 @@ def constrain_after_reasoning(
 
 
 def constrain_answer(grammar: GrammarSpec) -> GrammarSpec:
-    """Return a grammar for output after the end of the reasoning: white space, then what `grammar` matches."""
+    """Return a grammar for output after the reasoning: white space, then what `grammar` matches."""
     try:
         first, *rest = to_llguidance_grammars(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):

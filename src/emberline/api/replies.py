@@ -1,4 +1,7 @@
-"""The schemas of all replies, for the OpenAPI document. Writers build plain dicts, which a test checks against them."""
+"""The schemas of all replies, for the OpenAPI document.
+
+Reply writers do not use these structs: they build dicts, which a test checks against the schemas.
+"""
 
 from __future__ import annotations
 

@@ -35,8 +35,9 @@ def find_ignored_settings(
 ) -> list[str]:
     """Return the request fields about reasoning that have no effect with this model's template.
 
-    `known_variables` holds the variables that the template uses. A field that asks for what the model does anyway
-    (`model_reasons`) is not listed. Raises InvalidRequest for any other variable that the template does not use.
+    `known_variables` are the variables that the template uses. A field that turns reasoning on or off is not listed if
+    the model behaves that way anyway (`model_reasons`). Raises InvalidRequest for a variable that the template does not
+    use and that is not about reasoning.
     """
     ignored = []
     for setting in settings:

@@ -1,4 +1,6 @@
-"""POST /tokenize and POST /detokenize, in vLLM's format or, if the request has `content`, in llama.cpp's format.
+"""POST /tokenize and POST /detokenize, in the formats of vLLM and llama.cpp.
+
+A tokenize request with `content` is in llama.cpp's format.
 
 call = parse(body);             reply = render(call, ids, strings, max_context)
 call = parse_detokenize(body);  reply = render_detokenized(call, text)
@@ -24,7 +26,7 @@ from emberline.core.params import SamplingParams
 
 
 class TokenizeRequest(WireStruct):
-    """A request with a text (`prompt` or `content`), or with `messages` and the fields that affect their rendering."""
+    """A request with a text (`prompt` or `content`), or with `messages` and their rendering options."""
 
     model: ModelName | None = None  # None: the server's only model
     prompt: str | None = None
@@ -112,12 +114,12 @@ def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_c
 
 
 def render_detokenized(call: DetokenizeCall, text: str) -> dict[str, Any]:
-    """Return the reply in vLLM's format. Without a model in the request, add `content` for llama.cpp's clients."""
+    """Return the reply in vLLM's format; if the request names no model, add llama.cpp's `content`."""
     return {"prompt": text} if call.model else {"prompt": text, "content": text}
 
 
 def _select_text(request: TokenizeRequest) -> str:
-    """Return the text to tokenize. Raises InvalidRequest if the request has a field that applies only to messages."""
+    """Return the text to tokenize. Raises InvalidRequest for a field that applies only to messages."""
     for param in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(request, param) is not None:
             raise InvalidRequest(f"{param} applies to messages, not to a prompt", param=param, hint=f"remove {param}")

@@ -1,4 +1,4 @@
-"""The tool call formats of model families ("styles"): the markers and the JSON around a call's name and arguments."""
+"""Tool styles: the formats, such as markers and JSON keys, in which model families write tool calls."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ TOOL_STYLES: dict[str, ToolStyle] = {style.name: style for style in (HERMES, LLA
 
 
 def select_tool_style(template: str, name: str = "auto") -> ToolStyle:
-    """Return the style called `name`. With "auto", return the style whose markers the chat template has, else Hermes.
+    """Return the style called `name`. Raises InvalidRequest for an unknown name.
 
-    Raises InvalidRequest for an unknown name.
+    With "auto", return the style whose markers occur in the chat template, or Hermes if no style's markers do.
     """
     if name != "auto":
         if name not in TOOL_STYLES:

@@ -90,7 +90,7 @@ def _tool_instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
 
 
 def shorten_call_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
-    """Shorten tool call ids to the nine letters or digits that Mistral's templates require, only in that style."""
+    """For Mistral's style, shorten tool call ids to nine letters or digits, as its templates require."""
     if style not in (MISTRAL, MISTRAL_ARGS):
         return list(messages)
     fitted = []
@@ -118,11 +118,11 @@ def tool_call_grammar(
     """Return the grammar that enforces the tool choice, or None if no constraint is needed.
 
     required, named   the output is one call, or several (required and parallel)
-    auto              free text; once a call begins, its tool name and, for strict tools, its schema are enforced.
-                      None if no tool is strict and several calls are allowed
+    auto              free text; once a call begins, its tool name and, for strict tools, its schema are enforced;
+                      returns None if no tool is strict and parallel calls are allowed
 
     `special_tokens`: the ids of the style's markers that are special tokens. Raises InvalidRequest if the choice names
-    no tool of the list.
+    a tool that is not in `tools`.
     """
     if choice.mode == "none" or not tools:
         return None

@@ -1,7 +1,7 @@
 """Transcript: builds the messages that chat templates take from the content parts of a request.
 
-Adjacent parts of the same role become one message, because many templates do not allow two messages of one role in a
-row, as the protocols do.
+Adjacent parts of the same role become one message. The APIs allow two messages of one role in a row, but many chat
+templates do not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Transcript:
         self._messages.append(_Message("tool", [text], result_of={"tool_call_id": id, "name": name}))
 
     def to_messages(self, *, param: str) -> list[dict[str, Any]]:
-        """Return the messages. Raises InvalidRequest if there are none or the last is a call without a result."""
+        """Return the messages. Raises InvalidRequest if there are none or the last is an unanswered tool call."""
         if not self._messages:
             raise InvalidRequest(f"{param} has no content", param=param, hint="send at least one message with text")
         if self._messages[-1].calls:

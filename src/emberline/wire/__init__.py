@@ -1,1 +1,1 @@
-"""Replies on the wire, for engine and gateway: deltas, usage, finish reasons, server-sent events, and writers."""
+"""Reply formats for engine and gateway: deltas, usage, finish reasons, server-sent events, writers."""

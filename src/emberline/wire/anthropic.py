@@ -58,12 +58,12 @@ def safe_tool_id(id: str) -> str:
 
 
 def sign_thinking(thinking: str) -> str:
-    """Return the engine's signature of a thinking block: a checksum that shows whether a client changed the text."""
+    """Return the engine's signature of a thinking block: a checksum that reveals changes to the text."""
     return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
 def render_stop(finish: Finish, has_refusal: bool) -> Json:
-    """Return the fields stop_reason and stop_sequence. A stop at an unknown sequence is reported as end_turn."""
+    """Return the fields stop_reason and stop_sequence. A stop without a known sequence is "end_turn"."""
     if has_refusal:
         return {"stop_reason": "refusal", "stop_sequence": None}
     if finish.reason not in ("stop", "stop_sequence"):
@@ -78,7 +78,7 @@ def render_message(id: str, model: str, content: list[Json], stop: Json, usage: 
 
 
 class _EngineBlock(msgspec.Struct):
-    """A content block of the engine's message, which `AnthropicWriter.body` needs."""
+    """A content block of the engine's reply, collected for `AnthropicWriter.body`."""
 
     start: Json  # the block without content
     pieces: list[str]
@@ -98,7 +98,7 @@ class AnthropicWriter:
     def __init__(
         self, context: ReplyContext, *, of_engine: bool = False, shows_thinking: bool = True, stream: bool = True
     ) -> None:
-        """`of_engine`: the reply comes from Emberline's engine; the writer signs thinking, and `body` can be called."""
+        """`from_engine`: Emberline's engine generates the reply; thinking is signed, `body` may be called."""
         self._context = context
         self._of_engine = of_engine
         self._shows_thinking = shows_thinking
@@ -252,7 +252,7 @@ class AnthropicWriter:
 
 
 def _tool_input(text: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object, or {} if they are incomplete because max_tokens ended the reply."""
+    """Return a tool call's arguments as an object, or {} if max_tokens cut them off."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

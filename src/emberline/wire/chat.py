@@ -1,6 +1,6 @@
 """Renders deltas as a chat completion: as the chunks of a stream, or as one JSON reply.
 
-The first chunk of a choice has the role, the last its finish_reason. If usage was requested, it has its own chunk.
+The first chunk of a choice contains the role, its last chunk the finish_reason. Usage, if requested, has its own chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from emberline.wire.usage_objects import render_chat_usage
 
 
 class _ChunkFrame(msgspec.Struct):
-    """The bytes before and after the text in the most common chunks of a choice, encoded once for all chunks."""
+    """The bytes around the text in the most common kinds of chunks of a choice, encoded only once."""
 
     reasoning: bytes
     after: bytes
@@ -43,7 +43,7 @@ class _ChunkFrame(msgspec.Struct):
 
 class ChatWriter:
     def __init__(self, context: ReplyContext, engine: EngineChatOptions | None = None, *, stream: bool = True) -> None:
-        """`engine` is None for a provider's reply that the gateway translates."""
+        """`engine` is given if Emberline's engine generates the reply, and None if the gateway translates it."""
         self._context = context
         self._engine = engine
         self._stream = stream
@@ -156,11 +156,11 @@ class ChatWriter:
         return b"".join([self._encode_chunk(sse.dumps(row)) for row in rows])
 
     def _opening_rows(self, choice: ChatChoiceWriter) -> list[Json]:
-        """Return the entries of `choices` to send before the first delta of this choice, each in its own chunk.
+        """Return the `choices` entries to send before the first delta of `choice`, each in its own chunk.
 
-        The gateway opens a choice with an empty text. If the engine has several choices, each opens with its own chunk,
-        in order: clients order choices by their first chunk, and OpenAI's client counts logprobs in the first chunk of
-        a later choice twice. The only choice of an engine's reply opens with its first content.
+        Gateway: the choice gets an entry with empty text. Engine, one choice: no entry; the role is sent with the first
+        content. Engine, several choices: each choice up to this one gets an entry with only the role, because clients
+        order choices by their first chunk, and OpenAI's client counts logprobs in a first chunk twice.
         """
         if self._engine is None:
             return [] if choice.has_opened else [choice.add(TextDelta("", choice.index))]

@@ -1,4 +1,4 @@
-"""One choice of a chat completion: collects the choice's deltas and renders each as an entry of a chunk's `choices`."""
+"""Renders one choice of a chat completion: an entry in `choices` for each delta, or for the whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emberline.wire.logprobs import chat_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChatOptions:
-    """Options of chat completions that Emberline's engine generates; replies that the gateway translates have none."""
+    """Options of chat completions that Emberline's engine generates; translated replies have no options."""
 
     head_fields: Json  # fields that follow the model in every chunk
     num_choices: int = 1
@@ -58,7 +58,7 @@ class ChatChoiceWriter:
     finish: Finish | None = None
 
     def opening_row(self) -> Json:
-        """Return a chunk entry with the role if no earlier entry had it, and with an empty delta otherwise."""
+        """Return an entry for `choices`: with the role if it is the choice's first, else with an empty delta."""
         role = {} if self.has_opened else {"role": "assistant"}
         self.has_opened = True
         return {"index": self.index, "delta": role, "logprobs": None, "finish_reason": None}
@@ -83,14 +83,14 @@ class ChatChoiceWriter:
         return row
 
     def collect(self, delta: CitationDelta | SignatureDelta) -> None:
-        """Collect a delta that is sent later, as part of another chunk."""
+        """Keep a citation or signature, to be sent as part of a later chunk."""
         if isinstance(delta, CitationDelta):
             self.annotations.append(render_chat_citation(delta.citation))
         elif delta.origin == "gemini":
             self.next_signature = delta.signature
 
     def annotations_row(self) -> Json:
-        """Return a chunk entry with all annotations: clients do not join lists from several chunks."""
+        """Return one entry for `choices` with all annotations: clients do not join lists of several chunks."""
         row = self.opening_row()
         row["delta"]["annotations"] = self.annotations
         return row

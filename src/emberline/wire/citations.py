@@ -19,6 +19,6 @@ def render_responses_citation(citation: Citation) -> Json:
 
 
 def render_anthropic_citation(citation: Citation) -> Json:
-    """Render a citation for Anthropic's clients. Fields that a different provider did not send are empty."""
+    """Render a citation for Anthropic's clients. Fields that its provider did not send are empty."""
     fields = {"url": citation.url, "title": citation.title or None, "cited_text": citation.quote}
     return {"type": "web_search_result_location", **fields, "encrypted_index": citation.encrypted_index}

@@ -1,11 +1,12 @@
-"""The deltas (typed parts) of a reply: the engine generates them, the gateway reads them from providers' streams, and a
-writer per wire format renders them. Their order is
+"""Deltas: the typed parts of a reply, from which each wire format's writer renders the reply.
+
+The engine generates deltas; the gateway reads them from providers' streams. The order of the deltas is
 
 StreamStart, { content } ..., Finish, UsageUpdate, StreamEnd, where content is
 TextDelta | CitationDelta | ReasoningDelta | SignatureDelta | RefusalDelta | ToolCallStart { ToolCallArguments }
 
 `choice` is the index of the choice. `slot` is the index of the tool call within the choice, from 0 and without gaps.
-A UsageUpdate may come at any time and more than once; each holds the reply's total until then. Nothing follows
+A UsageUpdate may come at any time and more than once; each contains the total of the reply so far. Nothing follows
 StreamEnd. Only the engine sends ReplyStart, PromptDelta and TokenIdsDelta.
 """
 
@@ -39,8 +40,8 @@ class TokenInfo(msgspec.Struct, frozen=True):
 class Citation(msgspec.Struct, frozen=True):
     """A web page that supports the characters `start` to `end` (exclusive) of a text.
 
-    Where `start` equals `end`, the provider did not say which characters. In a stream the offsets count in the choice's
-    whole text.
+    If `start` equals `end`, the provider did not report the characters. In a stream, the offsets count from the start
+    of the choice's text.
     """
 
     url: str
@@ -55,7 +56,7 @@ class Citation(msgspec.Struct, frozen=True):
 
 
 class StreamStart(msgspec.Struct):
-    """The reply's id, model and time; a writer fills in the fields that are empty."""
+    """The reply's id, model and creation time; the writer fills in what the provider left empty."""
 
     id: str = ""
     model: str = ""
@@ -63,7 +64,7 @@ class StreamStart(msgspec.Struct):
 
 
 class ReplyStart(msgspec.Struct, frozen=True):
-    """The engine's first delta, with the number of prompt tokens, before the first token is generated."""
+    """The engine's first delta, sent before any token is generated; has the number of prompt tokens."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -78,7 +79,7 @@ class PromptDelta(msgspec.Struct, frozen=True):
 
 
 class TokenIdsDelta(msgspec.Struct, frozen=True):
-    """A choice's newest token ids, sent before the deltas made of them; only with return_token_ids."""
+    """A choice's newest token ids, sent before the deltas with their text; only with return_token_ids."""
 
     choice: int
     ids: Sequence[int]
@@ -108,7 +109,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 
 
 class SignatureDelta(msgspec.Struct, frozen=True):
-    """The signature of the reasoning in the deltas before; with `redacted`, encrypted reasoning without text."""
+    """The signature of the preceding reasoning or, with `redacted`, encrypted reasoning without text."""
 
     signature: str
     origin: ChatDialect
@@ -136,7 +137,7 @@ class ToolCallArguments(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """The end of one choice; each choice has exactly one."""
+    """The end of one choice, with its finish reason; sent once per choice."""
 
     reason: FinishReason
     stop_sequence: str | None = None
@@ -145,7 +146,10 @@ class Finish(msgspec.Struct, frozen=True):
     is_requested_stop: bool = False  # `stop_token` is one of the request's stop_token_ids
 
     def stop_details(self) -> dict[str, str | int | None]:
-        """Return vLLM's `stop_reason` (without the model's own end tokens) and SGLang's `matched_stop` (with them)."""
+        """Return vLLM's `stop_reason` and SGLang's `matched_stop`: the stop sequence or token that matched.
+
+        The model's own end-of-sequence tokens appear only in `matched_stop`.
+        """
         requested = self.stop_token if self.is_requested_stop else None
         return {
             "stop_reason": requested if self.stop_sequence is None else self.stop_sequence,
@@ -158,7 +162,7 @@ class UsageUpdate(msgspec.Struct, frozen=True):
 
 
 class StreamEnd(msgspec.Struct, frozen=True):
-    """The end of the reply: the provider marked its stream as complete, or the engine finished every choice."""
+    """The end of the reply: the provider sent its end event, or the engine finished every choice."""
 
 
 ContentDelta = (
@@ -176,11 +180,11 @@ class EventWriter(Protocol):
     """Renders deltas as the events of one stream in one wire format."""
 
     def write(self, delta: ProviderDelta) -> bytes:
-        """Return the events for the delta, b"" if there are none yet; raise DeltaOrderError if it may not come here."""
+        """Return the delta's events, b"" if there are none yet; raise DeltaOrderError if it is out of order."""
         ...
 
     def write_error(self, error: Exception) -> bytes:
-        """Return the wire format's error event and end of stream; b"" if the wire format has none."""
+        """Return the error event and the end of the stream, or b"" if the wire format has no error event."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Maps finish reasons between wire formats. A reason that a wire format lacks is mapped to the most similar one."""
+"""Maps finish reasons between wire formats; a reason without an equivalent becomes the most similar."""
 
 from __future__ import annotations
 

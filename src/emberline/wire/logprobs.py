@@ -1,4 +1,4 @@
-"""Renders log-probabilities in the formats of chat completions, text completions and vLLM's prompt_logprobs."""
+"""Renders logprobs in the formats of chat completions, text completions and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TextLogprobs:
     as_ids: bool = False
 
     def add(self, tokens: Sequence[TokenInfo], num_top: int, prompt_chars: int) -> TextLogprobs:
-        """Append these tokens. `prompt_chars`, the length of an echoed prompt, is added to their text offsets."""
+        """Append `tokens`; `prompt_chars`, the length of the echoed prompt, is added to their text offsets."""
         for token in tokens:
             self.tokens.append(_token_label(token, self.as_ids))
             self.token_logprobs.append(None if token.logprob is None else _clamp_logprob(token.logprob))
@@ -46,7 +46,7 @@ class TextLogprobs:
 
 
 def _token_label(token: TokenInfo, as_ids: bool) -> str:
-    """Return the token's text or, with `as_ids`, "token_id:N" as in vLLM: two tokens can have the same text."""
+    """Return the token's text or, with `as_ids`, vLLM's "token_id:N", which is unique unlike the text."""
     return f"token_id:{token.id}" if as_ids else token.text
 
 
@@ -55,9 +55,10 @@ def _render_token(token: TokenInfo, as_ids: bool) -> dict[str, Any]:
 
 
 def _logprobs_by_text(token: TokenInfo, num_top: int, as_ids: bool) -> dict[str, float]:
-    """Return logprobs by text, of the `num_top` most likely tokens and the token itself.
+    """Map text to logprob, for the `num_top` most likely tokens at this position and the token itself.
 
-    Of two tokens with the same text, the more likely one is returned."""
+    If two tokens have the same text, the result has the logprob of the more likely token.
+    """
     found: dict[str, float] = {}
     for other in (*token.top[:num_top], token):
         found.setdefault(_token_label(other, as_ids), _clamp_logprob(other.logprob))

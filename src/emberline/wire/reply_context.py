@@ -23,7 +23,7 @@ class ReplyContext:
     id: str = ""  # reply id, for providers that send none
 
     def set_identity(self, reply: _HasIdentity) -> None:
-        """Set the reply's id, model and creation time as the client sees them."""
+        """Set the id, model and creation time that the client will see on `reply`."""
         reply.id = reply.id or self.id
         reply.model = self.model or reply.model
         reply.created = reply.created or self.created

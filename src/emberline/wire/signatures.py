@@ -14,7 +14,7 @@ _DIALECTS: tuple[ChatDialect, ...] = get_args(ChatDialect)
 
 
 def encode_signature(signature: str, origin: ChatDialect, dialect: ChatDialect) -> str:
-    """Return the signature as sent in wire format `dialect`: with the prefix `origin:` if the two formats differ."""
+    """Return the signature for a client of format `dialect`, prefixed with `origin:` if they differ."""
     return signature if not signature or origin == dialect else f"{origin}:{signature}"
 
 

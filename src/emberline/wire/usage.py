@@ -2,8 +2,8 @@
 
 Providers differ in what their counts include. Here `input` includes `cached_read`, `cache_write`, `audio` and `image`;
 `cache_write` includes `cache_write_long` (cached for an hour); `output` includes `reasoning`. `Usage.parse` ensures
-this for the counts of every provider. A part that exceeds its whole is reduced to the whole, so that no token is billed
-twice.
+this for the counts of every provider. A count that exceeds the count that includes it is reduced to that count, so that
+no token is billed twice.
 
 A stream may report its usage several times, each time for the whole stream up to that event. `merge_later` therefore
 takes the larger of two counts.
@@ -62,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True):
         return None
 
     def plus(self, other: Usage) -> Usage:
-        """Return the sum of this usage and the usage of a different request."""
+        """Return the sum of this usage and the usage of another provider call."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
     def merge_later(self, later: Usage) -> Usage:
@@ -90,7 +90,7 @@ def _make_consistent_usage(
     audio: int = 0,
     image: int = 0,
 ) -> Usage:
-    """Return the usage with each part reduced to at most its whole, for example `cached_read` to at most `input`."""
+    """Return the usage with each included count limited to the including one: `cached_read` <= `input`."""
     if not (cached_read or cache_write or reasoning or audio or image):  # the usual case
         return Usage(input=input, output=output)
     cached_read = min(cached_read, input)
@@ -108,7 +108,7 @@ def _make_consistent_usage(
 
 
 def _read_count(data: Mapping[str, Any], *names: str) -> int:
-    """Return the first of the named fields that is a valid count, or 0. A float such as 12.0 is a valid count."""
+    """Return the first field in `names` that is a valid count, else 0. A float such as 12.0 is valid."""
     for name in names:
         value = data.get(name)
         if type(value) is int and 0 <= value <= MAX_TOKENS:  # type(): True is not a count
@@ -194,7 +194,7 @@ def _count_modality_tokens(data: Mapping[str, Any], modality: str) -> int:
 
 
 def _read_converse_usage(data: Mapping[str, Any]) -> Usage | None:
-    """Read the usage of Bedrock's Converse API. As in Anthropic's API, inputTokens does not include cached tokens."""
+    """Read the usage of Bedrock's Converse API, whose inputTokens do not include cached tokens."""
     if "inputTokens" not in data and "outputTokens" not in data:
         return None
     read, write = _read_count(data, "cacheReadInputTokens"), _read_count(data, "cacheWriteInputTokens")
@@ -207,13 +207,13 @@ def _read_converse_usage(data: Mapping[str, Any]) -> Usage | None:
 
 
 def _read_cohere_usage(data: Mapping[str, Any]) -> Usage | None:
-    """Read Cohere's usage from `billed_units`, which can be fewer than `tokens`, or else from `tokens`."""
+    """Read Cohere's usage from `billed_units`, the tokens that Cohere charges for, or else from `tokens`."""
     billed = _read_object(data, "billed_units") or _read_object(data, "tokens")
     return _read_responses_usage(billed) if billed else None
 
 
 def _read_unknown_usage(data: Mapping[str, Any]) -> Usage | None:
-    """Read the usage of an endpoint whose dialect is unknown, with the first format that matches."""
+    """Read the usage of an endpoint with an unknown dialect, in the first format that matches."""
     excludes_cache = "cache_read_input_tokens" in data or "cache_creation_input_tokens" in data
     readers = (
         _read_chat_usage,

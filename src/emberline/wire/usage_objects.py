@@ -7,7 +7,7 @@ from emberline.wire.usage import Usage
 
 
 def render_chat_usage(usage: Usage, *, of_engine: bool = False) -> Json:
-    """Render the usage. With `of_engine`, the counts that only providers report are left out."""
+    """Render the usage. With `from_engine`, the counts that only providers report are left out."""
     prompt_details = {"cached_tokens": usage.cached_read}
     if not of_engine:
         prompt_details |= {"cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}

@@ -1,4 +1,4 @@
-"""The messages of an Anthropic request, and their conversion to the messages that chat templates take."""
+"""The messages of an Anthropic request, and their conversion to messages for chat templates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextBlock(WireStruct, tag="text", tag_field="type"):
 
 
 class PlainTextBlock(WireStruct):
-    """A text block, in a list that may contain only text blocks."""
+    """A text block in a field that accepts only text blocks, such as `system`."""
 
     type: Literal["text"]
     text: str

@@ -8,7 +8,7 @@ from emberline.wire.reply_context import ReplyContext
 
 
 def make_writer(call: MessagesCall, id: str, created: int, fingerprint: str) -> AnthropicWriter:
-    """Return the writer.
+    """Return the writer for the reply to `call`.
 
     `created` and `fingerprint` are unused; they are parameters of every protocol's make_writer.
     """

@@ -1,7 +1,8 @@
-"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are accepted without effect (`api/fields.py` has the rules).
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp that the server accepts and ignores.
 
-Some are hints about cost, speed or storage. Others are settings, which are accepted only with their default value: the
-answer is the same without them. Any other value would change the answer and is rejected, with the field's name.
+`api/fields.py` has the rules. Some fields are hints about cost, speed or storage. Others are settings,
+which are accepted only with their default value: the answer is the same without them. Any other value would
+change the answer and is rejected, with the field's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Further fields that are accepted without effect, in requests that have messages (see `accepted.py`)."""
+"""More fields that the server accepts and ignores, in requests with messages (see `accepted.py`)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     writer = completions_stream.CompletionReplyWriter(call, id, created, fingerprint)
 
 With several prompts, the choice with index `i * n + k` is the k-th completion of prompt i. With `echo`, each choice
-begins with a PromptDelta. `max_tokens: 0` asks for the echo alone: the engine still generates one token, which the
-writer neither sends nor counts.
+begins with a PromptDelta. `max_tokens: 0` asks for only the echoed prompt: the engine still generates one token,
+which the writer neither sends nor counts.
 """
 
 from __future__ import annotations
@@ -82,6 +82,6 @@ def parse(body: bytes) -> OpenAICompletionCall:
 
 
 def _resolve_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Return the number of logprobs per prompt token, for `prompt_logprobs` or for `logprobs` with `echo`."""
+    """Return the number of logprobs per prompt token, from `prompt_logprobs` or `logprobs` with `echo`."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)

@@ -1,4 +1,4 @@
-"""Renders a text completion: as a stream with one chunk per delta, or as one JSON reply made of the same deltas."""
+"""Renders the deltas of a text completion: as a stream, one chunk per delta, or as one JSON reply."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _CompletionChoice:
             self.prompt_ids = list(delta.prompt_ids)
 
     def take_unsent_ids(self) -> Json:
-        """Return the fields of the next chunk for the token ids that no chunk has sent yet."""
+        """Return the next chunk's token id fields, with the ids that no earlier chunk contained."""
         if self.ids is None:
             return {}
         prompt = {} if self.sent_ids else {"prompt_token_ids": self.prompt_ids}
@@ -70,7 +70,7 @@ class CompletionReplyWriter:
         self._around = [self._encode_chunk_frame(choice) for choice in self._choices] if is_plain else []
 
     def _encode_chunk_frame(self, choice: _CompletionChoice) -> tuple[bytes, bytes]:
-        """Return the bytes of a chunk before its text and after its text."""
+        """Return the bytes that precede and the bytes that follow the text in each chunk of this choice."""
         empty = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
         before, after = self._encode_chunk([empty]).split(b'"text":""')
         return before + b'"text":', after

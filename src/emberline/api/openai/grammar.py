@@ -1,4 +1,4 @@
-"""Request fields that constrain the output to a grammar, as OpenAI, vLLM, SGLang and llama.cpp name them.
+"""Request fields of OpenAI, vLLM, SGLang and llama.cpp that constrain the output to a grammar.
 
 A request may set only one of them."""
 

@@ -1,4 +1,4 @@
-"""The `prompt` of completions and the `input` of embeddings: a text, a list of token ids, or a list of these."""
+"""The `prompt` of completions and `input` of embeddings: text, token ids, or a list of either."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def add_text_only_hint(error: InvalidRequest) -> InvalidRequest:
-    """Return the error; if it is about an image or other content that is not text, with a hint that says so."""
+    """Return the error, with the hint "text parts only" if it is about an image or other non-text part."""
     if error.param and _PART_TYPE.search(error.param):
         return InvalidRequest(error.message, param=error.param, hint="the models of this server take text parts only")
     return error
@@ -175,7 +175,7 @@ def _convert_tool_call(id: str, function: CalledFunction, param: str) -> dict[st
 
 
 def _make_function_call_id(name: str) -> str:
-    """Return a tool call id for a call in the older `functions` format, which has no ids; chat templates need one."""
+    """Return an id for a call in the older `functions` format, which has no ids; chat templates need one."""
     return f"call_{name}"
 
 

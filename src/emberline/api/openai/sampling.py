@@ -1,4 +1,4 @@
-"""The request fields that chat and text completions share: OpenAI's own, and vLLM's extensions at the top level."""
+"""Request fields that chat and text completions share: OpenAI's, and vLLM's top-level extensions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UsageStreamOptions(StreamOptions):
         return bool(self.continuous_usage_stats and self.include_usage)
 
     def find_ignored_fields(self) -> list[str]:
-        """Return the names of fields without effect: continuous_usage_stats if include_usage is not set, as in vLLM."""
+        """Return the ignored fields: continuous_usage_stats has no effect without include_usage, as in vLLM."""
         return (
             ["stream_options.continuous_usage_stats"]
             if self.continuous_usage_stats and not self.reports_running_usage()
@@ -92,7 +92,10 @@ class SamplingFields(GrammarFields, kw_only=True):
     cache_salt: str | None = None
 
     def common_fields(self, *, user: str | None = None) -> CommonFields:
-        """Return the fields that every call has. `user` is a user id from a field that only this endpoint has."""
+        """Return the fields that every call has.
+
+        `user` is a second user id, from a field such as safety_identifier; it is logged beside the `user` field.
+        """
         users = dict.fromkeys(name for name in (user, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
         return CommonFields(
@@ -104,7 +107,7 @@ class SamplingFields(GrammarFields, kw_only=True):
         )
 
     def unset_params(self, max_tokens: int | None) -> frozenset[str]:
-        """Return the names of the sampling parameters that take the checkpoint's defaults."""
+        """Return the sampling parameters that the request leaves unset; the checkpoint's defaults apply."""
         names = {name for name in CHECKPOINT_DEFAULTS if getattr(self, name) is None}
         if self.repeat_penalty is not None:
             names.discard("repetition_penalty")
@@ -144,7 +147,7 @@ class SamplingFields(GrammarFields, kw_only=True):
         )
 
     def resolve_max_tokens(self, *limits: tuple[str, int | None]) -> int | None:
-        """Return the limit on generated tokens, given as (field name, value) pairs.
+        """Return the maximum number of generated tokens from `limits`: (field name, value) pairs.
 
         Raises InvalidRequest if two fields set different limits."""
         given = [(name, value) for name, value in limits if value is not None]
@@ -168,7 +171,7 @@ class SamplingFields(GrammarFields, kw_only=True):
 
 
 def _parse_logit_bias(biases: dict[str, float]) -> dict[int, float]:
-    """Return `logit_bias` with integer token ids as keys. Raises InvalidRequest if a key is not a token id."""
+    """Return `logit_bias` with integers as keys. Raises InvalidRequest if a key is not a token id."""
     wrong = [key[:40] for key in biases if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
     if wrong:
         listed = ", ".join(map(repr, wrong[:8]))

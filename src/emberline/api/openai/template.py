@@ -1,4 +1,4 @@
-"""Reads from a chat request the variables of the chat template, and whether the reply continues the last message."""
+"""Reads the variables of the chat template, and `continue_final_message`, from a chat request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class ThinkingOption(WireStruct):
 def merge_template_kwargs(
     kwargs: dict[str, Any] | None, enable_thinking: bool | None, thinking: ThinkingOption | None
 ) -> dict[str, Any]:
-    """Return `kwargs` (chat_template_kwargs) plus the variables of the reasoning fields; `kwargs` takes precedence."""
+    """Return `kwargs` (chat_template_kwargs) with variables for `enable_thinking` and `thinking` added.
+
+    A variable that `kwargs` already sets keeps its value.
+    """
     merged = {} if thinking is None or thinking.type == "auto" else {"enable_thinking": thinking.type == "enabled"}
     if enable_thinking is not None:
         merged["enable_thinking"] = enable_thinking
@@ -30,7 +33,10 @@ def merge_template_kwargs(
 
 
 def build_template_args(kwargs: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
-    """Return the chat template's variables. Raises InvalidRequest for a variable that only the server may set."""
+    """Return the chat template's variables.
+
+    Raises InvalidRequest for a variable that only the server may set.
+    """
     args = kwargs or {}
     if reserved := sorted(RESERVED_VARIABLES & args.keys()):
         path = f"chat_template_kwargs.{reserved[0]}"
@@ -50,9 +56,9 @@ def list_template_settings(
 ) -> list[TemplateSetting]:
     """Return each template variable that the request sets, with the request field that it came from.
 
-    `effort_field` is the protocol's name of the effort field. `variables_from_other_field` holds variables in `kwargs`
-    that come from a different request field, and the name of that field. Raises InvalidRequest if the effort
-    contradicts `kwargs`.
+    `effort_field` is the name of the request field that `effort` came from. `variables_from_other_field` is
+    (variables, field name): these variables of `kwargs` came from that request field instead of chat_template_kwargs.
+    Raises InvalidRequest if `effort` contradicts `kwargs`.
     """
     args = kwargs or {}
     settings = [
@@ -77,7 +83,8 @@ def _reasoning_effort_variables(effort: str) -> dict[str, Any]:
 def continues_last_message(messages: list[Message], is_requested: bool | None, generation_prompt: bool | None) -> bool:
     """Return whether the output continues the last message (`continue_final_message`).
 
-    Raises InvalidRequest if it should, but the message is not the assistant's or add_generation_prompt is set.
+    Raises InvalidRequest if continue_final_message is set together with add_generation_prompt, or if the last message
+    is not an assistant message.
     """
     if not is_requested:
         return False

@@ -1,4 +1,4 @@
-"""The tools of a chat request and its tool choice, from `tools` and `tool_choice` or the older `functions` fields."""
+"""The tools and tool choice of a chat request, from `tools` or from the older `functions` fields."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FunctionChoice = Literal["none", "auto"] | FunctionRef
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """The tools and the tool choice of a request, whichever fields it used."""
+    """The tools and the tool choice of a request, from its `tools` or `functions` fields."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice

@@ -1,7 +1,7 @@
-"""The input items of a Responses request, and their conversion to the messages that chat templates take.
+"""The input items of a Responses request, and their conversion to messages for chat templates.
 
-The fields that items of a reply have beside their content (ids, statuses, logprobs) are accepted too, so that a client
-can send the items of a reply back unchanged.
+Reply items have fields besides their content (ids, statuses, logprobs). These fields are also accepted in the input, so
+that a client can send the items of a reply back unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InputText(WireStruct, tag_field="type", tag="input_text"):
 class ToolOutputText(WireStruct):
     """A text part of a tool's output.
 
-    `type` is a field and not msgspec's tag, because a lone struct may omit its tag.
+    `type` is a normal field, not a msgspec tag: msgspec requires tags only in unions, and this struct is not in one.
     """
 
     type: Literal["input_text"]
@@ -105,13 +105,16 @@ def build_transcript(instructions: str | None, input: str | list[Item]) -> Trans
 
 
 def continues_last_message(input: str | list[Item]) -> bool:
-    """Return whether the output continues the last input item: an assistant message whose status is not completed."""
+    """Return whether the output continues the last item: an assistant message that is not completed."""
     last = input[-1] if input else None
     return isinstance(last, MessageItem) and last.role == "assistant" and last.status in ("in_progress", "incomplete")
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Return the reasoning in an encoded form that clients send back as encrypted_content. It is not encrypted."""
+    """Return the reasoning in the form that clients send back as encrypted_content.
+
+    The text is only encoded, not encrypted.
+    """
     return base64.b64encode(reasoning.encode()).decode()
 
 

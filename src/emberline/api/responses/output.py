@@ -66,7 +66,10 @@ class OutputFunctionCall(OutputItem):
 
 
 class _TextItem(OutputItem):
-    """An item with one content part. The part's first event follows the item's; its last event precedes the item's."""
+    """An item with one content part.
+
+    Order of events: item added, part added, deltas, text done, part done, item done.
+    """
 
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)

@@ -194,7 +194,7 @@ def parse(body: bytes) -> ResponsesCall:
 
 
 def _add_item_types(body: bytes) -> bytes:
-    """Return the body with `type` added to input items that omit it. An invalid body is returned unchanged."""
+    """Return the body with `type` added to input items that omit it; an invalid body is unchanged."""
     try:
         raw = msgspec.json.decode(body)
         items = raw.get("input") if isinstance(raw, dict) else None

@@ -1,4 +1,6 @@
-"""Renders a reply of the Responses API: as stream events, of which the last holds the whole response, or as one reply.
+"""Renders a reply of the Responses API, as stream events or as one JSON reply.
+
+The last event of a stream contains the whole response. The events are
 
 response.created, response.in_progress, { output_item.added, ..., output_item.done } ..., response.completed
 """

@@ -1,1 +1,1 @@
-"""Translates requests and replies between the wire formats of clients and providers, through one canonical form."""
+"""Translates requests and replies between wire formats, through one canonical form."""

@@ -66,9 +66,9 @@ def adapt_request(
 
 
 def _restore_citations(request: CanonicalRequest) -> None:
-    """Parse the citations of earlier assistant messages, so that a Responses request can contain them.
+    """Parse the citations in assistant messages, so that a Responses request can contain them.
 
-    The other wire formats accept no citations from a different provider.
+    Only Responses accepts citations that a different provider wrote.
     """
     for message in request.messages:
         if message.role == "assistant" and request.dialect == "anthropic":
@@ -216,7 +216,7 @@ class _PartAdapter:
 def merge_adjacent_messages(messages: list[CanonicalMessage], *, roles: tuple[str, ...]) -> list[CanonicalMessage]:
     """Return the messages with adjacent messages of the same role joined, if the role is in `roles`.
 
-    A message with tool results counts as the user's.
+    A message with tool results counts as a message of the role "user".
     """
     result: list[CanonicalMessage] = []
     for message in messages:

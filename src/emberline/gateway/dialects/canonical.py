@@ -47,7 +47,7 @@ class AudioContent:
 
 @dataclass(slots=True)
 class FileContent:
-    """A document. If `plain` is set, `data` is text instead of base64."""
+    """A document: at a URL, as the id of a stored file, or as base64 `data` (text if `plain` is set)."""
 
     url: str = ""
     data: str = ""
@@ -189,9 +189,9 @@ class CanonicalRequest:
     unmapped_fields: Json = field(default_factory=dict)  # path -> value of fields in `source_fields` to be reported
 
     def keep_source_field(self, name: str, source: Json, *, understood: Iterable[str]) -> None:
-        """Keep a request field as the source wrote it.
+        """Keep the request field `name` as the client wrote it, for rendering into the same wire format.
 
-        Its subfields that are not in `understood` are reported as dropped.
+        Subfields that are not in `translated_subfields` are reported as dropped when the request is translated.
         """
         self.source_fields[name] = source
         self.unmapped_fields |= {
@@ -201,7 +201,7 @@ class CanonicalRequest:
 
 @dataclass(slots=True)
 class CanonicalChoice:
-    """One choice of a reply; `logprobs` are in the format of OpenAI's chat."""
+    """One choice of a reply; `logprobs` are in the format of OpenAI's Chat Completions."""
 
     parts: list[Part]
     finish_reason: FinishReason | None

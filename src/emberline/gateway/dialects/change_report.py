@@ -60,7 +60,10 @@ class FieldChange:
 
 
 class ChangeReport:
-    """The changes of one translation. Each is listed once, with the field's path in the wire format `source`."""
+    """The fields that one translation changed or dropped, by their path in the wire format `source`.
+
+    Each change is listed once.
+    """
 
     def __init__(self, source: ChatDialect) -> None:
         self._field_names = _FIELD_NAMES[source]
@@ -71,7 +74,7 @@ class ChangeReport:
         return list(self._changes)
 
     def report(self, name: str, reason: str, *, subfield: str = "") -> None:
-        """Add a change of the canonical field `name`, or of the field at path `subfield` below it."""
+        """Record that the canonical field `name`, or its subfield at path `subfield`, was changed."""
         self.report_path(self._field_names.path_of(name) + subfield, reason)
 
     def report_path(self, field: str, reason: str) -> None:
@@ -82,13 +85,13 @@ class ChangeReport:
             self.report(name, f"{target} has no such field")
 
     def report_reply_fields(self, fields: Json, ignored: Iterable[str]) -> None:
-        """Report each of these reply fields, which exist only in the provider's wire format, except `ignored` ones."""
+        """Report each field in `fields`, except those in `ignored`, as missing in the client's wire format."""
         for name, value in fields.items():
             if value and name not in ignored:
                 self.report_path(f"reply.{name}", "the client's API has no such field")
 
     def remove_untranslated_fields(self, parts: list[Part], target: ChatDialect) -> list[Part]:
-        """Return a reply's parts without the fields that only the provider's wire format knows, and report them."""
+        """Return a reply's parts without the fields that `target` does not have, and report those fields."""
         result: list[Part] = []
         for part in parts:
             if isinstance(part, OpaqueContent):
@@ -106,7 +109,7 @@ class ChangeReport:
         return result
 
     def report_request_fields(self, request: CanonicalRequest, target: ChatDialect) -> None:
-        """Report the request fields that only the source's wire format knows.
+        """Report the request fields that the client's wire format has and `target` does not.
 
         Raises InvalidRequest for a field that cannot be dropped without changing the request's meaning."""
         names = self._field_names

@@ -21,7 +21,7 @@ def parse_citations(rows: object, parse: Callable[[object], Citation | None]) ->
 
 
 def extract_citations(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """Parse the citations in the list `extra[name]` and remove them from that list."""
+    """Return the citations in the list `extra[name]`, and remove them from that list."""
     citations = parse_citations(extra.get(name), parse)
     if citations:
         extra[name] = [row for row in extra[name] if parse(row) is None]
@@ -34,7 +34,10 @@ def read_string_field(data: Mapping[Any, Any], name: str) -> str:
 
 
 def assign_citations(parts: Iterable[Part], citations: list[Citation]) -> None:
-    """Add each citation to the text parts that it overlaps. Citations have offsets in the joined text of all parts."""
+    """Add each citation to the text parts that it overlaps.
+
+    The offsets in `citations` refer to the joined text of all parts.
+    """
     texts = [part for part in parts if isinstance(part, TextContent)]
     last = sum(len(text.text) for text in texts) - 1
     begin = 0
@@ -49,9 +52,9 @@ def assign_citations(parts: Iterable[Part], citations: list[Citation]) -> None:
 
 
 def split_at_citations(text: TextContent) -> list[tuple[str, list[Citation]]]:
-    """Split the text where citations start and end, and return each piece with its citations.
+    """Split the text where citations start and end, and return each section with its citations.
 
-    No piece is blank, unless the whole text is.
+    No section is only white space, unless the whole text is.
     """
     content, cuts = text.text, [0]
     for edge in sorted(

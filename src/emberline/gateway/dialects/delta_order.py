@@ -1,4 +1,4 @@
-"""Checks that the deltas of a provider's stream come in a valid order, on which the event writers rely."""
+"""Checks the order of the deltas in a provider's stream. The event writers rely on a valid order."""
 
 from __future__ import annotations
 

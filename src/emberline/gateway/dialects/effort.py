@@ -25,7 +25,10 @@ def budget_for_effort(effort: Effort) -> int:
 
 
 def effort_for_budget(budget: int) -> Effort:
-    """Return an effort level that every provider knows. Gemini's budget -1 ("dynamic") gives medium."""
+    """Return the effort level for a token budget: none, low, medium or high, which all providers know.
+
+    A negative budget, Gemini's "dynamic", gives medium.
+    """
     if budget == 0:
         return "none"
     if budget < 0:
@@ -36,7 +39,7 @@ def effort_for_budget(budget: int) -> Effort:
 
 
 def nearest_effort(effort: Effort, supported: Sequence[Effort]) -> Effort:
-    """Return `effort` if it is supported, else the next lower supported level, else the lowest supported level.
+    """Return the supported level nearest to `effort`: the same, else the next lower, else the lowest.
 
     "none" is returned only if `effort` is "none".
     """

@@ -53,7 +53,7 @@ class ProviderError:
 
 
 class TranslatedError(UpstreamFailed):
-    """A provider's error that is reported to a client with a different wire format."""
+    """A provider's error, to be sent to a client whose wire format differs from the provider's."""
 
     def __init__(self, message: str, *, status: int = 502, code: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)

@@ -1,4 +1,4 @@
-"""EventReader, which parses a provider's stream events into deltas, and EventDecoder, which decodes their JSON."""
+"""EventReader parses a provider's stream events into deltas; EventDecoder decodes the events' JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class EventReader(Protocol):
         ...
 
     def end(self) -> Iterable[ProviderDelta]:
-        """Return the deltas to add when the connection ends: StreamEnd for Gemini, which has no end event."""
+        """Return the last deltas, after the connection ended: StreamEnd for Gemini, which has no end event."""
         ...
 
 
 class EventDecoder(Generic[T]):
-    """Decodes the data of events in one wire format; raises UpstreamBroken if the data does not follow it."""
+    """Decodes event data in one wire format; raises UpstreamBroken for data in any other format."""
 
     def __init__(self, event_type: type[T], format_name: str) -> None:
         self._decoder = msgspec.json.Decoder(event_type)

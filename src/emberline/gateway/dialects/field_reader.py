@@ -52,7 +52,7 @@ class FieldReader:
         return value
 
     def take_list(self, name: str, parse: ValueParser[T]) -> list[T]:
-        """Remove a list from `unread` and return its parsed rows. An empty list stays in `unread`, as null does."""
+        """Remove a list from `unread` and return its parsed entries. An empty list or null stays in `unread`."""
         if self.unread.get(name) == []:
             return []
         return parse_rows(self.take(name, list, []), self.path_of(name), parse)
@@ -77,7 +77,7 @@ def parse_rows(rows: list[Any], path: str, parse: ValueParser[T]) -> list[T]:
 
 
 def parse_content(content: object, path: str, parse_part: ValueParser[Part]) -> tuple[list[Part], str]:
-    """Return the parts of a message's content, and how it was written: "text" (a bare string), "list" or "absent"."""
+    """Return the parts of a message's content, and its form: "text" (a bare string), "list" or "absent"."""
     if content is None:
         return [], "absent"
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Reads the fields of a client's request that affect how the reply is written, such as the model's name."""
+"""Reads the request fields that affect how the reply is written, such as the model's name."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ KeywordCallback = Callable[[str], None]
 
 
 def restrict_keywords(schema: Any, known_keywords: frozenset[str], on_drop: KeywordCallback) -> Any:
-    """Return `schema` with the known keywords only, and call `on_drop` with each keyword that is removed."""
+    """Return `schema` with only its known keywords, and call `on_drop` for each removed keyword."""
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
@@ -112,7 +112,7 @@ def forbid_additional_properties(schema: Any, on_change: KeywordCallback) -> Any
 
 
 def is_strict_schema(schema: Any) -> bool:
-    """Return whether OpenAI accepts the schema as strict: all properties are required, and no others are allowed."""
+    """Return whether OpenAI accepts the schema as strict: all properties required, no additional ones."""
     if isinstance(schema, list):
         return all(map(is_strict_schema, schema))
     if not isinstance(schema, dict):

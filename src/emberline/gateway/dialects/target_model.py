@@ -1,4 +1,4 @@
-"""TargetModel: what the model that receives a translated request accepts, judged by the model's name."""
+"""TargetModel: which request options the provider's model accepts, derived from the model's name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TargetModel:
 
     @property
     def gpt_efforts(self) -> tuple[Effort, ...] | None:
-        """The effort levels that the GPT model accepts: () for models without reasoning, None for unknown models."""
+        """The effort levels that the GPT model accepts: () without reasoning, None for unknown models."""
         if _O_SERIES.search(self.model):
             return ("low", "medium", "high")
         if (match := _GPT_VERSION.search(self.model)) is None:
@@ -112,6 +112,6 @@ class TargetModel:
 
     @cached_property
     def gemini_generation(self) -> int:
-        """The generation of a Gemini model, such as 3, or 99 if the name has no known version; 0 for other models."""
+        """The major version of a Gemini model, 99 if its name has none, or 0 for models that are not Gemini."""
         match = _GEMINI_GENERATION.search(self.model)
         return int(match[1]) if match else (99 if "gemini" in self.model else 0)

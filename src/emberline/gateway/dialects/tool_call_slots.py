@@ -1,4 +1,4 @@
-"""Numbers the tool calls of a provider's stream whose events refer to tool calls by block index or item index."""
+"""Numbers a stream's tool calls in order, from the block or item indexes in the provider's events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from emberline.wire import deltas
 
 
 class ToolCallSlots:
-    """Maps the provider's index of each tool call to a slot: the call's number, 0, 1, ... in order of arrival.
+    """Maps the provider's index of each tool call to its slot: 0 for the first tool call, then 1, 2, ...
 
     A tool call for which the provider sent no arguments gets the arguments `{}`.
     """
@@ -35,7 +35,7 @@ class ToolCallSlots:
         return deltas.ToolCallArguments(self._slots[index], text)
 
     def close(self, index: int, default_arguments: str = "{}") -> tuple[deltas.ToolCallArguments, ...]:
-        """Return the arguments to add when the call ends: `default_arguments` if none were streamed."""
+        """End the call. If no arguments were streamed, return a delta with `default_arguments`, else ()."""
         if index in self._slots and index not in self._without_arguments:
             return ()
         return (self.add_arguments(index, default_arguments),)

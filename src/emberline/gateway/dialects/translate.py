@@ -1,7 +1,7 @@
 """Translates requests, unstreamed replies and streams from one wire format into another.
 
     body, changes = translate_request(body, client, provider, TargetModel(model))
-    context = read_reply_context(body, client)        # what rendering the reply needs from the request
+    context = read_reply_context(body, client)        # request fields that affect how the reply is written
     reply, changes = translate_reply(reply, provider, client, context)
     stream = StreamTranslator(provider, client, context); stream.push(data) ... stream.end()
 
@@ -112,8 +112,8 @@ def translate_request(
 ) -> tuple[bytes, list[FieldChange]]:
     """Return the request in wire format `target`, and what was changed.
 
-    `stream` is given for Gemini clients, whose URL and not the body says whether the reply is streamed. Raises
-    InvalidRequest.
+    `stream` says whether the reply is streamed; it is given for Gemini clients, whose request body does not say it.
+    Raises InvalidRequest if the body is invalid or cannot be translated.
     """
     request = CODECS[source].parse_request(decode(body, Json))
     if stream is not None:
@@ -142,7 +142,7 @@ def translate_reply(
 
 
 def write_delta(writer: deltas.EventWriter, delta: deltas.ProviderDelta) -> bytes:
-    """Return the events that show the delta; raise UpstreamBroken if the client's wire format cannot express it."""
+    """Return the delta's events; raise UpstreamBroken if the client's wire format cannot express it."""
     try:
         return writer.write(delta)
     except deltas.DeltaOrderError as error:
@@ -150,10 +150,11 @@ def write_delta(writer: deltas.EventWriter, delta: deltas.ProviderDelta) -> byte
 
 
 class StreamTranslator:
-    """Translates a provider's stream of events into the client's wire format, however its bytes are split.
+    """Translates a provider's stream into the client's wire format. Input may be split at any byte.
 
     A failure raises UpstreamBroken, or UpstreamFailed for an error event of the provider. `write_error` then returns
-    the events that were not returned yet and an error event. The caller either sends them or tries another provider.
+    the events that were not returned yet and an error event. The caller either sends these events or tries
+    another provider.
     """
 
     def __init__(self, source: ChatDialect, target: ChatDialect, context: ReplyContext | None = None) -> None:
@@ -175,7 +176,7 @@ class StreamTranslator:
         return self._take_output()
 
     def end(self) -> bytes:
-        """Return the last events, after the connection ended; raise UpstreamBroken if the stream is incomplete."""
+        """Return the last events after the connection ended; raise UpstreamBroken for an incomplete stream."""
         if not self.has_ended:
             if self._splitter.partial_event.strip():
                 self.push(b"\n\n")  # a last event without the blank line after it

@@ -1,1 +1,1 @@
-"""Passes providers' streams on to clients, reads their usage, and continues broken streams at a different provider."""
+"""Passes providers' streams on to clients, reads their usage, and continues broken streams."""

@@ -43,7 +43,7 @@ class EventStreamParser:
         self._partial = b""
 
     def push(self, data: bytes) -> list[EventStreamMessage]:
-        """Add these bytes and return the messages that are now complete; raise UpstreamBroken for a damaged message."""
+        """Add `data` and return the messages that are now complete; raise UpstreamBroken for a damaged one."""
         data = self._partial + data if self._partial else data
         messages, start = [], 0
         while len(data) - start >= _PRELUDE.size:

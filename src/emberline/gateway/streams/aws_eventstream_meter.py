@@ -44,7 +44,7 @@ class EventStreamMeter(RawReplyMeter):
 
 
 def _unwrap_payload(payload: bytes) -> Any:
-    """Return the JSON of the payload, or of the model's reply if the payload wraps one; None if it is invalid."""
+    """Return the decoded payload, or the model's reply that it wraps; None if it is not valid JSON."""
     try:
         data = msgspec.json.decode(payload)
         if isinstance(data, dict) and isinstance(data.get("bytes"), str):

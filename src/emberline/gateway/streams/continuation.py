@@ -1,7 +1,7 @@
 """Builds the request that continues a reply whose stream broke.
 
-The text that the client already received becomes the assistant's last message. For a provider that cannot continue such
-a message, a user message with the instruction to continue follows.
+The text that the client already received becomes the assistant's last message. For a provider that cannot continue an
+assistant message (no assistant prefill), a user message with the instruction to continue is added.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PROVIDER_BOUND_FIELDS = frozenset(
 def parse_continuable(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
     """Return the parsed request if a different provider could continue its reply, else None.
 
-    The reply must be one text. Enforced JSON cannot be continued: a provider's grammar restarts with every request.
+    The request must ask for one text. JSON output cannot be continued: the provider's JSON grammar would start anew.
     """
     try:
         request = CODECS[dialect].parse_request(decode(body, Json))
@@ -62,14 +62,14 @@ def parse_continuable(body: bytes, dialect: ChatDialect) -> CanonicalRequest | N
 
 
 def parse_continuable_outline(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
-    """Return the result of `parse_continuable` without messages and tools, which may be large."""
+    """Return the request as `parse_continuable_request` does, but only its dialect, model and reasoning."""
     if (request := parse_continuable(body, dialect)) is None:
         return None
     return CanonicalRequest(request.dialect, request.model, reasoning=request.reasoning)
 
 
 def claude_accepts_prefill(model: str, request: CanonicalRequest) -> bool:
-    """Return whether the model continues a final assistant message: Claude before 4.6, without thinking."""
+    """Return whether the model is a Claude before 4.6 without thinking, which supports assistant prefill."""
     claude = TargetModel(model).claude_version
     return claude is not None and claude < (4, 6) and request.reasoning is None
 

@@ -29,7 +29,7 @@ ENDED_BY_GATEWAY = "ended here"  # the broken reply already had its finish reaso
 
 
 class ContinuedStream:
-    """The stream that the client receives. `reply` is the gateway's reply, whose body is this stream."""
+    """The joined stream that the client receives; it is the body of the gateway's reply `reply`."""
 
     def __init__(
         self, call: GatewayRequest, dialect: ChatDialect, first: GatewayReply, find_continuation: FindContinuation
@@ -121,8 +121,8 @@ class ContinuedStream:
     ) -> Iterable[deltas.ProviderDelta]:
         """Yield the deltas of a continuation that the client should see.
 
-        Its start, its reasoning and repeated text are dropped, and its usage is added to that of the broken replies.
-        Citations are dropped too, because their offsets do not count from the start of the whole text.
+        The start delta, reasoning and repeated text are dropped. Citations are also dropped: their offsets do not count
+        from the start of the whole text. The usage of the broken replies is added to the continuation's usage.
         """
         match delta:
             case deltas.StreamStart() | deltas.ReasoningDelta() | deltas.CitationDelta():
@@ -173,7 +173,7 @@ class ContinuedStream:
         self.reply.continued_by = ", ".join(filter(None, (self.reply.continued_by, provider)))
 
     async def _finish_stream(self, outcome: str = "", error: str = "", continued_by: str = "") -> None:
-        """Close the stream. `outcome` and `error`, if given, replace the outcome and the error of the last reply."""
+        """Close the stream. `outcome` and `error`, if given, replace those of the last reply."""
         self._is_closed = True
         last, reply = self._current_reply, self.reply
         await last.close()

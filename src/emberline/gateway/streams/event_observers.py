@@ -1,7 +1,7 @@
-"""Reads usage, errors, the model's name and the end of a reply from stream events that are passed on unchanged.
+"""Reads usage, errors, model and end of a reply from stream events that are passed on unchanged.
 
 The Struct types declare only the fields that are read. Decoding skips all other fields, but checks that they are valid
-JSON. The event readers of `dialects` would decode everything, which is too slow for every event that passes.
+JSON. The event readers of `dialects` would decode everything, which is too slow to do for every event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from emberline.wire.usage import Usage
 
 @dataclass(slots=True)
 class StreamState:
-    """What the gateway has learned from the events of a stream that it has read."""
+    """The facts that were read from a stream's events so far: content, errors, usage, model, end."""
 
     has_content: bool = False  # text, reasoning or a tool call has been received
     has_ended: bool = False  # the wire format's end event has been received
@@ -332,7 +332,7 @@ def observe_raw_event(name: bytes, payload: bytes, state: StreamState) -> None:
 
 
 def find_usage(data: Any) -> Any:
-    """Return the usage object in a reply or event of an unknown wire format; in a list, the last usage object."""
+    """Return the usage object in a reply or event of an unknown format; the last one if `data` is a list."""
     if isinstance(data, list):
         return next(filter(None, map(find_usage, reversed(data))), None)
     objects = (

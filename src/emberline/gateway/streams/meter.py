@@ -1,4 +1,4 @@
-"""Meters read usage, errors, the first content and the end of a reply from its bytes while they are passed on.
+"""Meters read usage, errors, first content and end of a reply while its bytes are passed on.
 
 Each wire format has an event observer (`event_observers.py`), which decodes only the fields that it needs.
 """
@@ -31,7 +31,7 @@ class StreamMeter:
     """Reads usage, errors and the end of one stream of server-sent events while its bytes are passed on."""
 
     def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
-        """`hide_usage` drops the usage event, for a stream whose usage the gateway requested and the client did not."""
+        """`hide_usage` drops the usage event from the stream: only the gateway asked for it, not the client."""
         self.state = StreamState()
         self.broken: UpstreamBroken | None = None  # set by a malformed event; later events are ignored
         self.data_events = 0  # number of events with data; comments only keep the connection alive
@@ -42,9 +42,10 @@ class StreamMeter:
         self._hide_usage = hide_usage
 
     def push(self, data: bytes) -> bytes:
-        """Add these bytes and return the events that are now complete.
+        """Add `data` and return the events that are now complete.
 
-        Events after an error event are dropped, and so are a malformed event and those after it."""
+        A malformed event is dropped. All events after an error event or a malformed event are dropped as well.
+        """
         events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
@@ -58,7 +59,7 @@ class StreamMeter:
         return events[0] if len(events) == 1 else b"".join(events)
 
     def needs_offload(self, data: bytes) -> bool:
-        """Return whether to pass the bytes to `push_offloaded`, because an event in them may be slow to decode."""
+        """Return whether `data` may complete a large event, so that the caller must use `push_offloaded`."""
         return len(data) + self._splitter.partial_bytes >= HUGE_INPUT_BYTES
 
     async def push_offloaded(self, data: bytes) -> bytes:
@@ -96,7 +97,7 @@ class StreamMeter:
         return event
 
     def end(self) -> None:
-        """Record that the connection ended, and set `broken` if the stream was incomplete."""
+        """Note that the connection ended, and set `broken` to an exception if the stream was incomplete."""
         if self.broken is not None:
             return
         if self._dialect == "raw":

@@ -46,7 +46,7 @@ class ProviderStream:
         self._on_end: StreamEndCallback | None = None
 
     async def wait_for_content(self, deadline: float, on_end: StreamEndCallback) -> None:
-        """Read until the first content or a valid end of the stream; raise UpstreamFailed if neither comes.
+        """Read until the first content or a valid end of the stream; else raise UpstreamFailed.
 
         If this call succeeds, `on_end` is called once when the stream ends.
         """
@@ -134,7 +134,7 @@ class ProviderStream:
         raise StopAsyncIteration
 
     def _next_output(self, events: bytes | None, output: bytes | None = None) -> bytes:
-        """Return the next bytes for the client: `events`, translated, or `output` if they are already translated."""
+        """Return the next bytes for the client: `output` if given, else `events` after translation."""
         meter = self.meter
         if events is None and meter.broken is None:
             meter.end()

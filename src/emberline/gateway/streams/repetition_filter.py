@@ -1,4 +1,4 @@
-"""Removes the beginning of a continuation that repeats text of the reply that it continues.
+"""Removes repeated text from the beginning of a continuation: text that the client already received.
 
 A provider with assistant prefill, which continues a partial assistant message, repeats only trailing whitespace or
 (with "prefix") the whole text. A provider that was only instructed to continue may restart at any earlier word.
@@ -15,14 +15,14 @@ MIN_REPEATED_CHARACTERS = 3  # shorter matches are taken for new text
 
 
 class RepetitionFilter:
-    """Filters the text of a continuation that follows `sent_text`."""
+    """Removes repetitions of `sent_text` from the beginning of the text that continues it."""
 
     def __init__(self, sent_text: str, prefill: AssistantPrefill) -> None:
         self._repetitions = tuple(sorted(set(_possible_repetitions(sent_text, prefill)), key=len, reverse=True))
         self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """Return `text` without a beginning that repeats text already sent, or "" while that is not yet decided."""
+        """Return the new text that is no repetition; "" while the text so far may still be a repetition."""
         if not self._repetitions:
             return text
         self._held += text
@@ -33,7 +33,7 @@ class RepetitionFilter:
         return self.end()
 
     def end(self) -> str:
-        """Return the text that was held back and is not repeated; called when no more text follows."""
+        """Return the remaining text that is no repetition; called when no more text follows."""
         held, repetitions = self._held, self._repetitions
         self._held, self._repetitions = "", ()
         repetition = next((candidate for candidate in repetitions if held.startswith(candidate)), None)

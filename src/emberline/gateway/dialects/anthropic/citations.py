@@ -11,7 +11,7 @@ from emberline.wire.deltas import Citation
 
 
 def parse_citation(raw: object, start: int, end: int) -> Citation | None:
-    """Parse a citation of the text's characters `start` to `end`. Return None if the citation has no URL."""
+    """Parse a citation for characters `start` to `end` of the text. Return None if it has no URL."""
     match raw:
         case {"type": "web_search_result_location", "url": str(url), **data}:
             pass

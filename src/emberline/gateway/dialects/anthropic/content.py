@@ -130,7 +130,7 @@ def _render_source(part: ImageContent | FileContent) -> Json:
 
 
 def parse_arguments(call: ToolCallContent) -> Json:
-    """Return the call's arguments, or {} if they are not a JSON object because the reply was cut off."""
+    """Return the call's arguments, or {} if they are not a JSON object, as in a reply that was cut off."""
     return parse_object(call.arguments) or {}
 
 

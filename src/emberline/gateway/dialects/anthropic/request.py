@@ -141,7 +141,7 @@ def _render_message(message: CanonicalMessage) -> Json:
 def _move_system_messages(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
     """Move system messages to the `system` field.
 
-    A system message after the first user message stays where it is if the model accepts that.
+    A system message after the first user message stays in place if the model accepts system messages there.
     """
     rest: list[CanonicalMessage] = []
     for message in request.messages:
@@ -221,7 +221,8 @@ def _remove_rejected_sampling_fields(
 ) -> None:
     """Remove the sampling fields that the Claude model rejects.
 
-    Newer models reject temperature, top_p and top_k. Older models reject some of them, and more with thinking enabled.
+    Newer models reject temperature, top_p and top_k. Older models reject some of these fields, and
+    more of them if thinking is enabled.
     """
     if target_model.claude_version is None:
         return
@@ -266,7 +267,7 @@ def _render_response_format(
 
 
 def _make_enforceable_schema(schema: Json | None, field: str, changes: ChangeReport) -> Any:
-    """Return the schema in the form that Claude can enforce: known keywords only, and no additional properties."""
+    """Return a schema that Claude can enforce: only known keywords, and no additional properties."""
     unsupported = "anthropic does not support this schema keyword"
     schema = restrict_keywords(
         schema, ANTHROPIC_KEYWORDS, lambda keyword: changes.report(field, unsupported, subfield=f".{keyword}")

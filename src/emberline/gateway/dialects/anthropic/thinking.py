@@ -113,8 +113,8 @@ def _render_thinking_budget(
 def _find_thinking_conflict(request: CanonicalRequest, target_model: TargetModel) -> str | None:
     """Return why Claude would reject thinking in this request, or None if it would accept it.
 
-    Claude rejects thinking together with a forced tool call. With a token budget it also rejects thinking after tool
-    calls whose thinking blocks are missing.
+    Claude rejects thinking together with a forced tool call. Models that take a token
+    budget also reject thinking if the thinking block before the last tool call is missing.
     """
     if target_model.claude_version is None:
         return None

@@ -18,7 +18,7 @@ def parse_citation(raw: object) -> Citation | None:
 
 
 def parse_url_citation(data: Mapping[Any, Any]) -> Citation | None:
-    """Parse a citation from the fields that Chat Completions and Responses share, and OpenRouter's `content`."""
+    """Parse the citation fields that Chat Completions and Responses share, and OpenRouter's `content`."""
     url, start, end = data.get("url"), data.get("start_index"), data.get("end_index")
     if not isinstance(url, str):
         return None

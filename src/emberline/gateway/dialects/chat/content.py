@@ -41,7 +41,7 @@ def parse_message(raw: object, path: str) -> CanonicalMessage:
 
 
 def parse_assistant(fields: FieldReader) -> CanonicalMessage:
-    """Parse an assistant's message of a request or of a reply."""
+    """Parse an assistant message, from a request or from a reply."""
     parts: list[Part] = []
     for name in ("reasoning_content", "reasoning"):
         if isinstance(fields.unread.get(name), str) and not parts:
@@ -115,7 +115,7 @@ def read_mistral_reasoning(row: Json) -> str:
 
 
 def _merge_unread_fields(outer: FieldReader, inner: FieldReader, kind: str) -> Json:
-    """Return the fields that were not read from a content part (`outer`) and from the object nested in it (`inner`)."""
+    """Return the unread fields of a content part (`outer`) and of the object nested in it (`inner`)."""
     return {**outer.unread, kind: inner.unread} if inner.unread else outer.unread
 
 
@@ -129,7 +129,7 @@ def _parse_file(fields: FieldReader, file: FieldReader) -> FileContent:
 
 
 def render_message(message: CanonicalMessage) -> list[Json]:
-    """Return the chat messages for a canonical message: one per tool result, then one with the other content."""
+    """Return the chat messages for a canonical message: one per tool result, then one with the rest."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_tool_result(part, message))]

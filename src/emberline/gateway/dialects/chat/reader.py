@@ -137,7 +137,7 @@ class ChatEventReader:
 
     @staticmethod
     def _find_slot(slots: list[tuple[int, str]], call: _ToolCall) -> int | None:
-        """Return the slot (number) of the tool call that `call` continues, or None if it starts a new tool call.
+        """Return the slot (number) of the tool call that `call` continues, or None for a new tool call.
 
         Some providers send index 0 or no index for every tool call, and only the id differs.
         """

@@ -165,7 +165,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
 
 
 def _move_media_out_of_results(messages: list[CanonicalMessage], changes: ChangeReport) -> list[CanonicalMessage]:
-    """Move images and files from tool results into a user message: a chat's tool results may hold only text."""
+    """Move images and files from tool results into a user message: tool results may hold only text."""
     for message in messages:
         media: list[Part] = []
         for part in message.parts:

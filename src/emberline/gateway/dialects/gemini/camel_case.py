@@ -1,4 +1,4 @@
-"""Converts Gemini's field names to camelCase: Gemini's API accepts camelCase and snake_case."""
+"""Converts a Gemini request's field names to camelCase; clients may also send snake_case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNDERSCORE = re.compile(r"_([a-z])")
 
 
 def to_camel_case(value: Any) -> Any:
-    """Return the JSON value with field names in camelCase. Tool arguments, results and schemas stay unchanged."""
+    """Return the JSON with field names in camelCase, but tool arguments, results and schemas unchanged."""
     if isinstance(value, list):
         return [to_camel_case(inner) for inner in value]
     if not isinstance(value, dict):

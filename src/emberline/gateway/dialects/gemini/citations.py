@@ -1,4 +1,4 @@
-"""Citations in Gemini's replies: segments of the text, with offsets in UTF-8 bytes, and their sources."""
+"""Citations in Gemini's replies: text segments, with offsets in UTF-8 bytes, and their sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.wire.deltas import Citation
 
 
 class GroundingCollector:
-    """Collects the grounding metadata (sources and cited segments) of one candidate over all events of a stream."""
+    """Collects the grounding metadata (sources, cited segments) of one candidate from a stream's events."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
@@ -90,7 +90,10 @@ def _count_characters(text: bytes, num_bytes: int) -> int:
 
 
 def render_grounding(texts: Iterable[tuple[int, TextContent]]) -> Json:
-    """Return groundingMetadata for the citations of the texts, given as (part index, text); {} if there are none."""
+    """Return the groundingMetadata for the citations of `texts`, which are (part index, text) pairs.
+
+    Return {} if the texts have no citations.
+    """
     chunks: dict[tuple[str, str], int] = {}
     supports: dict[tuple[int, int, int], Json] = {}
     for part, text in texts:

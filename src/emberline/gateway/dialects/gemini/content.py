@@ -1,8 +1,8 @@
 """Converts Gemini's contents to and from canonical messages.
 
-Gemini's tool calls may have no ids. An id is then generated from the call's position, so that it is the same each time,
-and removed when rendering for Gemini. A tool result without an id belongs to the first call of that function that has
-no result yet.
+Gemini's tool calls may have no ids. Parsing then generates an id from the call's position, so that the id is
+the same each time; rendering for Gemini removes it. A tool result without an id belongs to the first call of that
+function that has no result yet.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class GeminiContentParser:
 
 
 def _unwrap_response(response: Json) -> tuple[str, str]:
-    """Return the text of a function response, and how it was written (its `shape`)."""
+    """Return the text of a function response, and the name of the field that held it (else "object")."""
     if len(response) == 1:
         for name in ("output", "result", "error"):
             if isinstance(response.get(name), str):
@@ -140,9 +140,10 @@ def encode_gemini_signature(signature: str, origin: ChatDialect) -> str:
 
 
 def render_parts(parts: list[Part], function_names_by_call: dict[str, str]) -> list[Json]:
-    """Render parts. Tool results must repeat the function's name, which `function_names_by_call` maps from call ids.
+    """Render a message's parts for Gemini.
 
-    Reasoning that has a signature and no text belongs to the tool call after it.
+    `function_names_by_call` maps tool call ids to function names, which Gemini's tool results must repeat. The
+    signature of reasoning without text becomes the signature of the next tool call.
     """
     rows: list[Json] = []
     signature = ""

@@ -116,7 +116,7 @@ class GeminiEventReader:
             yield deltas.Finish(reason, choice=choice)
 
     def _read_citations(self, choice: int) -> Iterator[deltas.ProviderDelta]:
-        """Yield all citations; called at the end, because their offsets refer to the complete text."""
+        """Yield all citations; called at the stream's end, because their offsets refer to the whole text."""
         if choice in self._groundings:
             text = TextContent("".join(self._texts.get(choice, ())))
             yield from (

@@ -156,7 +156,7 @@ def _move_system_messages(request: CanonicalRequest, changes: ChangeReport) -> N
 
 
 def _add_placeholder_signatures(contents: list[Json], changes: ChangeReport) -> None:
-    """Add Google's placeholder signature to the first tool call of each message: Gemini 3 requires a signature."""
+    """Add Google's placeholder signature, which Gemini 3 requires, to each message's first tool call."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:

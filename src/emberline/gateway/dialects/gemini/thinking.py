@@ -1,4 +1,4 @@
-"""Gemini's reasoning options: Gemini 3 and later take a thinking level, earlier models a token budget."""
+"""Gemini's reasoning options: a thinking level since Gemini 3, a token budget for earlier models."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from emberline.wire.citations import render_responses_citation
 
 
 def parse_item(raw: object, path: str) -> CanonicalMessage:
-    """Parse one item into a message of its own; `merge_adjacent_messages` joins messages where required."""
+    """Parse one item into one message; the caller joins adjacent messages with `merge_adjacent_messages`."""
     fields = FieldReader(raw, path)
     kind = fields.unread.get("type", "message")
     match kind:
@@ -104,7 +104,7 @@ def render_items(message: CanonicalMessage) -> list[Json]:
 
 
 def _is_message_content(part: Part) -> bool:
-    """Return whether an unknown part is content of a message; other unknown parts are items of their own."""
+    """Return whether an unknown part belongs inside a message item; other unknown parts become items."""
     return isinstance(part, OpaqueContent) and part.kind.startswith("input_")
 
 

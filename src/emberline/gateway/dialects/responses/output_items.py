@@ -75,7 +75,10 @@ class StreamedFunctionCall(StreamedItem):
 
 
 class StreamedMessage(StreamedItem):
-    """A message item with one part. The part's first event follows the item's; its last event precedes the item's."""
+    """A message item with one content part.
+
+    Order of events: item added, part added, deltas, text done, part done, item done.
+    """
 
     event_kind = "output_text"
     part_location: ClassVar[Json] = {"content_index": 0}

@@ -80,7 +80,7 @@ def render_response(
     usage: Usage | None = None,
     error: Json | None = None,
 ) -> Json:
-    """Return the response object. `status` None stands for completed or, with `incomplete_reason`, incomplete."""
+    """Return the response object. Its default status is "completed", or "incomplete" with a reason."""
     return {
         "id": reply.id,
         "object": "response",
