@@ -90,7 +90,7 @@ def parse(body: bytes) -> TokenizeCall:
     for param in ("add_special", "with_pieces"):
         if getattr(request, param) is not None:
             raise InvalidRequest(
-                f"{param} requires the field content", param=param, hint="send content in place of prompt"
+                f"{param} is only valid together with `content`", param=param, hint="send content in place of prompt"
             )
     prompt = _build_chat_call(request, request.messages) if request.messages is not None else _select_text(request)
     return TokenizeCall(request.model, prompt, request.add_special_tokens is not False, bool(request.return_token_strs))

@@ -96,7 +96,9 @@ class GrammarFields(AcceptedFields, kw_only=True):
         given = {param: grammar for param, grammar in found.items() if grammar is not None}
         if len(given) > 1:
             raise InvalidRequest(
-                f"{' and '.join(given)} are set together", param=list(given)[1], hint="send one of them"
+                f"{' and '.join(given)} are set, but only one of them may be",
+                param=list(given)[1],
+                hint="send one of them",
             )
         return next(iter(given.values()), None)
 

@@ -52,7 +52,7 @@ class DeltaOrderChecker:
         if choice in self._finished_choices:
             raise UpstreamBroken(f"the stream has content for choice {choice} after its finish reason")
         if choice and self._single_choice:
-            raise UpstreamBroken(f"the stream has a choice {choice}, but one choice was requested")
+            raise UpstreamBroken(f"the stream has content for choice {choice}, but only one choice was requested")
         self._open_choices.add(choice)
 
     def _check_choice_delta(self, delta: ProviderDelta) -> None:

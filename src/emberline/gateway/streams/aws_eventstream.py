@@ -52,7 +52,7 @@ class EventStreamParser:
                 raise UpstreamBroken("a message of the AWS event stream is damaged: wrong checksum of its prelude")
             if size > MAX_MESSAGE_BYTES or headers + 16 > size:
                 raise UpstreamBroken(
-                    f"a message of the AWS event stream has invalid lengths: {size} bytes, {headers} of headers"
+                    f"an AWS event stream message has invalid lengths: message {size} bytes, headers {headers} bytes"
                 )
             if len(data) - start < size:
                 break

@@ -85,7 +85,7 @@ class ProviderStream:
                         if before_content
                         else f"the stream did not end within {timeouts.total:.3g} s"
                     ) from None
-                raise UpstreamTimeout(f"the stream sent no event for {timeouts.between_events:.3g} s") from None
+                raise UpstreamTimeout(f"the provider sent no event for {timeouts.between_events:.3g} s") from None
             if not data:
                 return None
             previous, data_events = now, meter.data_events

@@ -94,7 +94,7 @@ class AnthropicEventReader:
             case _Event(type="error"):
                 raise make_stream_error({"error": decoded.error})
             case _Event(type="content_block_delta" | "content_block_start" | "message_start" | "message_delta"):
-                raise UpstreamBroken(f"an event of the stream lacks its content: {decoded.type}")
+                raise UpstreamBroken(f"the stream has a {decoded.type} event without the fields that it must have")
         # All other events, such as ping, are not part of the reply.
 
     def end(self) -> tuple[deltas.ProviderDelta, ...]:
@@ -139,7 +139,7 @@ class AnthropicEventReader:
                 # A citation refers to the whole block, so it waits for the block's end.
                 self._block_citations.append(delta.citation)
             case _Delta(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
-                raise UpstreamBroken(f"a delta of the stream lacks its content: {delta.type}")
+                raise UpstreamBroken(f"the stream has a {delta.type} without the field that it must have")
 
     def _stop_block(self, index: int) -> Iterable[deltas.ProviderDelta]:
         kind = self._open_blocks.pop(index, None)

@@ -96,7 +96,7 @@ class ResponsesEventReader:
             case _Event(type="error" | "response.failed"):
                 raise make_stream_error({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
             case _Event(type=kind) if kind in _EVENTS_WITH_CONTENT:
-                raise UpstreamBroken(f"an event of the stream lacks its content: {kind}")
+                raise UpstreamBroken(f"the stream has a {kind} event without the fields that it must have")
         # All other events repeat content, or belong to server-side tools.
 
     def end(self) -> tuple[deltas.ProviderDelta, ...]:
