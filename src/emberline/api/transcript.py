@@ -57,7 +57,7 @@ class Transcript:
         self._messages.append(_Message("tool", [text], result_of={"tool_call_id": id, "name": name}))
 
     def to_messages(self, *, param: str) -> list[dict[str, Any]]:
-        """Return the messages. Raises InvalidRequest if there are none or the last is an unanswered tool call."""
+        """Return the messages. Raises InvalidRequest if there are none or the last tool call is unanswered."""
         if not self._messages:
             raise InvalidRequest(f"{param} has no content", param=param, hint="send at least one message with text")
         if self._messages[-1].calls:

@@ -94,7 +94,7 @@ class SamplingFields(GrammarFields, kw_only=True):
     def common_fields(self, *, user: str | None = None) -> CommonFields:
         """Return the fields that every call has.
 
-        `user` is a second user id, from a field such as safety_identifier; it is logged beside the `user` field.
+        `extra_user_id`, from a field such as safety_identifier, is logged beside the id in the `user` field.
         """
         users = dict.fromkeys(name for name in (user, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
