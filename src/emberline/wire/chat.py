@@ -160,7 +160,8 @@ class ChatWriter:
 
         Gateway: the choice gets an entry with empty text. Engine, one choice: no entry; the role is sent with the first
         content. Engine, several choices: each choice up to this one gets an entry with only the role, because clients
-        order choices by their first chunk, and OpenAI's client counts logprobs in a first chunk twice.
+        order choices by their first chunk, and OpenAI's client counts logprobs twice in the first chunk of a later
+        choice.
         """
         if self._engine is None:
             return [] if choice.has_opened else [choice.add(TextDelta("", choice.index))]
