@@ -103,7 +103,7 @@ def test_unused_server_is_logged_once(server: Server, why: str, caplog: pytest.L
     caplog.set_level(logging.WARNING, "emberline.router")
     assert not poll_servers(server).workers
     (message,) = caplog.messages
-    assert message.startswith(f"Foreign server not used: kind=vllm url=http://v:8000 reason={why}")
+    assert message.startswith(f"Server not used as a worker: kind=vllm url=http://v:8000 reason={why}")
 
 
 def test_requests_carry_foreign_key() -> None:

@@ -215,7 +215,9 @@ class ChaosCluster:
         return filter_requests
 
     def _handle_registration(self, process: ChaosProcess, transfer_port: int) -> None:
-        """Start the worker's proxies again after its process has registered, with a new port for KV transfers."""
+        """Restart the worker's proxies after its process has registered.
+
+        `transfer_port`: the port at which the new process serves KV transfers."""
         if process.blocks is None or process.blocks.port != transfer_port:
             if process.blocks is not None:
                 process.blocks.stop()
@@ -258,7 +260,9 @@ class ChaosCluster:
         return next(iter(absent.values()), "")
 
     async def find_unavailable_processes(self, excluded_names: Collection[str] = ()) -> dict[str, str]:
-        """Return the reason for each unavailable process, by name, without the processes in `excluded_names`."""
+        """Return why each unavailable process is unavailable, by process name.
+
+        The processes in `excluded_names` are not checked."""
         started_at = asyncio.get_running_loop().time()
         status = await self.fetch_json(f"{self.router.url}/cluster/status")
         if status is None:
@@ -307,11 +311,15 @@ class ChaosCluster:
         return any(len(outage) == 1 or outage[1] >= since for outage in self.router.outages)
 
     async def wait_until_healthy(self) -> str:
-        """Wait until the cluster is healthy. Return "", or the remaining problem after `RESTART_TIMEOUT_S`."""
+        """Wait until the cluster is healthy, and return "".
+
+        If it is not healthy after `RESTART_TIMEOUT_S`, return the first problem that remains."""
         return await wait_until_no_problem(self.describe_first_problem, RESTART_TIMEOUT_S)
 
     async def describe_held_resources(self) -> str:
-        """Return a description of the requests, leases or blocks that a cluster without requests still holds, or ""."""
+        """Return which requests, leases or KV blocks the cluster still holds while no client sends requests.
+
+        Return "" if it holds none."""
         return describe_held_resources(
             await self.fetch_json(f"{self.router.url}/cluster/status"), await self._fetch_stats_by_worker(self.workers)
         )
@@ -320,7 +328,9 @@ class ChaosCluster:
         return await wait_until_no_problem(self.describe_held_resources, IDLE_TIMEOUT_S)
 
     async def count_detected_faults(self, counter_name_part: str) -> Counter[str]:
-        """Return the workers' metrics of detected faults whose name or label contains `counter_name_part`."""
+        """Return the workers' counters of detected faults, by worker process and counter.
+
+        A counter whose name and labels do not contain `counter_name_part` is returned as 0."""
         counts: Counter[str] = Counter()
         for worker in self.workers:
             for name, count in FAULT_COUNTER_PATTERN.findall(await self._fetch_metrics_text(worker)):

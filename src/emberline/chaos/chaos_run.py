@@ -1,6 +1,6 @@
 """ChaosRun: injects faults, several at a time, into a cluster that serves requests.
 
-One worker that can answer is always left without a fault."""
+At any time at least one worker that can generate replies is left without a fault."""
 
 from __future__ import annotations
 
@@ -248,7 +248,9 @@ class ChaosRun:
 
 
 async def _wait_for_outcome(task: asyncio.Task[RequestOutcome], started_at: float) -> RequestOutcome:
-    """Wait until the request ends, and return its outcome: LEFT if the fault disconnected its client before the end."""
+    """Wait until the request ends, and return its outcome.
+
+    The outcome is LEFT if the fault disconnected the client before the end of the reply."""
     await asyncio.wait((task,))
     if not task.cancelled():
         return task.result()

@@ -1,6 +1,6 @@
 """FaultScheduler: decides which fault may be injected next, given the unavailable processes and the active faults.
 
-At least one worker that can generate replies is always left without fault."""
+At any time at least one worker that can generate replies is left without a fault."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ class FaultScheduler:
 
 
 def draw_faults(faults: Sequence[Fault], rng: random.Random) -> Iterator[tuple[Fault, RequestStage]]:
-    """Yield faults and stages forever: first each kind of fault once, then random kinds according to their weights.
+    """Yield pairs of a fault and the request stage at which to inject it, forever.
 
-    The stages of one kind of fault come in rotation."""
+    Each fault comes once, in random order; after that, faults are drawn at random according to their weights. Each time
+    that a fault is drawn again, it is paired with the next of its stages."""
     order = list(faults)
     rng.shuffle(order)
     stage_index = {fault.name: rng.randrange(len(fault.stages)) for fault in faults}

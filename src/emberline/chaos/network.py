@@ -41,7 +41,7 @@ class NetworkLink:
 
     @property
     def namespace_command_prefix(self) -> tuple[str, ...]:
-        """The words to put before a command to run it in the worker's network namespace."""
+        """The arguments to put before a command to run it in the worker's network namespace."""
         return ("nsenter", f"--net=/proc/{self.namespace_process.pid}/ns/net")
 
     def disturb(self, disturbance: LinkDisturbance) -> None:
@@ -111,10 +111,9 @@ def _run_ip_command(*arguments: str) -> None:
 
 
 def _run_command(*command: str, must_succeed: bool = True) -> None:
-    """Run a command.
+    """Run a command. Raises EmberlineError if the program cannot be started.
 
-    Raises EmberlineError if the program cannot be started. A failure exit status raises too, if `must_succeed` is
-    set."""
+    With `must_succeed`, a nonzero exit status raises EmberlineError as well."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as e:

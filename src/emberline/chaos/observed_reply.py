@@ -25,9 +25,9 @@ class ObservedReply:
         return bool(self.finish_reasons) and not self.error
 
     def describe_difference_from(self, expected: ObservedReply) -> str:
-        """Return how this reply differs from the expected one, or "" if it does not.
+        """Return how this reply differs from the expected reply, or "" if they are equal.
 
-        A reply that ends early with an error is compared only up to the error."""
+        A reply that ended early with an error is compared only up to the error."""
         if self.flaw:
             return self.flaw
         if self.ending_count > 1 or len(self.finish_reasons) > 1:

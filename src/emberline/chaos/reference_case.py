@@ -37,9 +37,9 @@ class ReferenceCase:
         return bool(self.body.get("stream"))
 
     def encode_with_request_marker(self, marker: str) -> bytes:
-        """Return the JSON body with `marker` as the user's id, its first field, by which proxies recognize the request.
+        """Return the request's JSON body with `marker` as its first field, the user's id.
 
-        The user's id does not affect the reply."""
+        Proxies recognize the request by the marker. The user's id does not affect the reply."""
         mark = {"metadata": {"user_id": marker}} if self.path == "/v1/messages" else {"user": marker}
         return json.dumps({**mark, **self.body}).encode()
 

@@ -1,6 +1,7 @@
-"""RequestProgress: the stage that a request has reached. RequestObserver: finds it from the proxies' traffic.
+"""RequestProgress: the stage that a request has reached, such as prefill or decode.
 
-Each request carries a marker, by which the proxies recognize its bytes."""
+RequestObserver finds the stage from the traffic that passes through the proxies. Each request carries a marker, by
+which the proxies recognize its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a whole cluster: which workers are unavailable, and what a cluster without requests still holds.
+"""Checks of a whole cluster: which workers are unavailable, and which resources an idle cluster still holds.
 
 The checks read the router's `/cluster/status` and each worker's `/stats`."""
 
@@ -41,9 +41,9 @@ def find_unavailable_workers(
 
 
 def describe_held_resources(router_status: StatusDocument, stats_by_worker: Mapping[str, StatusDocument]) -> str:
-    """Return what a process of a cluster without requests still holds (requests, leases, blocks), or "".
+    """Return the requests, leases or KV blocks that an idle cluster still holds, or "".
 
-    Only the first such process is described."""
+    A cluster is idle if no client sends requests to it. Only the first process that holds something is described."""
     if router_status is None or router_status["open_requests"]:
         return "the router has open requests" if router_status else "the router does not answer"
     for name, stats in stats_by_worker.items():
@@ -59,7 +59,9 @@ def describe_held_resources(router_status: StatusDocument, stats_by_worker: Mapp
 
 
 async def wait_until_no_problem(describe_problem: Callable[[], Awaitable[str]], timeout_s: float) -> str:
-    """Call `describe_problem` until it returns "" or the time is over. Return its last result."""
+    """Call `describe_problem` repeatedly until it returns "" or `timeout_s` has passed.
+
+    Return its last result."""
     end = asyncio.get_running_loop().time() + timeout_s
     while (result := await describe_problem()) and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(POLL_INTERVAL_S)

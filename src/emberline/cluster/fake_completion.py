@@ -1,6 +1,7 @@
 """FakeCompletion: the reply of a fake worker.
 
-Its tokens depend only on the request's seed, so that any fake worker can resume the stream of a different one."""
+Its tokens depend only on the request's seed, so that any fake worker can resume a stream that another fake worker
+began."""
 
 from __future__ import annotations
 
@@ -83,10 +84,10 @@ class FakeCompletion:
         return msgspec.json.encode({**fields, "choices": [choice], "usage": self._usage(prompt_tokens)})
 
     def count_resumed_tokens(self, envelope: FakeEnvelope) -> int:
-        """Return the number of tokens in the handoff, which the client already has.
+        """Return the number of tokens in the envelope's handoff, which the client already has.
 
-        Raises InvalidRequest if those tokens, or the id and creation time in the envelope, are not those of this
-        reply."""
+        Raises InvalidRequest if the tokens, the reply id or the creation time in the envelope differ from those of this
+        completion."""
         handoff = Handoff.parse(envelope.handoff)
         tokens = [token for group in handoff.groups for token in group.tokens]
         if tokens != [self.token_at(at) for at in range(len(tokens))]:

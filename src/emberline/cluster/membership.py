@@ -119,7 +119,9 @@ class Membership:
         return WorkerHealth.DRAINING if member.is_draining else WorkerHealth.READY
 
     def extend_deadlines(self, seconds: float, now: float) -> None:
-        """Move all workers' deadlines by the `seconds` during which the router could not receive heartbeats."""
+        """Move the heartbeat deadlines of all workers later by `seconds`.
+
+        During that time the router was paused and could not receive heartbeats."""
         for member in self._members.values():
             member.last_heartbeat_at, member.last_progress_at = (
                 min(member.last_heartbeat_at + seconds, now),
@@ -127,10 +129,9 @@ class Membership:
             )
 
     def remove_expired_workers(self, now: float) -> list[str]:
-        """Remove workers that have sent no heartbeat for long, and return their names.
+        """Remove the workers whose last heartbeat is too long ago, and return their names.
 
-        A worker that announced its shutdown is removed sooner. A worker that was removed for its silence may register
-        again."""
+        A worker that announced its shutdown is removed sooner. Any other removed worker may register again."""
         expired = [
             name
             for name, member in self._members.items()

@@ -57,9 +57,9 @@ class Registrar:
         self._task = asyncio.create_task(self._send_messages_until_stopped())
 
     async def announce_shutdown(self) -> None:
-        """Announce the worker's shutdown, so that the router sends no new requests.
+        """Announce the worker's shutdown, so that the router sends it no new requests.
 
-        Open requests and heartbeats continue. If the router restarts from now on, the worker does not register
+        Open requests and heartbeats continue. If the router restarts after this call, the worker does not register
         again."""
         self._is_leaving = True
         registration = self._registration()
@@ -121,7 +121,7 @@ class Registrar:
         if problem:
             log.warning("Worker is not registered: router=%s reason=%s", self._router_url, problem)
         else:
-            log.info("worker is registered: router=%s worker=%s", self._router_url, self._registration().name)
+            log.info("Worker is registered: router=%s worker=%s", self._router_url, self._registration().name)
 
     async def _post(self, pool: HTTPConnectionPool, path: str, body: bytes) -> FetchedReply:
         """Send a request to the router. Raises UpstreamFailed, or TimeoutError after REQUEST_TIMEOUT_S."""

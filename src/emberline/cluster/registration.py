@@ -57,7 +57,9 @@ class ModelRegistration(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A worker's state, summed over its models. The fields are current values, or counts since the engine's start."""
+    """A worker's state, summed over its models.
+
+    A field is either a current value or a count since the engine's start."""
 
     name: str
     incarnation: str

@@ -243,7 +243,7 @@ class HTTPClientConnection(asyncio.Protocol):
             self.is_complete = True
 
     def _inflate_next_piece(self) -> None:
-        """Decompress the next piece of the body. Called when the caller has read all pieces before it."""
+        """Decompress the next chunk of the body, when the caller has read all chunks before it."""
         try:
             self._inflate_piece()
             self._complete_if_all_inflated()

@@ -49,7 +49,7 @@ class HTTPClientResponse:
                     self._connection.take_received() if is_last else await self._connection.read(deadline - loop.time())
                 )
             except UpstreamTimeout:
-                raise UpstreamTimeout(f"the reply did not end within {timeout_s:.3g} s after its head") from None
+                raise UpstreamTimeout(f"the reply did not end within {timeout_s:.3g} s after its headers") from None
             parts.append(part)
             size += len(part)
             if size > max_bytes:

@@ -40,8 +40,8 @@ class HTTPConnectionPool:
         """Create a pool without connections.
 
         An unused connection is kept for `idle_timeout_s`. A reused connection may turn out to be closed: with
-        `retries_stale`, a request on it that got no byte of a reply is sent once more on a new connection. `dial`
-        connects to the hosts of requests with `checks_address`, and may refuse an address.
+        `retries_stale`, a request on it that got no byte of a reply is sent once more on a new connection. For a
+        request with `checks_address`, `dial` opens the connection; it may refuse the host's IP address.
         """
         self._connect_timeout_s, self._idle_timeout_s = connect_timeout_s, idle_timeout_s
         self._retries_stale = retries_stale
@@ -102,9 +102,9 @@ class HTTPConnectionPool:
         timeout_s: float = NO_TIMEOUT_S,
         max_bytes: int = sys.maxsize,
     ) -> FetchedReply:
-        """Send a request and return the whole reply. A reply with an error status is returned, too.
+        """Send a request and return the whole reply, even if its status is an error.
 
-        `timeout_s` limits the time from the start to the end of the reply, `max_bytes` the size of its body. Raises
+        `timeout_s` limits the time until the reply is complete, `max_bytes` the size of its body. Raises
         UpstreamUnreachable, UpstreamTimeout or UpstreamBroken.
         """
         parts = urlsplit(url)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 class DeadlineTimer:
     """A deadline with one timer of the event loop.
 
-    Setting a later deadline does not restart the timer. A timer that fires before the deadline is started again then.
+    Moving the deadline later does not restart the timer. If the timer fires before the new deadline, it is started
+    again for the remaining time.
     """
 
     __slots__ = ("_loop", "_on_deadline", "_timer", "deadline")

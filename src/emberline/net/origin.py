@@ -21,7 +21,7 @@ class OriginConnections:
 
     @staticmethod
     def parse(origin: str, is_address_checked: bool = False) -> OriginConnections:
-        """Return the OriginConnections of a URL without a path.
+        """Return an OriginConnections for the server at `origin`, a URL without a path.
 
         Raises InvalidRequest if the URL is not of the form http://HOST[:PORT] or https://HOST[:PORT].
         """
@@ -36,7 +36,10 @@ class OriginConnections:
         return OriginConnections(host, port or (443 if tls else 80), tls, parts.netloc, is_address_checked)
 
     def take_idle(self, unused_since: float) -> HTTPClientConnection | None:
-        """Close the idle connections that were last used before `unused_since`, and return the newest other one."""
+        """Return the idle connection that was used last, or None if no usable one is left.
+
+        Idle connections that were last used before the time `unused_since` are closed.
+        """
         self.close_stale(unused_since)
         while self.idle:
             if not (connection := self.idle.pop()).is_closed:

@@ -1,7 +1,7 @@
 """RequestResponseCycle: one request and its reply, as the ASGI application sees them.
 
-Status and headers of a reply with a content-length are written together with the first part of the body, which saves
-a write. Those of a stream are written at once.
+If the reply has a content-length, its status and headers are written together with the first part of the body, which
+saves a write. The status and headers of a stream are written at once.
 """
 
 from __future__ import annotations
@@ -174,9 +174,10 @@ class RequestResponseCycle:
             self._write_body(message.get("body", b""), message.get("more_body", False))
 
     def _write_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Write status and headers, or keep them until the body if the reply has a content-length.
+        """Write the status and headers of the reply.
 
-        The names of the headers must be in lower case.
+        If the reply has a content-length, keep them until the body is written. The names of the headers must be in
+        lower case.
         """
         lines = [_LINES.get(status) or b"HTTP/1.1 %d " % status, *map(b": ".join, headers)]
         values = dict(headers)

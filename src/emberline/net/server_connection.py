@@ -290,7 +290,7 @@ class HTTPServerConnection(asyncio.Protocol):
             self.abort() if self._ignores_input or self._cycle is not None else self.close()
 
     def _watch_client_reading(self) -> None:
-        """Close the connection after WRITE_STALL_TIMEOUT_S, unless the client has read some of the reply by then."""
+        """Close the connection if the client reads nothing of the reply for WRITE_STALL_TIMEOUT_S."""
         self._unread_bytes = self._count_unread_bytes()
         self._set_close_deadline(WRITE_STALL_TIMEOUT_S)
 

@@ -2,7 +2,8 @@
 
 There are four kinds of requests. A plain request is the client's own. A prefill request computes a prompt for a
 different worker; its reply contains a ticket, with which that worker fetches the KV blocks. A decode request generates
-the reply from such blocks. A resume request continues a stream that a different worker began."""
+the reply from KV blocks that a prefill worker computed. A resume request continues a stream that a different worker
+began."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class WorkerDialect(Protocol):
 
     @property
     def decode_worker_can_prefill(self) -> bool:
-        """Whether a decode worker can compute the prompt itself if it receives no KV blocks from a prefill worker."""
+        """Whether a decode worker can compute the prompt itself when no prefill worker sends KV blocks to it."""
 
     @property
     def runs_prefill_to_end(self) -> bool:
@@ -59,9 +60,10 @@ class WorkerDialect(Protocol):
     def build_prefill_request(
         self, prefill_engine: Mapping[str, Any], timeout_s: float
     ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
-        """Return the request, the parser of its reply, and the ticket if it is known before the reply.
+        """Return the prefill request, the parser of its reply, and the ticket for the KV blocks.
 
-        `prefill_engine`: the network address of the engine that computes the prompt, as its worker registered it."""
+        The ticket is None if it arrives only with the reply. `prefill_engine`: the network address of the engine that
+        computes the prompt, as its worker registered it."""
 
     def build_decode_request(self, ticket: Ticket, timeout_s: float) -> UpstreamRequest: ...
 

@@ -1,7 +1,7 @@
-"""KVIndex: which workers hold the KV blocks of a prompt, according to the workers' KV events. It does no I/O.
+"""KVIndex: which workers hold the KV blocks of a prompt, according to the workers' KV events.
 
-The index is used for workers of which it has received every batch of events. For all other workers, routing uses what
-the requests sent to them suggest (`router/prefixmap.py`)."""
+The index is used for workers whose batches of events it has received without a gap. For all other workers, the router
+infers the cached prompts from the requests that it has sent to them (`router/prefixmap.py`)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class KVIndex:
         return self.state(worker_id)
 
     def has_capacity_for(self, worker_id: str) -> bool:
-        """Whether the worker's blocks still fit in the index. A worker whose blocks did not fit was removed from it."""
+        """Whether the worker's blocks fit in the index. If they do not, the worker was removed from it."""
         return worker_id not in self._too_large
 
     def mark_disconnected(self, worker_id: str) -> None:
@@ -85,12 +85,14 @@ class KVIndex:
         self._too_large.discard(worker_id)
 
     def record_prompt_end(self, prefixes: Sequence[PromptPrefix], last_block: BlockPosition) -> None:
-        """Record the last KV block of a prompt. The worker that computed the prompt has reported it."""
+        """Record the last KV block of a prompt, as the worker that computed the prompt has reported it."""
         if prefixes:
             self.prefix_blocks.record_prefix(prefixes[-1], last_block)
 
     def record_cached_prompt(self, worker_id: str, prefixes: Sequence[PromptPrefix], last_block: BlockPosition) -> None:
-        """Record in which KV block each prefix of a prompt ends, if the worker holds the prompt's last block."""
+        """Record in which KV block each prefix of a prompt ends.
+
+        Nothing is recorded if the worker does not hold the prompt's last block."""
         held = self.parent_by_held_block(worker_id)
         if prefixes and last_block.digest in held:
             size = prefixes[-1].length
@@ -103,8 +105,9 @@ class KVIndex:
     ) -> dict[str, int]:
         """Return how many bytes of this prompt each worker has cached, by worker id, the largest number first.
 
-        `inferred_bytes_by_worker` is the same mapping as earlier requests suggest it (`router/prefixmap.py`). It is
-        used for workers that are not indexed exactly, and for prefixes whose last block no worker has reported yet."""
+        `inferred_bytes_by_worker` has the same form, but is inferred from earlier requests (`router/prefixmap.py`). It
+        is used for workers that are not indexed exactly, and for prefixes whose last block no worker has reported yet.
+        """
         positions = [
             (point.length, position)
             for point in reversed(prefixes)

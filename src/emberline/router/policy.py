@@ -87,7 +87,7 @@ def choose_worker(
     candidates = select_answering_workers([worker for worker in available if worker.id not in excluded_worker_ids])
     if is_suspect and not (candidates := _select_workers_for_suspect(candidates, available)):
         raise EngineUnavailable(
-            "several workers failed while serving this request, and no other worker may be risked for it",
+            "several workers failed while serving this request, and too few healthy workers are left to try it again",
             hint=RETRY_HINT,
         )
     prompt, output = estimator.estimate_prompt_tokens(summary.prompt_bytes), estimator.estimate_output_tokens(summary)
@@ -127,8 +127,8 @@ def _select_workers_with_capacity(
 ) -> Sequence[Worker]:
     """Return the workers with a free slot and enough free KV cache for the request.
 
-    If there are none, return the workers with a free slot. If there are none either, return those with space in their
-    queues, or all workers if `ignore_capacity_limits` is set."""
+    If no worker has both, return the workers with a free slot. If no worker has a free slot, return the workers with
+    space in their queues, or all workers if `ignore_capacity_limits` is set."""
     idle = [w for w in workers if w.open_requests < w.max_running]
     roomy = [w for w in idle if w.kv_free_tokens >= needed_tokens]
     return roomy or idle or [w for w in workers if w.open_requests < w.max_requests or ignore_capacity_limits]
@@ -140,9 +140,10 @@ def select_answering_workers(workers: Sequence[Worker]) -> Sequence[Worker]:
 
 
 def _select_workers_for_suspect(workers: Sequence[Worker], available_workers: Sequence[Worker]) -> Sequence[Worker]:
-    """Return the workers that may get a suspect request, which may crash its worker.
+    """Return the workers that may get a suspect request, which may crash the worker that serves it.
 
-    Return [] if only one healthy worker without a suspect request is left, because that worker must not be risked."""
+    At least two available workers must be healthy and serve no suspect request, so that one remains if the other
+    crashes. Otherwise return []."""
     has_spare = sum(worker.is_safe_for_suspect for worker in available_workers) > 1
     return [worker for worker in workers if worker.is_safe_for_suspect and has_spare]
 
@@ -177,9 +178,10 @@ def rendezvous_hash(session: str, worker_name: str) -> bytes:
 
 
 def _tie_break_rank_by_worker(summary: RequestSummary, workers: Sequence[Worker]) -> dict[str, float]:
-    """Return the rank of each worker, by worker id; of workers with equal cost, the lowest rank is chosen.
+    """Return a rank for each worker, by worker id, that decides between workers of equal cost.
 
-    The ranks depend on load and on a hash of the prompt, so that different prompts go to different workers."""
+    The worker with the lowest rank is chosen. Ranks depend on load, then on a hash of the session or prompt, so that
+    different prompts go to different workers."""
     key = summary.session or summary.digest.hex()
     order = sorted(
         workers, key=lambda worker: (worker.open_requests / worker.max_running, rendezvous_hash(key, worker.name))

@@ -57,10 +57,10 @@ class PrefixBlockMap:
     def record_prefixes_of_prompt(
         self, prefixes: Sequence[PromptPrefix], prompt_bytes: int, last_block: BlockPosition, find_parent: ParentLookup
     ) -> None:
-        """Record the estimated KV block of each prefix of a prompt that ends in `last_block`.
+        """Record in which KV block each prefix of a prompt ends, estimated from its length.
 
-        Nothing is recorded if one of the prompt's blocks is unknown. `find_parent` returns the hash of the block before
-        a given block."""
+        `last_block`: the last block of the prompt. `find_parent` returns the hash of the block before a given block.
+        Nothing is recorded if one of the prompt's blocks is unknown."""
         chain = _block_hashes_up_to(last_block, find_parent)
         for point in prefixes:
             blocks = last_block.block_count * point.length // prompt_bytes
@@ -84,9 +84,10 @@ def _block_hashes_up_to(last_block: BlockPosition, find_parent: ParentLookup) ->
 def _last_common_block(
     block: BlockPosition, block_hashes: Sequence[bytes], find_parent: ParentLookup
 ) -> BlockPosition | None:
-    """Return the last block that is in `block_hashes` and among the blocks up to `block`.
+    """Return the last block that two prompts have in common, or None if they have none.
 
-    Return None if there is no such block, or if a block on the way to it is unknown."""
+    `block`: the last block of one prompt. `block_hashes`: all blocks of the other prompt. Return None also if
+    `find_parent` does not know a block on the way back from `block`."""
     digest: bytes | None = block.digest
     for blocks in range(block.block_count, 0, -1):
         if digest is None:

@@ -45,9 +45,9 @@ class PrefixMap:
             self._entries.popitem(last=False)
 
     def cached_bytes_by_worker(self, prefixes: Sequence[PromptPrefix]) -> dict[str, int]:
-        """Return how many bytes of this prompt each worker has received before, by worker id.
+        """Return how many bytes of this prompt's start each worker has received before, by worker id.
 
-        The largest number comes first; of equal numbers, the worker that received the bytes last."""
+        Workers with more bytes come first; among equals, the worker that received them most recently."""
         cached_bytes: dict[str, int] = {}
         for point in reversed(prefixes):
             for worker in self._entries.get(point.digest, PrefixEntry()).worker_ids:
@@ -57,7 +57,8 @@ class PrefixMap:
     def continues_conversation(self, prefixes: Sequence[PromptPrefix]) -> bool:
         """Whether this prompt continues exactly one earlier prompt, like the next turn of a conversation.
 
-        If not, the part that the router has seen before may be shared by many prompts, like a system prompt."""
+        If it does not, the prefix that the router has seen before may be one that many prompts share, like a system
+        prompt."""
         deepest = self._longest_known_prefix(prefixes)
         return deepest is not None and self._entries[deepest.digest].is_prompt_end
 

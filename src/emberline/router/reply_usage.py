@@ -24,7 +24,7 @@ class ReplyUsage:
 
     @staticmethod
     def parse(*reply_parts: bytes) -> ReplyUsage:
-        """Return the token counts found in these parts of a reply. Of two counts of one kind, the later is used."""
+        """Return the token counts found in these parts of a reply; the last one if a count occurs twice."""
         found = {
             _FIELD_BY_KEY[name]: int(number) for part in reply_parts for name, number in _FIELD_PATTERN.findall(part)
         }

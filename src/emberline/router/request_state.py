@@ -144,10 +144,10 @@ class Suspicion(Enum):
 
 
 def assess_suspicion(crash_count: int, *, is_known_suspect: bool) -> Suspicion:
-    """Return the suspicion after `crash_count` workers crashed while serving the request.
+    """Return how strongly a request is suspected after `crash_count` workers crashed while serving it.
 
-    The count, and with it the suspicion, falls if a heartbeat shows that a worker did not crash. `is_known_suspect`: an
-    earlier request with the same prompt was abandoned as a suspect, so one crash is enough to block this request."""
+    `is_known_suspect`: an earlier request with the same prompt was abandoned as a suspect, so that one crash is enough
+    to block this request."""
     allowed_crashes = 0 if is_known_suspect else SUSPECT_AFTER_CRASHES
     if crash_count > allowed_crashes:
         return Suspicion.BLOCKED

@@ -1,7 +1,7 @@
 """RequestSummary: the fields of a request that the choice of a worker depends on.
 
-Only these fields of the JSON body are decoded. The router does not validate them, the worker does: if a field has an
-unexpected type, the router chooses the worker by load alone."""
+Only these fields of the JSON body are decoded. The worker validates them, not the router. If a field has an unexpected
+type, the router ignores the prompt and chooses the worker by load."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def _prompt_digest_and_prefixes(
     """Return the hash of the complete prompt, and the prefixes of the prompt.
 
     One prefix ends at the end of each part, for example a message, because the next turn of a conversation adds parts
-    there. Within a long part, prefixes end at 256, 512, 1024 .. bytes. Prefixes consist of bytes, not of token blocks:
-    they show which worker has probably cached the prompt, but not what is in its cache."""
+    there. Within a long part, prefixes end at 256, 512, 1024 .. bytes. Prefixes are measured in bytes, not in token
+    blocks. They show which workers have probably cached the prompt, but not which KV blocks a cache holds."""
     digest = blake2b(body.model.encode(), digest_size=16)
     digest.update(b"\0" + bytes(body.cache_salt) + b"\0" + tenant_id.encode())
     prefixes: list[PromptPrefix] = []

@@ -1,4 +1,4 @@
-"""SSEBuffer: holds back an incomplete server-sent event until its end arrives.
+"""SSEBuffer: buffers an incomplete server-sent event until its end arrives.
 
 The client thus receives complete events only, and an error event can follow at any time. Comments are removed, and all
 line ends (LF, CRLF or CR) become LF. Nothing else is changed."""
@@ -39,7 +39,7 @@ class SSEBuffer:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def take_remaining_bytes(self) -> bytes:
-        """Return the bytes that are still buffered at the end of the reply, even if they are no complete event."""
+        """Return the bytes that are still buffered when the reply ends, even if the last event is incomplete."""
         kept, self._partial_event = self._partial_event, b""
         return kept
 

@@ -26,7 +26,7 @@ class _ReplyHead(msgspec.Struct):
 
 
 class _FirstEvent(_ReplyHead):
-    """The fields that identify a reply, in the first event of its stream, for all API protocols together."""
+    """The fields of a stream's first event that identify the reply, for all API protocols."""
 
     created: int | None = None
     message: _ReplyHead | None = None
@@ -52,7 +52,7 @@ class StreamTracker:
 
     @property
     def is_mid_event(self) -> bool:
-        """Whether the client has received only a part of the last event, so that no error event can follow."""
+        """Whether the client has received only a part of the last event. Then no error event can be sent."""
         return self._untracked_events is not None and self._untracked_events.is_mid_event
 
     @property
@@ -77,7 +77,9 @@ class StreamTracker:
         return output
 
     def take_remaining_bytes(self) -> bytes:
-        """Return the bytes still buffered at the end of a stream without groups, even if they are no complete event."""
+        """Return the bytes still buffered when the stream ends, even if the last event is incomplete.
+
+        This is for streams without groups."""
         return b"" if self._untracked_events is None else self._untracked_events.take_remaining_bytes()
 
     def discard_partial_group(self) -> None:

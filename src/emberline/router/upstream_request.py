@@ -28,7 +28,7 @@ class UpstreamRequest:
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """The tracing headers of the request, which are sent with each of its attempts."""
+        """The tracing headers of the request, which are sent with every attempt at a worker."""
         return {name: self.headers[name] for name in FORWARDED_TRACE_HEADERS if name in self.headers}
 
     def with_headers(self, headers: Mapping[str, str]) -> UpstreamRequest:

@@ -63,7 +63,7 @@ class Worker:
 
     @property
     def can_generate(self) -> bool:
-        """Whether the worker can generate replies. Only prefill servers of vLLM and SGLang cannot."""
+        """Whether the worker can generate replies. All can, except prefill servers of vLLM and SGLang."""
         return self.role != "prefill" or self.dialect == "native"
 
     @property
@@ -78,7 +78,7 @@ class Worker:
 
     @property
     def kv_free_tokens(self) -> float:
-        """The tokens that will be free in the KV cache when all open requests have their estimated length."""
+        """The estimated free tokens in the KV cache once all open requests have reached their full length."""
         return (
             self.kv_capacity_tokens - self.kv_used_tokens - self.uncached_tokens - self.decode_tokens
             if self.kv_capacity_tokens

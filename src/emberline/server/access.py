@@ -87,7 +87,7 @@ def check_cluster_caller(exchange: Exchange, cluster_key: str | None) -> None:
             )
     elif not is_loopback(exchange.client):
         raise ClusterCallForbidden(
-            f"no cluster key is set, so cluster calls are accepted from this machine only, not {exchange.client[:100]}",
+            f"no cluster key is set, so only this machine may make cluster calls, but {exchange.client[:100]} made one",
             hint="start the router and its workers with the same EMBERLINE_CLUSTER_KEY",
         )
 
@@ -106,5 +106,5 @@ def _presented_key(exchange: Exchange) -> str:
 
 
 def _matches_any_key(presented_key: str, keys: Iterable[str]) -> bool:
-    """Return whether the presented key is one of the keys. The time that this takes reveals nothing about them."""
+    """Return whether the presented key is one of the keys. The comparison takes constant time."""
     return bool(sum(hmac.compare_digest(presented_key.encode(), key.encode()) for key in keys))

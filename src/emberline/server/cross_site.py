@@ -1,8 +1,8 @@
 """CrossSiteGuard: protects an ASGI application against requests from web pages of other sites.
 
-Any web page can make the browser send requests to a server on the user's own machine. The Origin header names the site
-of the page. The Host header has the name under which the browser found the server. The owner of the page may have
-pointed that name at 127.0.0.1, which is called DNS rebinding."""
+Any web page can make the browser send requests to a server on the user's own machine. The guard checks two headers. The
+Origin header names the site of the page. The Host header has the name that the browser resolved to find the server; an
+attacker's domain may resolve to 127.0.0.1 (DNS rebinding)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CrossSitePolicy:
     ) -> CrossSitePolicy:
         """Return the policy for a listening socket. Raises InvalidRequest for a malformed origin.
 
-        The Host header is checked if the operator has listed host names, and on a loopback address if clients need no
-        key. A web page that uses DNS rebinding has no key, so a key makes the check unnecessary."""
+        On a loopback address, the Host header is checked if clients need no key: a page that uses DNS rebinding has no
+        key. On other addresses, it is checked if the operator has listed host names."""
         names = frozenset(name.lower() for name in hosts)
         allowed = frozenset(map(_normalize_origin, origins))
         return CrossSitePolicy(allowed, names, not is_authenticated if is_loopback else bool(names))
@@ -55,7 +55,7 @@ class CrossSitePolicy:
 
 class CrossSiteGuard:
     def __init__(self, app: App, policy: CrossSitePolicy, has_known_key: KeyCheck | None = None) -> None:
-        """`has_known_key` returns whether a request has a valid key. Then its Host header is not checked."""
+        """`has_known_key` returns whether a request has a valid key, which allows any Host header."""
         self._app = app
         self._policy = policy
         self._has_known_key = has_known_key
@@ -99,7 +99,9 @@ class CrossSiteGuard:
 
 
 def is_localhost_or_address(name: str) -> bool:
-    """Return whether the name is localhost or an IP address, which no other site can point at this server."""
+    """Return whether the name is localhost or an IP address.
+
+    DNS rebinding cannot use these, because no other site owns them."""
     return name == "localhost" or name.endswith(".localhost") or _is_ip_address(name)
 
 
@@ -137,7 +139,8 @@ def _has_safe_method(scope: Scope) -> bool:
 def _is_same_site(origin: str, headers: dict[bytes, bytes]) -> bool:
     """Return whether the web page that sent the request comes from this server.
 
-    The header Sec-Fetch-Site says so; a page cannot change it. For older browsers Origin and Host are compared."""
+    The browser states this in the header Sec-Fetch-Site, which a page cannot change. For older browsers, which do not
+    send it, Origin and Host are compared."""
     if headers.get(b"sec-fetch-site") == b"same-origin":
         return True
     return origin.partition("://")[2].lower() == headers.get(b"host", b"").decode("latin-1").lower()
@@ -165,7 +168,7 @@ async def _reply_preflight(headers: dict[bytes, bytes], send: Send) -> None:
 
 
 def _with_cors_headers(origin: str | None, send: Send) -> Send:
-    """Return a `send` function that adds the CORS headers with which pages of `origin` can read the reply."""
+    """Return a `send` function that adds CORS headers, so that pages of `origin` can read the reply."""
     added = [(b"vary", b"origin")]
     if origin is not None:
         added += [

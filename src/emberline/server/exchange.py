@@ -71,7 +71,7 @@ class Exchange:
         await self.start_reply(200, "text/event-stream; charset=utf-8", fields)
 
     def send(self, data: bytes = b"", *, last: bool = False) -> Awaitable[None]:
-        """Send the next part of the reply's body. `last`: the reply is complete with it."""
+        """Send the next part of the reply's body. `last` marks the final part."""
         return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:

@@ -65,7 +65,8 @@ def is_exposed(listener: socket.socket) -> bool:
 def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_anyone: bool, hint: str) -> None:
     """Raise InvalidRequest if other machines could use this socket without authentication.
 
-    `allows_anyone`: the operator permits that. `hint` tells the operator how to require authentication."""
+    `allows_anyone`: the operator permits use without authentication. `hint` tells the operator how to require
+    authentication."""
     if is_exposed(listener) and not (is_authenticated or allows_anyone):
         host, port = listener.getsockname()[:2]
         listener.close()
@@ -104,9 +105,9 @@ async def serve_until_stopped(
 ) -> None:
     """Serve the application until the process receives SIGTERM or SIGINT.
 
-    `on_ready` is called when the server accepts requests, and `before_stop` after the signal, while it still accepts
-    them. `max_message_bytes` limits the size of a WebSocket message; if it is 0, WebSockets are rejected. `server` is
-    the server that `answer_while_loading` returned."""
+    `on_ready` is called when the server accepts requests, and `before_stop` after the signal, while the server still
+    accepts requests. `max_message_bytes` limits the size of a WebSocket message; if it is 0, WebSockets are rejected.
+    `server` is the server that `answer_while_loading` returned."""
     with _stop_event() as stop:
         if server is None:
             server = HTTPServer(app, max_message_bytes=max_message_bytes)

@@ -262,9 +262,7 @@ class ModelMetrics:
             yield MetricFamily.from_samples(full, help_text, kind, samples)
 
     def _cache_labels(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
-        """Return the labels of the metric `cache_config_info`.
-
-        They have the number of blocks in GPU memory and in host memory."""
+        """Return the labels of the metric `cache_config_info`, such as block size and number of blocks."""
         on_gpu = cache.device != "cpu"
         kept = stats.tiers["host"].capacity if stats.tiers and "host" in stats.tiers else 0
         labels = {
@@ -277,7 +275,7 @@ class ModelMetrics:
         return ",".join([self.labels, *(f'{name}="{value}"' for name, value in labels.items())])
 
     def _labelled_families(self, stats: Stats) -> Iterator[MetricFamily]:
-        """Yield the metrics that have further labels beside the model's name."""
+        """Yield the metrics that have more labels than the model's name."""
         one = self.labels
         if stats.tiers:
             yield from self._tier_families(stats.tiers)

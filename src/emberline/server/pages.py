@@ -16,7 +16,7 @@ class StaticPage:
 def load_pages(index: str = "index.html") -> dict[str, StaticPage]:
     """Return the static files by URL path.
 
-    The file `index` is served at `/`. The other files in web/ and in the folder of `index` are served under
+    The file `index` is served at `/`. All other files in web/ and in the directory of `index` are served under
     /static/.
     """
     index_folder = index.rpartition("/")[0]

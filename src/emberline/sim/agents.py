@@ -45,9 +45,10 @@ class AgentSession:
     encoded_messages: list[msgspec.Raw] = field(default_factory=list)
 
     def next_request(self) -> tuple[bytes, list[int], int]:
-        """Add a user message to the conversation.
+        """Add a user message to the conversation, and return the request for the next reply.
 
-        Return the request's JSON body, the tokens of the prompt, and the number of tokens of the reply."""
+        The request is returned as its JSON body, the tokens of its prompt, and the number of tokens that the reply will
+        have."""
         self.messages.append(
             SimMessage("user", _draw_tokens(self.rng, self._draw_token_count(self.workload.user_tokens)))
         )

@@ -248,7 +248,7 @@ def choose_fewest_requests(dispatcher: Dispatcher, summary: RequestSummary) -> R
 
 
 def _decision_for(dispatcher: Dispatcher, summary: RequestSummary, worker_name: str) -> RoutingDecision:
-    """Return a routing decision for the worker with this name, as the router would make it."""
+    """Return a routing decision for the worker with this name, with the loads that the router estimates."""
     estimate = dispatcher.estimators[summary.model]
     load = RequestLoad(estimate.estimate_prompt_tokens(summary.prompt_bytes), estimate.estimate_output_tokens(summary))
     return RoutingDecision(dispatcher.workers[worker_name], load, RoutingReason.LOAD, 0.0)

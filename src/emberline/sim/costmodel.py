@@ -9,10 +9,11 @@ from emberline.core.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The defaults are those of an H200 with Llama-3.1-8B in bf16, measured in benchmarks/results/h200-engine.json.
+    """A model of the speed of a GPU, by default of an H200 with Llama-3.1-8B in bf16.
 
-    There, a step with one token takes 3.9 ms and a prompt of 8,192 tokens takes 203 ms. The keys and values of one
-    token of context are 128 KiB, which are read at 4.39 TB/s."""
+    The defaults were measured in benchmarks/results/h200-engine.json: a step with one token takes 3.9 ms, and a prompt
+    of 8,192 tokens takes 203 ms. The keys and values of one token of context are 128 KiB, which are read at 4.39 TB/s.
+    """
 
     step: float = 3.9e-3  # seconds to read the weights once, and all other fixed costs of a step
     token: float = 24.8e-6  # seconds to multiply one token with all weights

@@ -1,4 +1,6 @@
-"""PrefixOracle: counts the hits of an unlimited cache that all workers share: the most any policy can reach."""
+"""PrefixOracle: counts the hits of an unlimited cache that all workers share.
+
+No routing policy can reach more hits."""
 
 from __future__ import annotations
 

@@ -97,9 +97,10 @@ class SimWorker:
         return sum(request.max_len - request.num_computed for request in self.engine.scheduler.requests.values())
 
     def _transfer_blocks(self, now: float) -> None:
-        """Read as many blocks from the store as its link could transfer until `now`, and write all waiting blocks.
+        """Simulate the transfers between the worker and the shared store up to the time `now`.
 
-        Writes take no time in the simulation."""
+        As many blocks are read as the link to the store could transfer until then. All waiting blocks are written,
+        because writes take no time in the simulation."""
         if self._tiers is None or self._store is None:
             return
         # An idle link saves up one second of transfers at most.

@@ -1,7 +1,8 @@
 """CostGuardTransformer: adds calls to a chat template that count and limit the work of rendering it.
 
 jinja2 compiles loops, concatenations, outputs, comparisons and slices to plain Python, which its sandbox cannot
-intercept. Each added call, a guard, is a filter with spaces in its name, so that no template can use it by itself."""
+intercept. Each added call (guard) is a jinja2 filter. Its name contains spaces, so that a template's author cannot
+write it."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class CostGuardTransformer(NodeTransformer):
         return _wrap_in_guard(node, "guard size") if isinstance(node.arg, nodes.Slice) else node
 
     def _charge_body(self, node: Body) -> Body:
-        """Add a guard that makes each pass through the body cost as much as the body is long."""
+        """Add a guard that spends budget on each pass through the body, in proportion to the body's length."""
         cost = 0 if isinstance(node, nodes.For) else CALL_COST
         cost += NODE_COST * sum(1 for _ in node.find_all(nodes.Node))
         cost += sum(len(data.data) for data in node.find_all(nodes.TemplateData))

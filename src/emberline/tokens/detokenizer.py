@@ -28,8 +28,8 @@ class Detokenizer:
         """Raises UnsupportedModel if the tokenizer cannot decode single tokens.
 
         `continues_prompt`: the text continues a prompt, so the first space of a SentencePiece model is kept.
-        `shown_special_ids`: special tokens that are part of the text even if `skip_special` is set.
-        `min_tokens`: number of tokens at the start in whose text stop strings are not searched."""
+        `shown_special_ids`: special tokens that are part of the text even if `skip_special` is set. `min_tokens`: the
+        number of first tokens in whose text stop strings are ignored."""
         if tokenizer.alphabet is Alphabet.OPAQUE:
             raise UnsupportedModel("the model's tokenizer cannot decode single tokens, which text generation needs")
         self._token_bytes = tokenizer.token_bytes
@@ -46,7 +46,8 @@ class Detokenizer:
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens and return the text that can be sent now.
 
-        Tokens after a complete stop string are ignored. `len(offsets)` is the number of tokens that were used."""
+        Tokens after a complete stop string are ignored. The attribute `offsets` has one item for each token that was
+        used."""
         if not self._stops:
             return "".join([self._decode_token(i) for i in ids])
         out = []
@@ -76,10 +77,11 @@ class Detokenizer:
         return text
 
     def _hold_stop_prefix(self, text: str) -> str:
-        """Return the text that cannot belong to a stop string, and set `matched_stop` if a stop string is complete.
+        """Return the text that can be sent now, and keep text that may be the start of a stop string.
 
-        If several stop strings match, the one that ends first is used, or the longest of those that end there. So the
-        result does not depend on how the text is split into tokens."""
+        If a stop string is complete, `matched_stop` is set. If several match, the one that ends first is used; of
+        several that end at the same character, the longest. So the result does not depend on how the text is split into
+        tokens."""
         if len(self.offsets) <= self._min_tokens:
             return text
         text = self._held_text + text

@@ -26,7 +26,7 @@ class RenderBudget:
             raise RenderBudgetExceeded("rendering the chat template does too much work or produces too much text")
 
     def spend_nested(self, value: Any) -> None:
-        """Spend the cost of printing or comparing `value`, with all lists and dicts inside it.
+        """Spend the cost of printing or comparing `value`, including all lists and dicts inside it.
 
         A list that occurs twice inside `value` is counted twice."""
         stack = [value]

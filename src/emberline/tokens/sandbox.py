@@ -1,8 +1,9 @@
 """TemplateSandbox: a jinja2 environment in which a malicious template cannot harm the server.
 
 jinja2's own sandbox blocks access to Python's internals but allows endless loops and output. Here each rendering has a
-`RenderBudget`, and every loop pass, call, filter, operator and output first spends a part of it that grows with the
-size of the data. Format widths, powers and recursive loops are rejected, because their cost is not known in advance.
+`RenderBudget`, and every loop pass, call, filter, operator and output first spends an amount of that budget that grows
+with the size of the data. Format widths, powers and recursive loops are rejected, because their cost is not known in
+advance.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return isinstance(obj, (LoopContext, Namespace, Macro)) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Return None, which turns off jinja2's special treatment of str.format: templates may not call it here."""
+        """Return None, so that jinja2 does not wrap str.format in a safe version: templates may not call it."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, arguments = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
@@ -138,7 +139,9 @@ def _tojson(
 
 
 class GenerationTag(Extension):
-    """The template tag {% generation %}, which marks the assistant's text for training. Only its content is used."""
+    """The template tag {% generation %}, which marks the assistant's text for training.
+
+    Its content is rendered; the tag itself is ignored."""
 
     tags = {"generation"}  # noqa: RUF012
 

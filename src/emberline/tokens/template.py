@@ -82,7 +82,9 @@ class ChatTemplate:
         return _render_template(self._template_for(bool(tools)).template, variables)
 
     def extra_variables(self, with_tools: bool) -> frozenset[str]:
-        """Return the names of the variables that the template reads and that a request may set."""
+        """Return the names of the variables that the model's template reads and that a request may set.
+
+        `with_tools`: the request has tools, for which some models have a separate template."""
         return self._template_for(with_tools).extra_variables
 
     def _template_for(self, with_tools: bool) -> _CompiledTemplate:

@@ -73,7 +73,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_first_space else text
 
     def token_bytes(self, id_: int) -> bytes:
-        """Return the bytes that the token adds to a text. An id that only pads the vocabulary has none."""
+        """Return the bytes that the token adds to a text. A padding id, which stands for no token, adds none."""
         data = self._bytes.get(id_)
         if data is None:
             data = self._bytes[id_] = self._decode_token(id_)
@@ -100,7 +100,9 @@ class Tokenizer:
 
 
 def _detect_alphabet(decoder: Any) -> tuple[Alphabet, bool]:
-    """Return the alphabet, and whether decoding removes the space that SentencePiece adds before a text."""
+    """Return how tokens are written as text, and whether decoding removes the first space of a text.
+
+    SentencePiece models add that space when they encode a text."""
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     steps = state.get("decoders", [state])
     kinds = {step.get("type"): step for step in steps}
@@ -116,7 +118,8 @@ def _detect_alphabet(decoder: Any) -> tuple[Alphabet, bool]:
 def _byte_alphabet() -> dict[str, int]:
     """Return the mapping from characters to bytes that GPT-2's tokenizer uses.
 
-    A printable Latin-1 character is mapped to its own byte. The remaining bytes have the characters from U+0100 on."""
+    A printable Latin-1 character is mapped to its own byte. The other bytes are represented by the characters from
+    U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -40,7 +40,9 @@ class OTLPSpanExporter:
     def __init__(
         self, pool: HTTPConnectionPool, config: TraceConfig, resource: Attributes, clock: Clock, wall_clock: Clock
     ) -> None:
-        """`resource` has the attributes of this process. `clock` is the clock of the spans, `wall_clock` Unix time."""
+        """`resource`: the attributes of this process. `clock`: the clock that spans use.
+
+        `wall_clock` returns Unix time."""
         self._pool = pool
         parts = urlsplit(config.collector_url)
         self._origin, self._path = f"{parts.scheme}://{parts.netloc}", parts.path + (parts.query and f"?{parts.query}")

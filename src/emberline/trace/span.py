@@ -1,4 +1,4 @@
-"""Span: an OpenTelemetry span, which is a piece of work on a request with start time, end time and attributes.
+"""Span: an OpenTelemetry span: one operation of a request, with start, end and attributes.
 
 Spans are exported in the JSON format of OTLP, in which integers are strings and ids are hexadecimal.
 """
@@ -39,7 +39,9 @@ class SpanSink(Protocol):
 
 
 class Span:
-    """A span with times of `clock`. A span of a trace that is not sampled only carries the trace's ids."""
+    """A span whose times come from `clock`.
+
+    If its trace is not sampled, it is not exported and only carries the ids to pass on."""
 
     __slots__ = (
         "_clock",
@@ -92,7 +94,7 @@ class Span:
 
     @property
     def size_bytes(self) -> int:
-        """The total length of the text attributes, as an estimate of the span's memory."""
+        """An estimate of the span's memory: the total length of its text attributes."""
         return sum(len(value) for value in self.attributes.values() if isinstance(value, str))
 
     def to_otlp(self, epoch: float) -> dict[str, Any]:

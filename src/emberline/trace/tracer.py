@@ -9,7 +9,9 @@ from emberline.trace.span import Span, SpanKind, SpanSink
 
 class Tracer:
     def __init__(self, sink: SpanSink, clock: Clock, sample_rate: float = 1.0) -> None:
-        """`sample_rate`: share of new traces that are recorded. A trace that the client started has its own flag."""
+        """`sample_rate`: share of new traces that are recorded.
+
+        For a trace that the client started, the flag in the client's traceparent header decides."""
         self._spans = sink
         self._clock = clock
         self._share = sample_rate

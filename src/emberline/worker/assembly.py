@@ -1,4 +1,4 @@
-"""Creates the ASGI application of a server process from the files of its models and the running engine."""
+"""Creates the ASGI application of a server process from the model files and the running engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("emberline.server")
 
 @dataclass(frozen=True, slots=True)
 class PreloadedParts:
-    """The parts of the application that are loaded while the engine starts, because they do not need it."""
+    """The tokenizers, chat templates and embedding model, which are loaded while the engine starts."""
 
     models: dict[str, ModelTextFiles]
     embedding_model: EmbeddingModel | None
@@ -107,8 +107,8 @@ def assemble_server(
 def _open_response_store(config: ServerConfig) -> ResponseStore | None:
     """Return the store for responses, or None if responses are not stored.
 
-    With `auto` a server uses a temporary file. A worker behind a router stores none, because the router may send the
-    next request of the conversation to a different worker.
+    With the setting `auto`, a server on its own uses a temporary file. A worker behind a router stores no responses,
+    because the router may send the next request of the conversation to a different worker.
     """
     if config.response_store == "none" or (config.response_store == "auto" and config.worker is not None):
         return None

@@ -1,4 +1,4 @@
-"""BlockEventStream: tells a router which KV blocks this worker's caches hold, as a stream of JSON lines."""
+"""BlockEventStream: streams to a router which KV blocks this worker's caches hold, as JSON lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class BlockEventStream:
         self._engine = engine
 
     async def handle(self, exchange: Exchange) -> None:
-        """Stream batches of block events without end.
+        """Stream batches of block events until the router disconnects or the engine stops.
 
-        The stream starts after the batch with the number `since` of the query, if the worker still has the batches
-        after it and `incarnation` is this run of the worker's process.
+        If the query's `incarnation` is this run of the worker's process and the worker still has all batches after the
+        number `since`, the stream starts after that batch. Otherwise it starts with a snapshot of all blocks.
         """
         query = {name: values[-1] for name, values in parse_qs(exchange.query).items()}
         since = query.get("since", "0")

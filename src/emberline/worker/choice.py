@@ -92,7 +92,9 @@ class Choice:
         return self._process_in_full(output, text, self.in_reasoning)
 
     def echo_prompt(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
-        """Return a delta with the prompt's text. `logprobs` are those of the prompt's tokens after the first."""
+        """Return a delta with the prompt's text, which is sent before the reply.
+
+        `logprobs`: the log-probabilities of all prompt tokens except the first."""
         text = self._tokenizer.decode(ids, skip_special=False)
         if logprobs is None:
             return PromptDelta(self.index, text)
@@ -157,7 +159,7 @@ class Choice:
         return [*deltas, Finish(reason, stop, self.index, token, is_requested and token is not None)]
 
     def _attach_token_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Attach the log-probabilities that wait for their text to the first delta with text."""
+        """Attach the log-probabilities of tokens whose text was not complete before to the first text delta."""
         out: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, TextDelta | ReasoningDelta) and self._infos:

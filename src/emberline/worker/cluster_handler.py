@@ -34,7 +34,7 @@ MAX_FORWARD_OVERHEAD_BYTES = 8 << 20  # of a forwarded request beside the client
 
 
 class ForwardedRequest(msgspec.Struct):
-    """A client's request as a router forwards it, with the part of the reply that exists already."""
+    """A client's request as a router forwards it, with the output that other workers have generated."""
 
     path: str
     body: msgspec.Raw
@@ -57,7 +57,7 @@ class ForwardedRequest(msgspec.Struct):
 
 class ClusterHandler:
     def __init__(self, handler: GenerationHandler, max_body: int, has_api_keys: bool = False) -> None:
-        """`max_body`: bytes of a client's body. `has_api_keys`: clients of this server need an API key."""
+        """`max_body`: size limit of a client's body in bytes. `has_api_keys`: clients need an API key."""
         self._handler = handler
         self._has_api_keys = has_api_keys
         self._max_body = max_body
@@ -75,7 +75,7 @@ class ClusterHandler:
         await self._handler.handle(exchange, forwarded.path, body, context)
 
     async def prefill(self, exchange: Exchange) -> None:
-        """Compute a prompt for a different worker, and stream JSON lines about it.
+        """Compute a prompt for a different worker, and reply with a stream of JSON lines.
 
         The first line has the ticket with which that worker reads the prompt's KV blocks, the last line the result or
         an error.

@@ -46,7 +46,7 @@ class DeltaGroup:
 
     @property
     def token_group(self) -> TokenGroup:
-        """The tokens and the finish reason of the output, in the form that moves to a different worker."""
+        """The output's tokens and finish reason, in the form in which routers pass them between workers."""
         if self.output is None:
             return TokenGroup(0, ())
         finish = self.output.finish.value if self.output.finish is not None else ""
@@ -98,7 +98,7 @@ class Generation:
             metrics.record_request(len(prompt.token_ids), self._params.n, self._params.max_tokens)
 
     def _describe_last_block(self) -> str:
-        """Return the hash and the number of the first prompt's last full KV block, separated by a space."""
+        """Return the last full KV block of the first prompt: its hash and its number, separated by a space."""
         info = self._engine.model_info[self._model]
         root = root_hash(info.layout, self._common.cache_salt)
         end = last_full_block(root, self._prompts[0].token_ids, info.block_size)
@@ -113,7 +113,7 @@ class Generation:
         return DeltaGroup([self._usage()])
 
     def _usage(self) -> UsageUpdate:
-        """Return the number of tokens of the prompts, and of all choices until now."""
+        """Return the token counts so far: of the prompts, and of the output of all choices."""
         input, cached = self._num_prompt_tokens, self._cached_tokens
         output, reasoning = self._count_tokens()
         return UsageUpdate(Usage(input=input, cached_read=cached, output=output, reasoning=reasoning))
@@ -122,7 +122,8 @@ class Generation:
         """Compute the KV blocks of the prompt and of resumed tokens, for a different worker.
 
         Yield the outputs of the engine: the next token, and the ticket with which that worker reads the KV blocks. With
-        a reasoning budget only the prompt is computed, as the tokens after it may belong to two engine requests.
+        a reasoning budget only the blocks of the prompt are computed, as the resumed tokens may come from two engine
+        requests.
         """
         prompt = self._prompts[0]
         resumed = self._resumed.tokens_of([0]) if prompt.budget is None else ()
@@ -159,12 +160,15 @@ class Generation:
     # -- from engine outputs to deltas ---------------------------------------------------------------------------------
 
     def _replay_start(self) -> DeltaGroup:
-        """Return the start of the reply, if a different worker has sent the start and nothing else to the client."""
+        """Return the start of the reply as replayed.
+
+        This is for a stream of which a different worker has sent only the start to the client.
+        """
         self._has_started = True
         return DeltaGroup([ReplyStart(self._num_prompt_tokens, self._cached_tokens)], is_replayed=True)
 
     def _process_output(self, prompt: PreparedPrompt, output: Output, is_replayed: bool = False) -> DeltaGroup | None:
-        """Return the deltas of an engine output; None if a stop string had already ended its choice."""
+        """Return the deltas of an engine output, or None if its choice had already ended with a stop string."""
         choice = self._choices[prompt.first_choice + output.index]
         group = DeltaGroup([], is_replayed)
         if self._phase_spans is not None and not is_replayed:
@@ -245,7 +249,8 @@ class Generation:
     async def _compute_logprobs(self, top: int) -> None:
         """Compute the log-probabilities of the resumed tokens, which the handoff does not include.
 
-        They are computed as those of a prompt. `top` is the number of likely tokens for each position.
+        The engine computes them like prompt log-probabilities. `top`: the number of most likely tokens for each
+        position.
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
         for index, tokens in self._resumed:
@@ -315,12 +320,12 @@ class Generation:
     async def _budgeted_outputs(
         self, prompt: PreparedPrompt, budget: ReasoningBudget
     ) -> AsyncGenerator[tuple[Output, bool], None]:
-        """Yield engine outputs, each with whether it is replayed. When the budget is spent, close the reasoning.
+        """Yield pairs (engine output, whether it is replayed), and end the reasoning at the budget.
 
-        The marker that closes the reasoning is yielded as if the model had written it. Then a second engine request
-        generates the answer, with the tokens and the time that are left. It is submitted in the same step of the event
-        loop, so that no other request can take the place of the first. The caller must process each output before it
-        asks for the next.
+        To end it, the marker that closes the reasoning is yielded as if the model had written it. Then a second engine
+        request generates the answer, with the remaining tokens and time. It is submitted without giving control to the
+        event loop, so that no other request can take the first one's place. The caller must process each output before
+        it asks for the next.
         """
         params, choice = self._params, self._choices[0]
         tokens, timing = list[int](), None
@@ -353,18 +358,18 @@ class Generation:
                 yield output, is_replayed
 
     def _output_or_replay(self, output: Output) -> tuple[Output, bool]:
-        """Return the output, which does not come from the engine, and False.
+        """Return the replayed output and True if a different worker has already sent this output.
 
-        If a different worker has already sent this output, return the replayed output and True.
+        Otherwise return `output`, which the server and not the engine created, and False.
         """
         return (self._resumed.next_output()[1], True) if self._resumed else (output, False)
 
     async def _request_outputs(
         self, prompt: PreparedPrompt, ids: list[int], params: SamplingParams
     ) -> AsyncGenerator[tuple[Output, bool], None]:
-        """Yield the outputs of one engine request, each with whether it is replayed.
+        """Yield the outputs of one engine request, as pairs of an output and whether it is replayed.
 
-        The outputs that a different worker has sent come first.
+        The outputs that a different worker has already sent come first.
         """
         choice, tokens = self._choices[0], list[int]()
         while self._resumed and not choice.is_finished:

@@ -123,8 +123,8 @@ async def _send_stream(
 ) -> None:
     """Send the reply as a stream of events, with one write for each group of deltas.
 
-    The status is sent with the first group. So an error before the first group gets an error status. Replayed groups
-    are given to the writer, to restore its state, and are not sent.
+    The status is sent with the first group. So an error before the first group gets an error status. Replayed groups,
+    which the client already has, are passed to the writer to restore its state, but are not sent.
     """
     async with aclosing(groups):
         try:

@@ -48,7 +48,8 @@ class Generator:
     def find_ignored_fields(self, call: Call) -> list[str]:
         """Return the names of request fields that have no effect on this model.
 
-        Raises InvalidRequest if such a field would have changed the meaning of the reply.
+        Raises InvalidRequest for a field that may not be ignored, because the reply would mean something else without
+        it.
         """
         return self.prompt_builder.find_ignored_fields(call) if isinstance(call, ChatCall) else []
 
@@ -74,7 +75,7 @@ class Generator:
         if len(prompts) > 1 or call.params.n > 1 or prompts[0].echo:
             given = f"{len(prompts)} prompts, n={call.params.n}, echo={prompts[0].echo}"
             raise InvalidRequest(
-                f"a request for a prefill alone must have one prompt, n=1 and no echo; got {given}", param="n"
+                f"a prefill-only request must have one prompt, n=1 and no echo; got {given}", param="n"
             )
         generation = self._start_generation(prompts, call, context)
         try:

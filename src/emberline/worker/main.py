@@ -123,7 +123,8 @@ async def _run_in_thread(work: Callable[[], T]) -> T:
 def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig:
     """Raise InvalidRequest if other machines could use the server without a key.
 
-    Return the config. A worker without API keys that other machines can reach accepts only the cluster key.
+    Return the config to use. If other machines can reach a worker that has no API keys, that config accepts only
+    requests with the cluster key.
     """
     cluster_key = config.cluster_key if config.worker is not None else None
     hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")

@@ -1,7 +1,7 @@
 """PhaseSpans: records the phases of a request as trace spans: queue, prefill, pull of KV blocks, decode.
 
-The spans are recorded when the request has ended. Their times are those of the first choice. The numbers of tokens in
-the request's own span cover all choices.
+The spans are recorded when the request has ended. Their times are those of the first choice. The token counts in the
+span of the whole request cover all choices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PhaseSpans:
         span.attributes |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompt_lengths)}
 
     def record_output(self, index: int, output: Output) -> None:
-        """Add an engine output of the choice `index`, which counts over all prompts of the request."""
+        """Add an engine output of a choice. `index` numbers the choices of all prompts of the request."""
         self._all_generated += len(output.tokens)
         if index:
             self._all_cached += 0 if output.index else output.cached_tokens

@@ -53,7 +53,7 @@ class PromptBuilder:
         """Return the prompt's text as `render` does. A long prompt is rendered in a thread, off the event loop."""
         if len(call.messages) > self.max_context:
             raise ContextLengthExceeded(
-                f"messages has {len(call.messages)} items; the model's context holds {self.max_context} tokens",
+                f"messages has {len(call.messages)} items, but the model's context has only {self.max_context} tokens",
                 param="messages",
                 hint="send fewer messages",
             )
@@ -97,7 +97,8 @@ class PromptBuilder:
     def find_ignored_fields(self, call: ChatCall) -> list[str]:
         """Return the names of request fields that have no effect on this model.
 
-        Raises InvalidRequest if such a field would have changed the meaning of the reply.
+        Raises InvalidRequest for a field that may not be ignored, because the reply would mean something else without
+        it.
         """
         if self._template is None:
             return []
@@ -129,14 +130,14 @@ class PromptBuilder:
         return [self.tokenizer.token_text(i) for i in ids]
 
     def truncate(self, ids: list[int], call: GenerationCall) -> list[int]:
-        """Return the prompt cut to the length that the request's field truncate_prompt_tokens asks for."""
+        """Return the prompt shortened to the request's `truncate_prompt_tokens`, if that field is set."""
         if call.truncate_prompt_tokens is None:
             return ids
         num_kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
         return ids[:num_kept] if call.keeps_first_tokens or not num_kept else ids[-num_kept:]
 
     def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
-        """Return the call's sampling parameters with its bad words, which become sequences of token ids.
+        """Return the call's sampling parameters, with its bad words converted to sequences of token ids.
 
         Each word is added with and without a leading space. Raises InvalidRequest if `allowed_token_ids` has an id
         outside the vocabulary.
@@ -251,7 +252,8 @@ class CallPreparer:
     ) -> SamplingParams:
         """Return the sampling parameters with a grammar for the response format and the tools.
 
-        `opens_reasoning`, `closes_reasoning`: whether the prompt ends within reasoning, or right after it.
+        `opens_reasoning`: the prompt ends inside a reasoning part. `closes_reasoning`: the prompt ends with the end of
+        a reasoning part.
         """
         special = self._special_marker_ids(style)
         grammar: GrammarSpec | None = call.params.grammar
@@ -276,7 +278,7 @@ class CallPreparer:
         return replace(call.params, grammar=grammar)
 
     def _special_marker_ids(self, style: ToolStyle | None) -> dict[str, int]:
-        """Return the token ids of the markers around tool calls and reasoning that are special tokens."""
+        """Return the special tokens that mark tool calls and reasoning: their ids by marker text."""
         tokenizer = self._prompt_builder.tokenizer
         markers = (*(style.markers if style else ()), *(self._reasoning.markers if self._reasoning else ()))
         ids = {marker: tokenizer.token_id(marker) for marker in markers}
@@ -320,9 +322,9 @@ def _append_end_marker(last: dict[str, Any], marker: str) -> dict[str, Any]:
 
 
 def _cut_at_end_marker(text: str, marker: str) -> str:
-    """Return the rendered text before the marker: without what the template adds after the last message.
+    """Return the rendered text before the marker, which ends the last message.
 
-    Raises InvalidRequest if the text does not contain the marker.
+    What the template adds after that message is dropped. Raises InvalidRequest if the text does not contain the marker.
     """
     at = text.rfind(marker)
     if at < 0:
@@ -335,9 +337,9 @@ def _cut_at_end_marker(text: str, marker: str) -> str:
 
 
 def _make_tool_call_ids(reply_id: str, index: int) -> Callable[[], str]:
-    """Return a function that returns the next tool call id.
+    """Return a function that creates a new tool call id each time that it is called.
 
-    The ids depend only on the reply's id and the choice, so that a different worker creates the same ids.
+    The ids depend only on the reply's id and the index of the choice, so that a different worker creates the same ids.
     """
     numbers = count()
     return lambda: sha256(f"{reply_id}/{index}/{next(numbers)}".encode()).hexdigest()[:24]

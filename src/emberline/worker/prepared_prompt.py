@@ -13,7 +13,7 @@ from emberline.worker.choice import Choice
 
 @dataclass(frozen=True, slots=True)
 class ReasoningBudget:
-    """The number of reasoning tokens after which the server ends the reasoning, and the parameters for the answer."""
+    """The limit of reasoning tokens, after which the server ends the reasoning and the answer begins."""
 
     max_tokens: int
     closing_tokens: list[int]  # tokens of the marker that ends the reasoning
@@ -22,8 +22,8 @@ class ReasoningBudget:
     def is_spent(self, choice: Choice, tokens: list[int]) -> bool:
         """Return whether the choice has reached the limit within its reasoning. `tokens` is its output.
 
-        The reasoning may have ended with the last tokens although the choice does not know it yet, because the
-        detokenizer holds text back that may begin a stop string. So the last tokens are compared with the marker.
+        The last tokens are compared with the marker that ends the reasoning. The choice itself may not have seen the
+        marker yet, because the detokenizer keeps text that may be the start of a stop string.
         """
         is_closed = tokens[-len(self.closing_tokens) :] == self.closing_tokens
         return choice.in_reasoning and choice.reasoning_tokens >= self.max_tokens and not is_closed

@@ -1,7 +1,7 @@
-"""RequestContext: what the server knows about a request beside its body: reply id, creation time, seed, tenant.
+"""RequestContext: the reply id, creation time, seed and tenant of a request. Its body has none of these.
 
 A router sends these values, so that they stay the same when a different worker continues the reply. In that case the
-router also sends a handoff with the output of the first worker.
+router also sends a handoff with the output that was generated so far.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class StoredResponse:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The conversation as a list of items, including this response. The next request continues it."""
+        """The conversation up to and including this response, as a list of items for the next request."""
         return [*self.input, *self.body["output"]]
 
 

@@ -36,7 +36,9 @@ class ResumedOutput:
         return iter(self._tokens.items())
 
     def tokens_of(self, choices: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each of these choices, for Submission.resumed; () if none of them has tokens."""
+        """Return the tokens of each choice in `choices` (indexes), or () if none of them has tokens.
+
+        The result is the value of Submission.resumed."""
         tokens = tuple(tuple(self._tokens.get(index, ())) for index in choices)
         return tokens if any(tokens) else ()
 
@@ -45,7 +47,9 @@ class ResumedOutput:
         self._logprobs[index] = iter(logprobs)
 
     def next_output(self) -> tuple[int, Output]:
-        """Return the index of a choice and its next output to replay, in the form of an engine output."""
+        """Return the index of a choice and the next output of that choice to replay.
+
+        The output has the form of an engine output."""
         group = self._remaining.popleft()
         logprobs = list(islice(self._logprobs.get(group.index, iter(())), len(group.tokens)))
         finish = FinishReason(group.finish) if group.finish else None

@@ -6,7 +6,10 @@ from emberline.core.events import Timing
 
 
 def server_timing_header(timing: Timing | None) -> dict[str, str]:
-    """Return the header. If a different worker computed the prompt, it has that prefill's time and the pull's."""
+    """Return the Server-Timing header, or {} if the times are unknown.
+
+    If a different worker computed the prompt, the header has the time of that prefill, and the time to fetch its KV
+    blocks."""
     if timing is None or timing.queue is None or timing.prefill is None:
         return {}
     phases = {"queue": timing.queue, "prefill": timing.prefill}

@@ -50,9 +50,10 @@ class StoredResponses:
         return self._store is not None
 
     async def expand_request(self, body: bytes, tenant: str) -> tuple[bytes, ResponseSaver | None]:
-        """Return the body with the earlier conversation, and a ResponseSaver if the response is to be stored.
+        """Return the body with the earlier conversation put before its input, and a ResponseSaver.
 
-        Raises NotFound if previous_response_id is unknown, and InvalidRequest if this server stores no responses.
+        Return None instead of a ResponseSaver if the response is not to be stored. Raises NotFound if
+        previous_response_id is unknown, and InvalidRequest if this server stores no responses.
         """
         fields = await offload.run_by_size(len(body), read_storage_fields, body)
         if fields is None:
@@ -121,7 +122,9 @@ def read_storage_fields(body: bytes) -> StorageFields | None:
 
 
 def prepend_conversation(body: bytes, earlier_items: list[dict[str, Any]], input_items: bytes) -> tuple[bytes, bytes]:
-    """Return the body with the `earlier_items` put before its input, and the whole conversation as JSON."""
+    """Put `earlier_items` before the input of a request. Return the new body and the whole conversation.
+
+    Both are JSON."""
     items = msgspec.json.encode([*earlier_items, *_ITEMS.decode(input_items)])
     return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
 

@@ -86,7 +86,9 @@ class WorkerReporter:
         )
 
     def update_peers(self, peers: dict[str, list[dict[str, Any]]]) -> None:
-        """Tell the engine which peers are new or gone. `peers` has the peers by model, as the router sends them."""
+        """Tell the engine which peers are new and which are gone.
+
+        `peers` lists the current peers by model, as the router sent them."""
         if self._peers is None:
             self._awaited_peers = {str(peer.get("incarnation")) for listed in peers.values() for peer in listed}
             self._pairing_deadline = self._engine.now() + PAIRING_TIMEOUT_S
@@ -98,9 +100,10 @@ class WorkerReporter:
         self._peers = peers
 
     def _is_paired(self) -> bool:
-        """Return whether the engine is connected to its first peers, has rejected them, or a time limit has passed.
+        """Return whether the worker has finished connecting to its first peers.
 
-        Once true, the answer stays true.
+        It has finished when each of them is connected or was rejected, or a time limit has passed. After that, the
+        result stays True.
         """
         for pair in self._engine.pairing_states.values():
             self._awaited_peers -= {*pair.paired, *pair.refused}

@@ -67,9 +67,10 @@ class Dispatcher(WorkerRegistry):
         )
 
     def describe_numerics_difference(self, model: str, origin_worker: Worker) -> str:
-        """Return why no ready worker can continue a stream of `origin_worker`: the difference in numerics (dtype etc.).
+        """Return the difference in numerics (dtype etc.) that keeps a stream from moving to any other worker.
 
-        Return "" if one ready worker has the same numerics, or if no other worker is ready."""
+        `origin_worker`: the worker that began the stream. Return "" if a ready worker has the same numerics as
+        `origin_worker`, or if no other worker is ready."""
         now, others = self._clock.now(), (w for w in self.workers.values() if w.id != origin_worker.id)
         ready = [w for w in others if w.accepts_requests_for(model, now) and w.dialect == "native"]
         differences = [
@@ -78,7 +79,7 @@ class Dispatcher(WorkerRegistry):
         return differences[0] if differences and all(differences) else ""
 
     def reuse_decision_if_available(self, decision: RoutingDecision) -> RoutingDecision | None:
-        """Return the decision unchanged if its worker is ready or draining, else None."""
+        """Return the same decision again if its worker is ready or draining, else None."""
         worker = decision.worker
         is_available = self.workers.get(worker.name) is worker and self.health(worker) in (
             WorkerHealth.READY,
@@ -89,10 +90,11 @@ class Dispatcher(WorkerRegistry):
     def choose_handover_source(
         self, summary: RequestSummary, output_token_count: int, answer_decision: RoutingDecision, origin_worker: Worker
     ) -> RoutingDecision | None:
-        """Return a decision to fetch a moved stream's KV blocks from the worker that it leaves, `origin_worker`.
+        """Return the decision that a stream's new worker fetches its KV blocks from its previous worker.
 
-        Return None if the blocks cannot be fetched, or if they are so few that computing them again is as fast.
-        `output_token_count`: tokens that the stream has generated."""
+        `origin_worker`: the previous worker, which the decision names. `answer_decision`: the decision for the new
+        worker. `output_token_count`: tokens that the stream has generated. Return None if the blocks cannot be fetched,
+        or if they are so few that fetching them saves no time."""
         is_worthwhile = (
             summary.is_single_sequence
             and answer_decision.load.prefill_tokens + output_token_count >= MIN_HANDOVER_TOKENS
@@ -154,7 +156,9 @@ class Dispatcher(WorkerRegistry):
 
     @contextmanager
     def open_attempt(self, summary: RequestSummary, decision: RoutingDecision) -> Iterator[WorkerAttempt]:
-        """Add an attempt to its worker's load and to the metrics, and remove it from the load when the block ends."""
+        """Open an attempt at a worker for the duration of a `with` statement.
+
+        The attempt counts in the worker's load until the statement ends, and is recorded in the metrics."""
         worker, now = decision.worker, self._clock.now()
         attempt = WorkerAttempt(next(self._attempt_ids), summary, decision, now, now)
         worker.add_request(attempt.id, decision.load, now)
@@ -174,7 +178,7 @@ class Dispatcher(WorkerRegistry):
         attempt.decision.worker.record_generated_tokens(attempt.id, event_count)
 
     def record_prompt_end(self, attempt: WorkerAttempt, last_block: BlockPosition) -> None:
-        """Record which KV block is the last one of the prompt. The worker has reported it."""
+        """Record which KV block is the last one of the prompt, as the worker has reported."""
         attempt.prompt_end = last_block
         if self.kv_index is not None:
             self.kv_index.record_prompt_end(attempt.summary.prefixes, last_block)

@@ -83,9 +83,9 @@ class ForeignWorkerPoller:
             return
         self._logged_problems[server] = problem
         if problem:
-            log.warning("Foreign server not used: kind=%s url=%s reason=%s", server.dialect, server.url, problem)
+            log.warning("Server not used as a worker: kind=%s url=%s reason=%s", server.dialect, server.url, problem)
         else:
-            log.info("foreign server used again: kind=%s url=%s", server.dialect, server.url)
+            log.info("Server used as a worker again: kind=%s url=%s", server.dialect, server.url)
 
     async def _poll_server(self, server: ForeignWorkerConfig) -> str:
         """Check a server's health, and register the server or record a heartbeat.
@@ -118,9 +118,10 @@ class ForeignWorkerPoller:
         return ""
 
     def _incarnations_of_prefill_servers(self, registration: WorkerRegistration) -> tuple[str, ...]:
-        """Return the incarnations of all prefill servers of the same kind.
+        """Return the incarnations (ids of one run) of all prefill servers of the same kind as `registration`.
 
-        vLLM and SGLang servers connect to each other by themselves, so the router treats all of them as paired."""
+        vLLM and SGLang servers connect to each other by themselves, so the router treats each of them as connected to
+        all prefill servers."""
         others = (
             other
             for other in self._registrations.values()

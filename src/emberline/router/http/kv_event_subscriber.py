@@ -101,8 +101,8 @@ class KVEventSubscriber:
                         return
 
     def _apply_batch(self, worker: Worker, batch: BlockBatch) -> bool:
-        """Apply a batch of KV events, and return whether to keep reading.
+        """Apply a batch of KV events, and return whether to keep reading from this connection.
 
-        Return False if a batch is missing. The caller then reads a snapshot of all blocks of the worker."""
+        Return False if an earlier batch is missing. The caller then reads a snapshot of all blocks of the worker."""
         state = self._index.apply_batch(worker.id, batch)
         return state is KVIndexState.EXACT or batch.part + 1 < batch.parts or not batch.seq + batch.parts

@@ -45,7 +45,7 @@ async def run_router(config: RouterConfig) -> None:
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
 
         def log_ready() -> None:
-            log.info("router ready: url=http://%s:%d", config.host, port)
+            log.info("Router ready: url=http://%s:%d", config.host, port)
             if config.cluster_key is None:
                 log.warning(
                     "No cluster key is set, workers can register and be drained from this machine only"

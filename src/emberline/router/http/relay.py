@@ -70,7 +70,7 @@ class Relay(ReplyRelay):
             routed.end_trace()
 
     async def _run_to_end(self, routed: RoutedRequest) -> None:
-        """Answer the request, and move it to the terminal state for the way in which it ended."""
+        """Answer the request, then set its final state: done, abandoned, timed out etc."""
         x, ending = routed.exchange, RequestEvent.EXCEPTION_RAISED
         try:
             async with asyncio.timeout(None) as routed.output_timeout:
@@ -134,7 +134,9 @@ class Relay(ReplyRelay):
         )
 
     async def _try_workers(self, routed: RoutedRequest) -> RequestEvent:
-        """Try one worker after another, and return how that ended: REPLY_COMPLETED or GAVE_UP."""
+        """Send the request to one worker after another until one completes the reply.
+
+        Return REPLY_COMPLETED, or GAVE_UP if no worker is left to try."""
         while (decision := self._choose_next_worker(routed) or await self._wait_for_worker(routed)) is not None:
             routed.handle_event(RequestEvent.WORKER_CHOSEN)
             routed.exchange.log_fields["worker"] = decision.worker.name
@@ -142,7 +144,7 @@ class Relay(ReplyRelay):
             if failure is None:
                 return RequestEvent.REPLY_COMPLETED
             log.info(
-                "attempt failed: path=%s worker=%s reason=%s",
+                "Attempt failed: path=%s worker=%s reason=%s",
                 routed.exchange.path,
                 decision.worker.name,
                 failure.reason,
@@ -152,9 +154,10 @@ class Relay(ReplyRelay):
         return RequestEvent.GAVE_UP
 
     def _choose_next_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
-        """Return the next worker to try, or None if no worker is available or the limit of attempts is reached.
+        """Return the next worker to try.
 
-        Raises the error for the client if no worker may serve the request at all, for example for an unknown model."""
+        Return None if no worker is available or the limit of attempts is reached. Raises the error to send to the
+        client if no worker could ever serve the request, for example if its model is unknown."""
         try:
             if routed.may_try_another_worker:
                 excluded = routed.tried_worker_ids
@@ -185,8 +188,8 @@ class Relay(ReplyRelay):
     async def _wait_for_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
         """Wait up to `migration_wait` seconds until a worker is available, and return it.
 
-        Return None if the request may not wait or no worker becomes available. A worker that was tried before may be
-        chosen again."""
+        Return None if the request may not wait or no worker becomes available. The worker may be one that was already
+        tried."""
         self._waiting_requests += 1
         try:
             while self._waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
@@ -223,7 +226,7 @@ class Relay(ReplyRelay):
                 async with attempt.open_reply(self._client, url, request) as reply:
                     return await self._relay_reply(routed, reply, attempt, is_resume=request.target == RESUME_PATH)
             except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable) as e:
-                log.debug("attempt failed: worker=%s error=%s", decision.worker.name, e)
+                log.debug("Attempt failed: worker=%s error=%s", decision.worker.name, e)
                 if attempt.abort_reason in ("drained", "prefill"):  # the worker itself is healthy
                     attempt.outcome = "moved" if attempt.abort_reason == "drained" else "refused"
                     return AttemptFailure(attempt.abort_reason)
@@ -239,7 +242,7 @@ class Relay(ReplyRelay):
         """Let a prefill worker compute the prompt if that is worthwhile, and wait for the ticket for its KV blocks.
 
         If the prefill worker rejects the request as invalid, its reply is passed to the client. Return a failure if the
-        attempt cannot continue without a prefill worker and there is none."""
+        answering worker cannot compute the prompt itself and no prefill worker is available."""
         worker = attempt.decision.worker
         dialect = routed.dialect_for(worker)
         is_required = worker.role == "decode" and not dialect.decode_worker_can_prefill
@@ -288,7 +291,7 @@ class Relay(ReplyRelay):
         if failure is None:
             assert routed.no_worker_error is not None
             raise routed.no_worker_error
-        log.info("request abandoned: path=%s attempts=%d reason=%s", x.path, routed.total_attempts, failure.reason)
+        log.info("Request abandoned: path=%s attempts=%d reason=%s", x.path, routed.total_attempts, failure.reason)
         if routed.is_suspect and routed.summary.digest:
             self._suspects.add(routed.summary.digest, self._now())
         if routed.has_reply_started:
@@ -338,7 +341,8 @@ class Relay(ReplyRelay):
 def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUnavailable:
     if routed.is_suspect:
         message = (
-            f"{routed.crash_count} workers failed while serving this request, and no other worker may be risked for it"
+            f"{routed.crash_count} workers failed while serving this request, "
+            "and too few healthy workers are left to try it again"
         )
         return EngineUnavailable(message, hint=RETRY_HINT)
     attempts = "1 attempt" if routed.total_attempts == 1 else f"{routed.total_attempts} attempts"

@@ -71,7 +71,9 @@ class RemotePrefill:
         self._dependent_attempt = attempt
 
     async def wait_for_ticket(self, timeout_s: float) -> PrefillRefusal | None:
-        """Wait for the ticket, or until the prefill fails. Return the prefill worker's reply if it is a rejection."""
+        """Wait until the ticket arrives, the prefill fails or `timeout_s` has passed.
+
+        Return the prefill worker's error reply if it rejected the request as invalid, else None."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._ticket_or_refusal)
@@ -81,7 +83,7 @@ class RemotePrefill:
             return None
 
     def cancel_after_grace_period(self) -> None:
-        """Cancel the prefill after `FINISH_GRACE_S`, unless it ends before. No attempt needs it any longer."""
+        """Cancel the prefill, which no attempt needs any longer, unless it ends within `FINISH_GRACE_S`."""
         if not self.is_released:
             self.is_released = True
             asyncio.get_running_loop().call_later(FINISH_GRACE_S, self._task.cancel)
@@ -107,7 +109,7 @@ class RemotePrefill:
             except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable, TimeoutError) as e:
                 attempt.outcome = "failed"
                 self.failure = attempt.abort_reason or ("unreached" if isinstance(e, UpstreamUnreachable) else "broken")
-                log.info("prefill failed: worker=%s reason=%s error=%s", self.worker.name, self.failure, e)
+                log.info("Prefill failed: worker=%s reason=%s error=%s", self.worker.name, self.failure, e)
             finally:
                 self._dispatcher.metrics.prefills[self.failure or ending] += 1
                 self.may_have_crashed_worker = self.failure in CRASH_REASONS
@@ -138,7 +140,7 @@ class RemotePrefill:
             raise UpstreamBroken("the prefill worker's reply ended without its final message")
 
     def _apply_messages(self, messages: Iterable[PrefillMessage]) -> bool:
-        """Apply messages of the reply and return whether the prefill is complete."""
+        """Process messages of the prefill worker's reply, and return whether the prefill is complete."""
         for message in messages:
             self._dispatcher.record_activity(self.attempt)
             if message.error is not None:

@@ -25,7 +25,7 @@ HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate"
 
 
 class ReplyRelay:
-    """The base class of Relay with the code that passes replies to the client."""
+    """The base class of Relay. Its methods pass a worker's reply to the client."""
 
     def __init__(self, dispatcher: Dispatcher, config: RouterConfig) -> None:
         self._dispatcher = dispatcher
@@ -33,9 +33,10 @@ class ReplyRelay:
         self._metrics = dispatcher.metrics
 
     def _extend_output_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
-        """Move the deadline for the next output to `token_timeout` from now, but not beyond the request's own.
+        """Move the deadline for the next output to `token_timeout` from now.
 
-        Calls within `DEADLINE_EXTENSION_INTERVAL_S` have no effect, unless `force` is set."""
+        It never becomes later than the deadline of the whole request. Calls within `DEADLINE_EXTENSION_INTERVAL_S` of
+        the previous extension have no effect, unless `force` is set."""
         now = self._now()
         if routed.output_timeout is None or (
             now < routed.timeout_extended_at + DEADLINE_EXTENSION_INTERVAL_S and not force
@@ -121,7 +122,7 @@ class ReplyRelay:
     async def _handle_first_output(
         self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
     ) -> None:
-        """Start the reply to the client unless it has started, and record that this worker now serves the request."""
+        """Start the reply to the client if it has not started, and record that this worker now sends it."""
         await self._start_reply(routed, reply, attempt)
         if routed.migration_reason:
             self._metrics.migrations[routed.migration_reason, "went on"] += 1
@@ -162,8 +163,8 @@ def content_type_and_headers(
 ) -> tuple[str, dict[str, str]]:
     """Return the content-type and the other headers of the reply to the client.
 
-    These are the worker's headers without the hop-by-hop headers and content-encoding. Headers that name the answering
-    worker and the prefill worker are added."""
+    The other headers are the worker's headers without the hop-by-hop headers and content-encoding. Headers that name
+    the answering worker and the prefill worker are added."""
     kept = {name.lower(): value for name, value in worker_headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
     kept.pop("content-encoding", None)
     if attempt is not None:

@@ -59,13 +59,13 @@ class WorkerFailure:
     def counts_as_crash(self) -> bool:
         """Whether the worker's process is assumed to have crashed.
 
-        It is assumed to have crashed until a later heartbeat of the same process shows that it is healthy."""
+        The assumption ends when a later heartbeat of the same process shows that it is healthy."""
         worker = self.worker
         return worker.failed_since_heartbeat or not worker.is_ready or worker.engine_ids != self.engine_ids
 
     @property
     def awaits_heartbeat(self) -> bool:
-        """Whether the worker may still be alive: its next heartbeat, or the lack of one, will show that."""
+        """Whether it is still unknown if the worker crashed: no heartbeat has arrived since it failed."""
         return self.worker.failed_since_heartbeat and self.worker.is_ready
 
 
@@ -104,14 +104,14 @@ class RoutedRequest:
     worker_times_out_itself: bool = False  # the current worker itself ends requests that make no progress
 
     def handle_event(self, event: RequestEvent) -> None:
-        """Change the state by the table of transitions. Raises IllegalTransition if the event is not allowed."""
+        """Change the request's state to the next one for `event`. Raises IllegalTransition if there is none."""
         self.state = next_state(self.state, event)
 
     @property
     def has_visible_progress(self) -> bool:
-        """Whether the router can see from the reply that the worker makes progress.
+        """Whether the router limits the time until the worker's next output.
 
-        A reply that is not streamed arrives only when it is complete."""
+        It does not for a reply that arrives only when it is complete, if the worker itself ends stalled requests."""
         return self.summary.stream or not self.is_generation or not self.worker_times_out_itself
 
     @property
@@ -133,7 +133,9 @@ class RoutedRequest:
 
     @property
     def suspicion(self) -> Suspicion:
-        """The suspicion that the request crashes workers. A heartbeat of a worker that did not crash lowers it."""
+        """How strongly the request is suspected of crashing the workers that serve it.
+
+        The suspicion falls when a heartbeat shows that a worker had not crashed."""
         return assess_suspicion(self.crash_count, is_known_suspect=self.is_known_suspect)
 
     @property
@@ -147,7 +149,9 @@ class RoutedRequest:
 
     @property
     def _has_retries_left(self) -> bool:
-        """Whether the limit of failures, or of migrations once the reply has started, allows one more attempt."""
+        """Whether the retry limits allow one more attempt.
+
+        Before the reply has started, worker failures are limited; after that, migrations of the stream are limited."""
         if not self.has_reply_started:
             return len(self.worker_failures) <= self.max_attempts
         return self._is_stream_movable and self.migration_count <= self.max_migrations
@@ -158,18 +162,19 @@ class RoutedRequest:
 
     @property
     def can_migrate_on_drain(self) -> bool:
-        """Whether draining its worker may move this request to a different worker.
+        """Whether the request may move to a different worker because its worker is drained.
 
-        The last allowed migration is reserved for a worker's failure, because a drain can wait for the request to
-        end."""
+        The last allowed migration is reserved for a failure of a worker: a drain can instead wait until the request
+        ends."""
         return self.summary.stream and self.is_generation and self.migration_count < self.max_migrations
 
     def can_wait_for_worker(self, max_wait_s: float, now: float) -> bool:
-        """Whether the request may wait for a worker; the wait must be shorter than `max_wait_s`.
+        """Whether the request may wait until a worker is available, if it has waited less than `max_wait_s`.
 
-        A started stream may wait for a worker to continue it. A request without output may wait if the workers were
-        unavailable, or if it is a suspect. It may not wait after a reply that all workers are full or that an engine
-        failed. A request that exceeds the crash limit may wait only for a heartbeat that lowers its crash count."""
+        A started stream may wait for a worker that continues it. A request without output may wait if workers were
+        unavailable, or if it is suspected of crashing workers. It may not wait if a worker replied that it is full or
+        that its engine failed. A request that exceeds the crash limit may wait only for a heartbeat that lowers its
+        crash count."""
         was_unavailable = self.last_failure is None or self.last_failure.status in (0, 502, 503)
         if self.exceeds_crash_limit and not any(failure.awaits_heartbeat for failure in self.worker_failures):
             return False
@@ -180,16 +185,18 @@ class RoutedRequest:
         )
 
     def allow_tried_workers_again(self) -> None:
-        """Allow the workers that were tried to be tried again, except those without a heartbeat since they failed."""
+        """Allow workers that were already tried to be chosen again.
+
+        Workers that failed stay excluded until their next heartbeat."""
         self.tried_worker_ids = {
             failure.worker.id for failure in self.worker_failures if failure.worker.failed_since_heartbeat
         }
         self.attempts_since_output = 0 if self.has_reply_started else self.max_attempts - 1
 
     def record_output_from(self, worker: Worker) -> None:
-        """Record that a worker has sent output for the client.
+        """Record that a worker has sent output for the client, and reset the count of attempts.
 
-        The limit of attempts starts anew. Workers that failed during this request are still excluded."""
+        Workers that failed during this request stay excluded."""
         self.output_worker = worker
         self.attempts_since_output, self.migration_reason, self.drained_decision = 0, "", None
         self.tried_worker_ids = {failure.worker.id for failure in self.worker_failures}
@@ -265,10 +272,10 @@ class RoutedRequest:
         return await self.run_dialect_method(self.prefill.dialect.build_decode_request, ticket, remaining_s)
 
     async def run_dialect_method(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a dialect's method; if it has to decode a large body, call it in a child process.
+        """Call a method of a dialect, in a child process if the method has to decode a large body.
 
-        Only the dialects of vLLM and SGLang decode the body. Emberline's own workers get the client's bytes
-        unchanged."""
+        Only the dialects of vLLM and SGLang decode the body. Emberline's own workers get the client's bytes unchanged.
+        """
         is_native = isinstance(getattr(method, "__self__", None), NativeDialect)
         size = 0 if is_native else len(self.client_request.body)
         return await offload.run_by_size(size, method, *args, **kwargs)
@@ -300,7 +307,7 @@ class RoutedRequest:
             span.add_event(name, worker=worker.name, reason=failure.reason, status=failure.status or None)
 
     def end_trace(self) -> None:
-        """Add the request's final attributes to its trace span. The exchange ends the span."""
+        """Add the request's final attributes to its trace span, which ends with the HTTP exchange."""
         if (span := self.exchange.span) is not None:
             span.attributes |= {
                 "gen_ai.request.model": self.summary.model or None,

@@ -106,7 +106,7 @@ class RouterApp:
             await self._routes.handle(x)
         finally:
             log.debug(
-                "request: method=%s path=%s status=%s %s", x.method, x.path, x.logged_status or x.status, x.log_fields
+                "Request: method=%s path=%s status=%s %s", x.method, x.path, x.logged_status or x.status, x.log_fields
             )
 
     # -- clients -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,9 @@ class RouterApp:
         await exchange.run_while_connected(self._relay.run(exchange, summary, body))
 
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
-        """Relay a call for a stored response to any worker, because all workers share one response store."""
+        """Relay a request that reads or deletes a stored response to any worker.
+
+        All workers share one response store."""
         await exchange.read_body(0)
         await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 
@@ -188,7 +190,7 @@ class RouterApp:
         await exchange.reply_json({})
 
     async def _wait_until_paired(self, worker_name: str) -> None:
-        """Wait, for a limited time, until other workers are connected to this worker and can fetch its KV blocks."""
+        """Wait until other workers can fetch this worker's KV blocks, or until a time limit has passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.beat_seconds * 2 + PAIRING_TIMEOUT_S):
                 while not self.dispatcher.are_streams_ready_to_move_from(worker_name):

@@ -49,9 +49,9 @@ class RouterMetrics:
             self._request_seconds.observe(duration_s)
 
     def merge_forgotten_worker(self, worker_name: str) -> None:
-        """Add a removed worker's counts to the label that all removed workers share.
+        """Add a removed worker's counts to those of a label that stands for all removed workers.
 
-        The sums stay right, and the number of labels does not grow with every restarted worker."""
+        The totals stay correct, and the number of labels does not grow with every restarted worker."""
         for name, outcome in [key for key in self.outcomes if key[0] == worker_name]:
             self.outcomes[FORGOTTEN_WORKER, outcome] += self.outcomes.pop((name, outcome))
 

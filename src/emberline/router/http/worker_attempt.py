@@ -51,8 +51,8 @@ class WorkerAttempt:
     ) -> AsyncIterator[HTTPClientResponse]:
         """Send the request and yield the worker's reply.
 
-        After `abort`, waiting for the reply and reading from it raise UpstreamBroken. Code that passes on data which
-        was already read is not interrupted."""
+        After `abort`, waiting for the reply and reading from it raise UpstreamBroken. Data that was read before `abort`
+        can still be sent to the client."""
         try:
             if self.abort_reason:
                 raise TimeoutError
@@ -75,7 +75,9 @@ class WorkerAttempt:
             self._reply = None
 
     def abort(self, reason: str) -> None:
-        """End the attempt: its reader gets a connection error. If it is aborted twice, the first reason counts."""
+        """Close the attempt's connection, so that reading the reply raises UpstreamBroken.
+
+        Only the reason of the first call is kept."""
         self.abort_reason = self.abort_reason or reason
         if self._reply is not None:
             self._reply.abort(reason)

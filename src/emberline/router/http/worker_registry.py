@@ -28,7 +28,7 @@ PAUSE_THRESHOLD_S = 2 * TICK_INTERVAL_S  # a longer gap between ticks means that
 
 
 class WorkerRegistry:
-    """The base class of Dispatcher with the state that registrations and heartbeats of workers change."""
+    """The base class of Dispatcher, with the state that registrations and heartbeats change."""
 
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class WorkerRegistry:
         now = self._extend_deadlines_after_pause()
         if refers_to_listener(registration.url, self._config.host, self._config.port):
             raise InvalidRequest(
-                f"worker {registration.name!r} registered the URL {registration.url}, which is this router's",
+                f"worker {registration.name!r} registered the URL of this router, {registration.url}",
                 hint="start the worker with another --port",
             )
         previous = self.membership.get(registration.name)
@@ -71,7 +71,7 @@ class WorkerRegistry:
             self.workers[registration.name].numerics = _numerics_by_model(registration)
             return
         if previous is not None:
-            log.info("worker replaced by another process: worker=%s", registration.name)
+            log.info("Worker replaced by another process: worker=%s", registration.name)
             self._stop_sending_requests_to(
                 self.workers[registration.name], is_lost=self.membership.health(previous, now) is WorkerHealth.LOST
             )
@@ -93,7 +93,7 @@ class WorkerRegistry:
         # A process may register again after it was replaced.
         self._retired_worker_timeouts.pop(self.workers[registration.name].id, None)
         log.info(
-            "worker registered: worker=%s url=%s models=%s",
+            "Worker registered: worker=%s url=%s models=%s",
             registration.name,
             registration.url,
             ",".join(model.name for model in registration.models),
@@ -103,8 +103,9 @@ class WorkerRegistry:
     def _is_name_taken(self, current_member: ClusterMember, registration: WorkerRegistration, now: float) -> bool:
         """Whether a different live process owns the worker name of `registration`.
 
-        A process at the same URL is not different: it must have ended, because only one process can listen there. A
-        process is not live if it sends no heartbeats, is shutting down, or has failed since its last heartbeat."""
+        A process that registered the same URL does not count: it must have ended, because only one process can listen
+        at a URL. A process that sends no heartbeats, is shutting down, or has failed since its last heartbeat does not
+        count as live."""
         if (
             current_member.registration.incarnation == registration.incarnation
             or current_member.registration.url == registration.url
@@ -188,18 +189,19 @@ class WorkerRegistry:
 
     def mark_leaving(self, name: str, incarnation: str) -> None:
         if self.membership.mark_leaving(name, incarnation):
-            log.info("worker shutting down: worker=%s", name)
+            log.info("Worker shutting down: worker=%s", name)
             self.workers[name].is_leaving = True
             self._update_readiness(self.workers[name])
 
     def set_draining(self, name: str, is_draining: bool, move_streams: bool = False) -> None:
         """Start or end the draining of a worker, which then gets no new requests. Raises NotFound for an unknown name.
 
-        With `move_streams`, the worker's open streams move to other workers at once, if these can continue them."""
+        With `move_streams`, each open stream of the worker moves at once to a worker that can continue it, if there is
+        one."""
         if not self.membership.set_draining(name, is_draining):
             known = ", ".join(self.workers) or "none"
             raise NotFound(f"no worker is named {name[:200]!r}", hint=f"registered workers: {known}")
-        log.info("worker draining: worker=%s" if is_draining else "worker accepts requests again: worker=%s", name)
+        log.info("Worker draining: worker=%s" if is_draining else "Worker accepts requests again: worker=%s", name)
         self._update_readiness(self.workers[name])
         if is_draining and move_streams:
             for attempt in list(self._open_attempts.get(self.workers[name].id, {}).values()):
@@ -207,7 +209,7 @@ class WorkerRegistry:
                     attempt.abort("drained")
 
     def are_streams_ready_to_move_from(self, worker_name: str) -> bool:
-        """Whether all workers that can continue this worker's streams are able to fetch its KV blocks."""
+        """Whether every worker that could take over this worker's streams can already fetch its KV blocks."""
         if (worker := self.workers.get(worker_name)) is None:
             return True
         models = {
@@ -236,7 +238,9 @@ class WorkerRegistry:
         return {w.id for w in self.workers.values() if w.dialect != "native" or w.numerics.get(model) != numerics}
 
     def _can_other_worker_take_over(self, attempt: WorkerAttempt) -> bool:
-        """Whether a different worker could continue this attempt's stream, or start it if there is no output."""
+        """Whether a different worker could take over this attempt.
+
+        It continues the attempt's stream, or starts again if there is no output yet."""
         model, now = attempt.summary.model, self._clock.now()
         excluded = (
             self.ids_of_workers_unable_to_continue(model, attempt.decision.worker)
@@ -265,7 +269,7 @@ class WorkerRegistry:
         for worker in self.workers.values():
             self._update_readiness(worker)
         for name in self.membership.remove_expired_workers(now):
-            log.info("worker removed: worker=%s", name)
+            log.info("Worker removed: worker=%s", name)
             self._stop_sending_requests_to(self.workers.pop(name), is_lost=True)
             self._remove_worker_statistics(name)
         for worker_id in [
@@ -278,15 +282,15 @@ class WorkerRegistry:
                     attempt.abort(WorkerHealth.STUCK.value)
 
     def _extend_deadlines_after_pause(self) -> float:
-        """Return the current time, after extending the workers' deadlines if the router itself was paused.
+        """Extend the workers' deadlines if the router itself was paused, and return the current time.
 
-        While the router does not run (stopped, without CPU time, machine suspended), it receives no heartbeats, so the
-        deadlines move by the length of the pause. They move by `TICK_INTERVAL_S` less, so that a dead worker is found
-        even if the router is paused again and again."""
+        While the router does not run (stopped, without CPU time, machine suspended), it receives no heartbeats. The
+        deadlines therefore move by the length of the pause minus `TICK_INTERVAL_S`. Without that subtraction, a dead
+        worker would never be detected if the router is paused again and again."""
         now = self._clock.now()
         paused_s, self._last_run_at = now - self._last_run_at, now
         if paused_s > PAUSE_THRESHOLD_S:
-            log.log(logging.WARNING if paused_s > 1.0 else logging.DEBUG, "router was paused: seconds=%.1f", paused_s)
+            log.log(logging.WARNING if paused_s > 1.0 else logging.DEBUG, "Router was paused: seconds=%.1f", paused_s)
             self.membership.extend_deadlines(paused_s - TICK_INTERVAL_S, now)
             for attempt in (attempt for attempts in self._open_attempts.values() for attempt in attempts.values()):
                 attempt.last_activity_at = min(attempt.last_activity_at + paused_s - TICK_INTERVAL_S, now)
@@ -303,7 +307,7 @@ class WorkerRegistry:
         ready = health is WorkerHealth.READY
         if ready != worker.is_ready:
             level = logging.INFO if ready else logging.WARNING
-            log.log(level, "worker health changed: worker=%s health=%s", worker.name, health.value)
+            log.log(level, "Worker health changed: worker=%s health=%s", worker.name, health.value)
         worker.is_ready = ready
         if health in (WorkerHealth.LOST, WorkerHealth.STUCK):
             self._abort_attempts(worker, health)
