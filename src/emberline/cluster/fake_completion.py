@@ -84,9 +84,9 @@ class FakeCompletion:
         return msgspec.json.encode({**fields, "choices": [choice], "usage": self._usage(prompt_tokens)})
 
     def count_resumed_tokens(self, envelope: FakeEnvelope) -> int:
-        """Return the number of tokens in the envelope's handoff, which the client already has.
+        """Return the number of tokens in the handoff of `forwarded`, which the client already has.
 
-        Raises InvalidRequest if the tokens, the reply id or the creation time in the envelope differ from those of this
+        Raises InvalidRequest if the tokens, the reply id or the creation time in `forwarded` differ from those of this
         completion."""
         handoff = Handoff.parse(envelope.handoff)
         tokens = [token for group in handoff.groups for token in group.tokens]

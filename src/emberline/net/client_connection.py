@@ -101,7 +101,7 @@ class HTTPClientConnection(asyncio.Protocol):
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _wait_for_data(self, seconds: float) -> asyncio.Future[bool]:
-        """Return a future whose result is True when data arrives, or False when `seconds` have passed."""
+        """Return a future whose result is True when data arrives, or False when `timeout_s` have passed."""
         assert self._waiter is None or self._waiter.done(), "the connection is already being read"
         self._waiter = waiter = self._loop.create_future()
         if seconds <= 0:

@@ -38,7 +38,7 @@ class OriginConnections:
     def take_idle(self, unused_since: float) -> HTTPClientConnection | None:
         """Return the idle connection that was used last, or None if no usable one is left.
 
-        Idle connections that were last used before the time `unused_since` are closed.
+        Idle connections that were last used before the time `stale_before` are closed.
         """
         self.close_stale(unused_since)
         while self.idle:
@@ -47,7 +47,7 @@ class OriginConnections:
         return None
 
     def close_stale(self, unused_since: float) -> None:
-        """Close the idle connections that were last used before the time `unused_since`."""
+        """Close the idle connections that were last used before the time `stale_before`."""
         while self.idle and self.idle[0].idle_since < unused_since:
             self.idle.popleft().abort()
 

@@ -1,4 +1,4 @@
-"""KVFeed: the KV blocks that one worker holds, according to the batches of KV events that it has sent.
+"""WorkerKVBlocks: the KV blocks that one worker holds, according to the batches of KV events that it has sent.
 
 The set of blocks is exact only if no batch is missing."""
 

@@ -100,7 +100,7 @@ class Exchange:
     async def start_reply(
         self, status: int, content_type: str, headers: Mapping[str, str], body_bytes: int | None = None
     ) -> None:
-        """Send the reply's status and headers. `body_bytes` is the length of its body, if it is known."""
+        """Send the reply's status and headers. `body_length`: bytes of its body, if known."""
         assert self.status is None, "the exchange was answered twice"
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

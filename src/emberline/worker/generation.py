@@ -249,7 +249,7 @@ class Generation:
     async def _compute_logprobs(self, top: int) -> None:
         """Compute the log-probabilities of the resumed tokens, which the handoff does not include.
 
-        The engine computes them like prompt log-probabilities. `top`: the number of most likely tokens for each
+        The engine computes them like prompt log-probabilities. `top_count`: the number of most likely tokens for each
         position.
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)

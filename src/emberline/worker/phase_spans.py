@@ -26,7 +26,7 @@ class PhaseSpans:
         span.attributes |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompt_lengths)}
 
     def record_output(self, index: int, output: Output) -> None:
-        """Add an engine output of a choice. `index` numbers the choices of all prompts of the request."""
+        """Add an engine output of a choice. `choice_index` numbers the choices of all prompts of the request."""
         self._all_generated += len(output.tokens)
         if index:
             self._all_cached += 0 if output.index else output.cached_tokens

@@ -250,11 +250,7 @@ class CallPreparer:
     async def _params_with_grammar(
         self, call: ChatCall, style: ToolStyle | None, opens_reasoning: bool, closes_reasoning: bool = False
     ) -> SamplingParams:
-        """Return the sampling parameters with a grammar for the response format and the tools.
-
-        `opens_reasoning`: the prompt ends inside a reasoning part. `closes_reasoning`: the prompt ends with the end of
-        a reasoning part.
-        """
+        """Return the sampling parameters with a grammar for the response format and the tools."""
         special = self._special_marker_ids(style)
         grammar: GrammarSpec | None = call.params.grammar
         param = "response_format"

@@ -1,4 +1,4 @@
-"""RequestContext: the reply id, creation time, seed and tenant of a request. Its body has none of these.
+"""RequestContext: values of a request from outside its body: reply id, creation time, seed, tenant.
 
 A router sends these values, so that they stay the same when a different worker continues the reply. In that case the
 router also sends a handoff with the output that was generated so far.

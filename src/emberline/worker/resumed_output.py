@@ -36,7 +36,7 @@ class ResumedOutput:
         return iter(self._tokens.items())
 
     def tokens_of(self, choices: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each choice in `choices` (indexes), or () if none of them has tokens.
+        """Return the tokens of each choice in `choice_indexes`, or () if none of them has tokens.
 
         The result is the value of Submission.resumed."""
         tokens = tuple(tuple(self._tokens.get(index, ())) for index in choices)
