@@ -1,4 +1,4 @@
-"""The gateway: one URL in front of many LLM providers, with caching, limits, costs, keys, logs and fallbacks.
+"""The gateway: one URL in front of many LLM providers.
 
-It imports neither torch nor the engine.
+It adds caching, limits, costs, keys, logs and fallbacks. It imports neither torch nor the engine.
 """

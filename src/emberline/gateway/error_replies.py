@@ -1,4 +1,4 @@
-"""Error replies: reads a provider's error response, and writes an error in the client's dialect (wire format)."""
+"""Reads providers' error responses, and writes error replies in the client's dialect (wire format)."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def error_event(dialect: Dialect, error: EmberlineError, number: int = 0) -> byt
     """Return the error as the last event of a stream.
 
     Return None if the dialect (wire format) has no error event. Only a broken connection then shows the failure.
+    `number` is the event's sequence number, which only OpenAI's Responses API uses.
     """
     match dialect:
         case "openai-chat":

@@ -1,6 +1,6 @@
 """Gateway: turns an HTTP request into a GatewayRequest and sends it through the layers.
 
-Every failure becomes an error reply in the client's dialect.
+Every failure becomes an error reply in the client's dialect (wire format).
 """
 
 from __future__ import annotations
@@ -182,9 +182,10 @@ class Gateway:
         return request
 
     async def authenticate(self, target: RequestTarget, headers: dict[str, str]) -> tuple[Identity, GatewaySettings]:
-        """Return the caller's identity and the gateway's settings, for a request that is not sent to a provider.
+        """Return the caller's identity and the gateway's settings.
 
-        Raise Unauthorized if the gateway requires a key and the headers have none.
+        This method is for requests that are answered without a provider. Raise Unauthorized if the gateway requires a
+        key and the headers have none.
         """
         gateway = target.gateway or RequestOptions.from_headers(headers).gateway_id or DEFAULT_NAME
         identity, _ = await self._identify_and_strip_keys(target, headers)
@@ -269,7 +270,10 @@ class Gateway:
                     self._check_can_count_tokens(request)
 
     def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
-        """Set the model and the stream flag from Gemini's path. Remove the query, which may contain a gateway key."""
+        """Set the model and the stream flag from Gemini's path.
+
+        Remove the query, which may contain a gateway key.
+        """
         if target.stream and "alt=sse" not in request.query.split("&"):
             raise InvalidRequest(
                 "alt must be sse for streamGenerateContent: the gateway streams server-sent events, not a JSON list",
@@ -279,7 +283,10 @@ class Gateway:
         request.model, request.stream, request.query = target.model, target.stream, ""
 
     def _check_can_count_tokens(self, request: GatewayRequest) -> None:
-        """Raise InvalidRequest unless the provider uses Anthropic's protocol, the only protocol with count_tokens."""
+        """Raise InvalidRequest unless the provider uses Anthropic's protocol.
+
+        It is the only protocol with the endpoint count_tokens.
+        """
         if request.provider not in VIRTUAL_PROVIDERS:
             provider = self._registry.find_provider(request.provider, request.settings)
             if provider.supports("anthropic", request.model):
@@ -295,8 +302,8 @@ class Gateway:
     def _set_first_step(self, request: GatewayRequest, first: RequestStep, *, is_only_step: bool) -> None:
         """Set the request's destination to its first step.
 
-        A request with a single compat step is treated like a compat request, so that it can name a dynamic route or a
-        pool.
+        A step with the provider `compat` names the real provider in its model. If it is the only step, the request is
+        treated like a request to the endpoint `compat`, so that it can also name a dynamic route or a pool.
         """
         assert first.endpoint is not None and first.dialect is not None and first.body is not None
         self._set_body_fields(request, first.body_fields or read_body_fields(first.body))

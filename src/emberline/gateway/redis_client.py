@@ -150,11 +150,11 @@ class RedisClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether commands are sent at present: there is a connection, and the circuit breaker is closed."""
+        """Whether commands can be sent now: there is a connection, and the circuit breaker is closed."""
         return self._connection is not None and self._breaker.allows_request(self._clock.now())
 
     def send_command(self, *command: str | bytes | int) -> asyncio.Future[Any]:
-        """Send a command and return the future of its reply. Raise RedisUnavailable without a connection."""
+        """Send a command and return the future of its reply. Raise RedisUnavailable if there is no connection."""
         if self._connection is None:
             self.stats.rejected += 1
             raise RedisUnavailable(f"Redis command was not sent: no connection to {self._host}:{self._port}")
@@ -237,7 +237,7 @@ class RedisClient:
             await connection.send_command(("PING",))
 
     async def _wait_until_lost(self, connection: _RedisProtocol) -> None:
-        """Return when the connection is lost, or when the oldest command has no reply for too long."""
+        """Return when the connection is lost, or when the oldest command has waited too long for its reply."""
         while not connection.closed.is_set():
             oldest = connection.pending[0] if connection.pending else None
             with contextlib.suppress(TimeoutError):

@@ -65,7 +65,10 @@ def _check_number_ranges(settings: GatewaySettings) -> None:
 
 
 def _referenced_providers(settings: GatewaySettings) -> Iterator[tuple[str, str]]:
-    """Yield every provider that requests may be sent to, and the name of the setting that refers to the provider."""
+    """Yield (setting, provider) for every provider that requests may be sent to.
+
+    `setting` is the name of the setting that refers to the provider.
+    """
     yield "default_provider", settings.default_provider
     for fallback in settings.fallbacks:
         for target in fallback.to:
@@ -78,7 +81,10 @@ def _referenced_providers(settings: GatewaySettings) -> Iterator[tuple[str, str]
 
 
 def check_price(price: Price | None, prefix: str = "") -> None:
-    """Raise InvalidRequest if a price is out of range. `prefix` is put before the field's name in the message."""
+    """Raise InvalidRequest if a price is out of range.
+
+    `prefix` is put before the field's name in the message.
+    """
     while price is not None:
         for name in _AMOUNTS:
             amount = getattr(price, name)

@@ -1,7 +1,7 @@
 """SettingsStore: the complete settings of every gateway.
 
-They combine the gateway's own settings, from the configuration file or the store, with the custom providers, budgets,
-routes and prices of its account. StoreVersionWatch decides how soon a change takes effect.
+The complete settings combine the gateway's own settings, from the configuration file or the store, with the custom
+providers, budgets, routes and prices of its account. StoreVersionWatch decides how soon a change takes effect.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class SettingsStore:
         *,
         require_keys: bool = False,
     ) -> None:
-        """`configured`: the gateways of the configuration file, which the store cannot change.
+        """Create the store of settings.
 
-        `require_keys`: every gateway requires a key, even if its settings do not.
+        `configured`: the gateways of the configuration file, which the management API cannot change. `require_keys`:
+        every gateway requires a key, even if its settings do not.
         """
         self._require_keys = require_keys
         self._configured = configured
@@ -171,7 +172,10 @@ def read_configured_gateways(config: Mapping[str, Any], engine_url: str) -> dict
 
 
 def with_engine_provider(settings: GatewaySettings, engine_url: str) -> GatewaySettings:
-    """Return the settings with a provider `emberline` at `engine_url`, unless they define a provider of that name."""
+    """Return the settings with a provider `emberline` at `engine_url`.
+
+    Settings that already define a provider `emberline` are returned unchanged.
+    """
     if "emberline" in settings.providers:
         return settings
     default = {"emberline": ProviderSettings(base_url=engine_url)}

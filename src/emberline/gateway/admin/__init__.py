@@ -1,1 +1,4 @@
-"""The management API: reads and changes settings, keys, routes, logs and costs of gateways. It has no HTTP code."""
+"""The management API: reads and changes settings, keys, routes, logs and costs of gateways.
+
+It has no HTTP code.
+"""

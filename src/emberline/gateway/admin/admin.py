@@ -99,14 +99,17 @@ class AdminAPI:
             return e.status, error_envelope(e) if is_cloudflare else openai_error(e).body
 
     def is_export(self, method: str, path: str) -> bool:
-        """Return whether the endpoint replies with JSON lines.
+        """Return whether the endpoint replies with JSON lines (an export) instead of one JSON value.
 
-        Such a request must be passed to `export`, not to `handle`.
+        A request to such an endpoint must be passed to `export`, not to `handle`.
         """
         return any(e.is_export and e.method == method and e.match(path) is not None for e in self._endpoints)
 
     def export(self, method: str, path: str, query: str, identity: Identity) -> AsyncIterator[bytes]:
-        """Return the JSON lines of an export. Raise EmberlineError at once if the request is invalid or forbidden."""
+        """Return the JSON lines of an export.
+
+        Raise EmberlineError at once if the request is invalid or forbidden.
+        """
         _, request = self._read_request(method, path, query, b"", identity)
         return self._logs.export_lines(request)
 

@@ -35,7 +35,11 @@ class AdminContext:
         configured: Mapping[tuple[str, str], GatewaySettings] | None = None,
         allow_private: bool = False,
     ) -> None:
-        """`configured`: gateways of the configuration file, by account and name. The API cannot change them."""
+        """Create the context that all endpoints share.
+
+        `configured`: gateways of the configuration file, by account and name. The API cannot change them.
+        `allow_private`: custom providers may be at private IP addresses.
+        """
         self.store = store
         self.vault = vault
         self.limiter = limiter
@@ -102,7 +106,7 @@ class AdminContext:
 
 
 def check_version(document: Document, request: AdminRequest) -> Document:
-    """Return the document. Raise Conflict if the query parameter `version` differs from the stored version."""
+    """Return the document. Raise Conflict if its version differs from the query parameter `version`."""
     version = request.int_parameter("version", document.version, 0, 2**53)
     if version != document.version:
         raise Conflict.of_document(document.kind, document.id, is_new=False)

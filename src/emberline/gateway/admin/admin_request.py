@@ -1,4 +1,7 @@
-"""AdminRequest: one request to the management API, with methods that decode its body and query parameters."""
+"""AdminRequest: one request to the management API.
+
+Its methods decode the body and the query parameters.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ def decode_json(body: bytes, kind: type[T]) -> T:
 
 
 def convert_value(value: Any, kind: type[T]) -> T:
-    """Convert decoded JSON to a value of type `kind`. Raise InvalidRequest if the JSON does not match the type."""
+    """Convert decoded JSON to a value of type `kind`.
+
+    Raise InvalidRequest if the JSON does not match the type.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:

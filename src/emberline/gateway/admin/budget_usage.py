@@ -64,7 +64,7 @@ class BudgetUsageEndpoints:
         return Listing(sorted(views, key=lambda view: view.used / max(1, view.limit), reverse=True))
 
     async def _rules_by_gateway(self, account: str) -> dict[str, list[LimitRule]]:
-        """Return the budget rules that apply to each gateway: the gateway's own and those of the account."""
+        """Return the budget rules of each gateway: its own rules, and the rules of the account's budgets."""
         found = {name: settings for (owner, name), settings in self._context.configured.items() if owner == account}
         for document in await self._context.list_all("gateway", account):
             found.setdefault(document.id, decode_json(document.body, GatewaySettings))
@@ -94,9 +94,9 @@ def _budget_rules_for_gateway(budgets: Iterable[AccountBudget], gateway: str) ->
 
 
 def _split_combinations(rule: LimitRule, full_name: str, records: Sequence[LogRecord]) -> list[dict[str, str]]:
-    """Return the values of the rule's `split` attributes that occur in the records, newest first.
+    """Return the distinct combinations of split attribute values in the records, newest first.
 
-    Return [{}] for a rule without `split`.
+    The attributes are those that the rule's `split` names. Return [{}] for a rule without `split`.
     """
     if not rule.split:
         return [{}]

@@ -1,7 +1,7 @@
-"""The management API in Cloudflare's form: the same data under Cloudflare's paths, field names and reply envelope.
+"""The management API in Cloudflare's form.
 
-A field of a feature that this gateway lacks, such as log push, is accepted only with the value that disables the
-feature.
+It serves the same data under Cloudflare's paths, field names and reply envelope. A field of a feature that this gateway
+lacks, such as log push, is accepted only with the value that disables the feature.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class PagedResult(msgspec.Struct, frozen=True):
 
 
 class NamedResult(msgspec.Struct, frozen=True):
-    """A result that the reply contains twice: as `result` and as the field `name`, which Cloudflare's clients read."""
+    """A result that the reply contains twice: in the field `result`, and in the field called `name`.
+
+    Cloudflare's clients read one field or the other.
+    """
 
     name: str
     result: Any
@@ -84,9 +87,9 @@ class CloudflareGatewaySpec(StrictStruct, frozen=True, kw_only=True):
         )
 
     def _changed_limit_rules(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
-        """Return the gateway's limit rules with Cloudflare's rate limit changed.
+        """Return the gateway's limit rules, in which the rate limit is replaced by the one in this body.
 
-        A limit of 0 removes the rate limit.
+        A rate limit of 0 removes the rule.
         """
         rule = _rate_limit_rule(old)
         limit = _new_or_old(self.rate_limiting_limit, rule.get("limit", 0))
@@ -282,7 +285,10 @@ def provider_view(stored: StoredView) -> dict[str, Any]:
 
 
 def success_envelope(result: Any) -> dict[str, Any]:
-    """Return Cloudflare's reply envelope with the result, and with the extra fields of PagedResult and NamedResult."""
+    """Return Cloudflare's reply envelope with the result.
+
+    A PagedResult or NamedResult adds its extra fields to the envelope.
+    """
     success = {"success": True, "errors": [], "messages": []}
     if isinstance(result, PagedResult):
         return {**success, "result": result.result, "result_info": result.info}
@@ -318,7 +324,10 @@ def read_page_parameters(request: AdminRequest, default_per_page: int) -> tuple[
 
 
 def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
-    """Return the request with `headers` decoded, which Cloudflare's clients send as a string of JSON."""
+    """Return the request with the body's field `headers` decoded.
+
+    Cloudflare's clients send this field as a string that contains JSON.
+    """
     body = request.decode_body(dict[str, Any])
     if not isinstance(headers := body.get("headers"), str):
         return request

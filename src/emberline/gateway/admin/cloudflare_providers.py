@@ -1,4 +1,4 @@
-"""CloudflareProviderEndpoints: Cloudflare's `provider_configs`, which are stored provider keys, and provider URLs.
+"""CloudflareProviderEndpoints: stored provider keys (Cloudflare's `provider_configs`) and provider URLs.
 
 A stored key belongs to the account. Every gateway of the account can use the key, although the path names one gateway.
 """
@@ -81,7 +81,7 @@ class CloudflareProviderEndpoints:
         if spec.alias == DEFAULT_ALIAS and not spec.default_config:
             hint = "use another alias, or set default_config to true"
             raise InvalidRequest(
-                f"default_config must not be false for the alias {DEFAULT_ALIAS!r}, the default of requests",
+                f"default_config must not be false for the alias {DEFAULT_ALIAS!r}, which requests use by default",
                 param="default_config",
                 hint=hint,
             )

@@ -238,7 +238,10 @@ def _named_page(request: AdminRequest, field_name: str, all_items: list[Json]) -
 
 
 def _stored_deployments(document: Document) -> tuple[Deployment, ...]:
-    """Return a route's deployments, oldest first. Documents of earlier releases contain only the last deployment."""
+    """Return a route's deployments, oldest first.
+
+    Documents of earlier releases contain only the last deployment.
+    """
     route = decode_route(document)
     if route.deployed is None or route.deployments:
         return route.deployments
@@ -293,7 +296,7 @@ def _to_sdk_element(element: Element) -> Json:
 def _rename_properties(element: Json, orient_names: Callable[[dict[str, str]], dict[str, str]]) -> Json:
     """Return the element with its properties renamed between Cloudflare's SDK and this API.
 
-    `orient_names` receives the table from SDK names to our names, and returns that table or its inverse.
+    `orient_names` selects the direction. It gets the table {SDK name: our name}, and returns this table or its inverse.
     """
     names = orient_names(_PROPERTIES.get(str(element.get("type")), {}))
     properties = element.get("properties")

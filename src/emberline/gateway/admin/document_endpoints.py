@@ -38,10 +38,11 @@ class DocumentEndpoints(Generic[T]):
         id_parameters: str,
         check_value: Callable[[T, AdminRequest], Awaitable[T]],
     ) -> None:
-        """`path_name`: part of the URL, such as budgets.
+        """Create the endpoints for documents of type `type`.
 
-        `id_parameters`: the path parameters that form a document's id. Examples of `id_parameters` are budget and
-        provider/model. `check_value` returns the value to store, or raises InvalidRequest.
+        `path_name`: the part of the URL that names these documents, such as "budgets". `id_parameters`: the path
+        parameters that form a document's id, such as "budget" or "provider/model". `check_value` returns the value to
+        store, or raises InvalidRequest.
         """
         self._context = context
         self._kind = kind
@@ -124,7 +125,10 @@ class DocumentEndpoints(Generic[T]):
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): objects are merged, null removes a field, other values replace it."""
+    """Apply a JSON merge patch (RFC 7396) and return the result.
+
+    Objects are merged, null removes a field, and any other value replaces the old value.
+    """
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}

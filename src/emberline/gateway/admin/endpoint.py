@@ -1,4 +1,7 @@
-"""AdminEndpoint: one method and path of the management API. The OpenAPI document is generated from all endpoints."""
+"""AdminEndpoint: one method and path of the management API.
+
+The OpenAPI document is generated from all endpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints for gateways, custom providers, prices and budgets, with the checks of values before they are stored."""
+"""Endpoints for gateways, custom providers, prices and budgets. Values are checked before storing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from emberline.gateway.upstream.ssrf import validate_provider_url
 
 
 class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
-    """Endpoints for gateways. Gateways of the configuration file are listed too, but the API cannot change them."""
+    """Endpoints for gateways.
+
+    Gateways of the configuration file are listed too, but the API cannot change them.
+    """
 
     def __init__(self, context: AdminContext) -> None:
         super().__init__(
@@ -170,7 +173,10 @@ class BudgetEndpoints(DocumentEndpoints[AccountBudget]):
 
 
 def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[AccountBudget]) -> None:
-    """Raise InvalidRequest if a gateway's rules together with the account's budgets are too many or repeat a name."""
+    """Raise InvalidRequest if a gateway has too many limit rules or two rules of the same name.
+
+    The gateway's own rules and the account's budgets are counted together.
+    """
     applying = [b.rule for b in budgets if b.enabled and any(fnmatchcase(gateway, each) for each in b.gateways)]
     rules = tuple(msgspec.to_builtins(rule) for rule in applying)
     try:

@@ -204,7 +204,7 @@ def _narrow_range(range: NumberRange, filter: CloudflareFilter) -> NumberRange:
 
 
 def join_filter_parameters(parameters: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace the parameters `filters.key`, `filters.operator` and `filters.value` by one JSON parameter `filters`.
+    """Replace the parameters `filters.key`, `.operator` and `.value` by one JSON parameter `filters`.
 
     `filters.value` may be repeated within a filter. A repeated `filters.key` or `filters.operator` starts the next
     filter.
@@ -225,7 +225,10 @@ def join_filter_parameters(parameters: list[tuple[str, str]]) -> list[tuple[str,
 
 
 def parse_time(text: str, param: str) -> int:
-    """Parse a time and return milliseconds since 1970. The text is such a number or an ISO 8601 date and time."""
+    """Return the time in milliseconds since 1970.
+
+    `text` is either milliseconds since 1970 or an ISO 8601 date and time.
+    """
     if text.isdecimal() and len(text) <= 14:
         return int(text)
     try:

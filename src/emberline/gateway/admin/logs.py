@@ -1,4 +1,7 @@
-"""LogEndpoints: reads, exports, rates and deletes log records, and reads rollups (sums over many records)."""
+"""LogEndpoints: reads, exports, rates and deletes log records, and reads rollups.
+
+A rollup is a sum over many log records.
+"""
 
 from __future__ import annotations
 
@@ -133,10 +136,10 @@ class LogEndpoints:
     async def read_sorted_page(
         self, request: AdminRequest, gateway: str, limit: int, extra_filters: Sequence[log_query.CloudflareFilter] = ()
     ) -> RecordPage:
-        """Return the first page of log records in the order of the query parameters order_by and order_by_direction.
+        """Return the first page of log records in the order that the query parameters request.
 
-        The store sorts only by time, newest first. For any other order all matching records are read and sorted here.
-        Raise InvalidRequest if too many records match.
+        The parameters are order_by and order_by_direction. The store sorts only by time, newest first. For any other
+        order all matching records are read and sorted here. Raise InvalidRequest if too many records match.
         """
         order_by, direction = _read_order(request)
         if (order_by, direction) == ("created_at", "desc"):

@@ -145,7 +145,7 @@ class RouteEndpoints:
         return {"id": document.id, "deleted": True}
 
     async def _read_route_spec(self, request: AdminRequest) -> tuple[str, RouteSpec]:
-        """Return the route's name and the new version in the request's body.
+        """Return the route's name from the path, and the new version of the route from the request's body.
 
         Raise InvalidRequest if the version is invalid.
         """

@@ -34,7 +34,10 @@ class _EmbeddingReply(msgspec.Struct):
 
 class HttpEmbedder:
     def __init__(self, upstream: UpstreamClient, url: str, model: str, *, timeout_s: float = 0.5) -> None:
-        """`url` is the embedding server's address without a path. `timeout_s` applies to each HTTP request."""
+        """Create an embedder for the server at `url`, which is an address without a path.
+
+        `timeout_s` applies to each HTTP request.
+        """
         self._upstream, self._url, self._model, self._timeout_s = upstream, url.rstrip("/"), model, timeout_s
         self.failures = 0
 

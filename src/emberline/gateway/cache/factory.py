@@ -53,7 +53,10 @@ async def open_cache(url: str | None, clock: Clock, wall_clock: Clock, exit_stac
 
 
 def semantic_cache_factory(upstream: UpstreamClient, url: str, model: str, clock: Clock) -> Callable[[], SemanticCache]:
-    """Return a function that creates the semantic cache. numpy is imported only when that function is called."""
+    """Return a function that creates the semantic cache.
+
+    numpy is imported only when that function is called.
+    """
 
     def create_semantic_cache() -> SemanticCache:
         from emberline.gateway.cache.embedder import HttpEmbedder

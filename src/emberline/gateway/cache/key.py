@@ -54,7 +54,7 @@ def sharing_scope(call: GatewayRequest) -> list[str]:
 
 
 def _request_credentials(call: GatewayRequest) -> list[str]:
-    """Return the provider credentials that the request contains, and the aliases of stored keys that it names."""
+    """Return the provider credentials in the request, and the aliases of stored keys that it names."""
     found = [f"alias {call.options.byok_alias}"] if call.options.byok_alias is not None else []
     found += _credential_parts(call.headers, call.query)
     for step in call.steps:  # a universal request has its keys in the steps

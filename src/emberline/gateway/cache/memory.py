@@ -12,7 +12,7 @@ ENTRY_OVERHEAD_BYTES = 200  # approximate
 
 class MemoryCache:
     def __init__(self, clock: Clock, max_bytes: int = 64 << 20, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-        """`max_bytes` limits the size of all entries together; `max_entry_bytes` limits the size of one entry."""
+        """Create an empty cache of at most `max_bytes`. An entry above `max_entry_bytes` is not stored."""
         self._clock, self._max_bytes, self._max_entry_bytes = clock, max_bytes, min(max_bytes, max_entry_bytes)
         self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # key -> expiry, entry
         self.size = self.failures = 0

@@ -31,7 +31,7 @@ class UserQuestion:
 
     @staticmethod
     def from_call(call: GatewayRequest) -> UserQuestion | None:
-        """Return the request's question, or None if the last message is not the user's or is not only text."""
+        """Return the request's question, or None if the last message is not a user message with only text."""
         field = TURN_FIELDS.get(call.dialect)
         if field is None or call.options.cache_key is not None or not canonical_body(call.body).startswith(b"json:"):
             return None

@@ -1,4 +1,7 @@
-"""RedisCache: a cache in Redis that all gateway replicas share. Redis evicts entries by its `maxmemory-policy`."""
+"""RedisCache: a cache in Redis that all gateway replicas share.
+
+Redis evicts entries by its `maxmemory-policy`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ MAX_ENTRY_BYTES = 1 << 20  # a larger entry would delay the commands after it
 
 class RedisCache:
     def __init__(self, client: RedisClient, prefix: str = "emberline", max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-        """`client` must not be the limiter's client: the limiter's commands would wait behind large cache entries."""
+        """Create a cache that uses its own Redis client.
+
+        The limiter must have a different client: with a shared one, its commands would wait behind large cache entries.
+        """
         self._client, self._prefix, self._max_entry_bytes = client, prefix, max_entry_bytes
         self.failures = 0
 

@@ -1,4 +1,7 @@
-"""SqliteCache: cache entries in an SQLite file. They survive a restart, and may exceed the machine's memory."""
+"""SqliteCache: cache entries in an SQLite file.
+
+They survive a restart, and may exceed the machine's memory.
+"""
 
 from __future__ import annotations
 

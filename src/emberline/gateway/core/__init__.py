@@ -1,1 +1,4 @@
-"""The gateway's central types, which all its other packages import: request, reply, settings, identity, usage, cost."""
+"""The gateway's central types: request, reply, settings, identity, usage and cost.
+
+All other packages of the gateway import them.
+"""

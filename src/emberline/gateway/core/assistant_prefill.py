@@ -1,4 +1,4 @@
-"""How a provider is asked to continue the last assistant message (assistant prefill) instead of starting a new one."""
+"""Assistant prefill: asks a provider to continue the last assistant message, not to start a new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ AssistantPrefill: TypeAlias = Literal["", "bare", "flag", "prefix"]
 
 
 def prefill_fields(body: bytes, prefill: AssistantPrefill) -> Mapping[str, Any]:
-    """Return the fields to change in a chat request so that the provider continues the last assistant message."""
+    """Return the changed fields of a chat request that make the provider continue the last message.
+
+    The last message is an assistant message.
+    """
     match prefill:
         case "flag":  # vLLM and Emberline
             return {"continue_final_message": True, "add_generation_prompt": False}

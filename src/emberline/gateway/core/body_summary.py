@@ -36,7 +36,10 @@ def summarize_body(body: bytes) -> BodySummary:
 
 
 def _without_large_values(fields: BodyFields) -> BodyFields:
-    """Return the fields without values of unexpected types, which could be too large to copy between processes."""
+    """Return the fields without values of unexpected types.
+
+    Such values could be too large to copy between processes.
+    """
     return BodyFields(
         *(_drop_large_value(getattr(fields, name), keeps_objects=True) for name in BodyFields.__struct_fields__)
     )

@@ -33,14 +33,17 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class LongPrice:
-    """The price of all tokens of a request whose input is longer than `above` tokens."""
+    """The price of a request whose input is longer than `above` tokens. It applies to all its tokens."""
 
     above: int
     price: Price
 
 
 def compute_cost(usage: Usage, price: Price | None) -> int | None:
-    """Return the cost in micro-dollars, or None if the price is unknown. The total is rounded once, half up."""
+    """Return the cost in micro-dollars, or None if the price is unknown.
+
+    The total is rounded once, half up.
+    """
     if price is None:
         return None
     if price.long is not None and usage.input > price.long.above:
@@ -56,7 +59,10 @@ def compute_cost(usage: Usage, price: Price | None) -> int | None:
 
 
 def _separately_priced_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
-    """Return the token count and the price of each kind of input that may have its own price (cached, audio, image)."""
+    """Return (token count, price) of each kind of input that may have its own price.
+
+    The kinds are cached, audio and image tokens.
+    """
     long = price.cache_write if price.cache_write_long is None else price.cache_write_long
     return (
         (usage.cached_read, price.cached_read),

@@ -89,7 +89,10 @@ class Conflict(EmberlineError):
 
     @staticmethod
     def of_document(kind: str, id: str, *, is_new: bool) -> Conflict:
-        """Return the error for a document that exists already (`is_new`) or that was changed by a different request."""
+        """Return the error for a document that exists already, or that a different request has changed.
+
+        `is_new`: the request tried to create the document.
+        """
         noun = kind.replace("_", " ")
         if is_new:
             return Conflict(f"{noun} {id!r} exists already", hint="change the existing one, or choose another name")

@@ -1,4 +1,4 @@
-"""GuardrailFinding: what a guardrail found, in which part of a request or reply, and what action follows.
+"""GuardrailFinding: what a guardrail found, where in a request or reply, and what action follows.
 
 A finding never contains the matched text.
 """

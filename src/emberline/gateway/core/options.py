@@ -28,7 +28,10 @@ Metadata: TypeAlias = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class CustomCost:
-    """A cost set by the client instead of the catalogue price: a price per token, or the cost of the whole request."""
+    """A cost that the client sets instead of the catalogue price.
+
+    It is a price per token, or the cost of the whole request.
+    """
 
     price: Price | None = None
     micros: int | None = None  # micro-dollars

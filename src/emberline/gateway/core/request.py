@@ -1,4 +1,4 @@
-"""GatewayRequest and GatewayReply: a request as it passes through the gateway's layers, and the reply to it."""
+"""GatewayRequest and GatewayReply, which pass through the gateway's layers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class RequestStep(msgspec.Struct, frozen=True):
 
 
 class RequestChanges(TypedDict, total=False):
-    """The fields of a GatewayRequest that layers and providers change in a copy; see GatewayRequest for each."""
+    """The fields of a GatewayRequest that layers and providers change in a copy.
+
+    GatewayRequest describes each field.
+    """
 
     provider: str
     model: str
@@ -127,7 +130,10 @@ class GatewayRequest(msgspec.Struct):
 
     @property
     def metadata(self) -> Metadata:
-        """Return the request's metadata. Values set by the gateway and by the key override those sent by the client."""
+        """Return the request's metadata.
+
+        Values set by the gateway and by the key override those sent by the client.
+        """
         return {**(self.options.metadata or {}), **self.settings.metadata, **self.identity.metadata}
 
     def with_changes(self, **changes: Unpack[RequestChanges]) -> GatewayRequest:

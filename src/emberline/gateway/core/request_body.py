@@ -98,10 +98,10 @@ def check_duplicate_keys(body: bytes) -> None:
 
 
 def _has_same_quotes(body: bytes, encoded: bytes) -> bool:
-    """Return whether re-encoding kept the number of quotes, which shows that no object contains a key twice.
+    """Return whether `body` has as many quotes as `encoded`, so that no object has the same key twice.
 
-    A body with an escaped quote always returns False. Counting quotes takes a tenth of the time of checking each
-    object.
+    `encoded` is the body after decoding and encoding, which drops repeated keys. A body with an escaped quote always
+    returns False. Counting quotes takes a tenth of the time of checking each object.
     """
     return body.count(b'"') == encoded.count(b'"') and b"\\u0022" not in body
 

@@ -31,7 +31,10 @@ def estimate_input_tokens(body: bytes) -> int:
 
 
 def _overestimate_for_data(value: Any) -> int:
-    """Return the number of tokens by which the estimate from bytes is too high for images and other encoded data."""
+    """Return by how many tokens the estimate from bytes is too high.
+
+    It is too high for images and other encoded data.
+    """
     match value:
         case str() if len(value) >= MAX_WORD_CHARS and " " not in value[:MAX_WORD_CHARS]:
             return max(0, len(value) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)

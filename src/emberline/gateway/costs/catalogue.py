@@ -50,7 +50,7 @@ class CatalogueModel:
 
 class Catalogue:
     def __init__(self, models: Iterable[CatalogueModel], like: Mapping[str, str] | None = None) -> None:
-        """`models`: a later entry overrides an earlier one.
+        """Create a catalogue. If two models have the same name, the later one is used.
 
         `like` maps a provider to the provider in whose rows its missing models are looked up.
         """
@@ -113,7 +113,10 @@ class Catalogue:
 
 
 class CatalogueFiles:
-    """A catalogue that is read again when its files change. An invalid file leaves the previous catalogue in use."""
+    """A catalogue that is read again when its files change.
+
+    An invalid file leaves the previous catalogue in use.
+    """
 
     def __init__(self, *files: Path) -> None:
         self._files = files
@@ -218,7 +221,10 @@ def _read_long_price(entry_id: str, long_price: object) -> LongPrice:
 
 
 def _parse_micros(entry_id: str, field: str, dollars: object) -> int:
-    """Convert dollars per million tokens to micro-dollars per million tokens. Raise InvalidRequest."""
+    """Convert dollars per million tokens to micro-dollars per million tokens.
+
+    Raise InvalidRequest if `dollars` is not a number, is negative, or has too many decimal places.
+    """
     exact = Decimal(dollars) * 1_000_000 if isinstance(dollars, Decimal | int) else Decimal(-1)
     if isinstance(dollars, bool) or not exact.is_finite() or exact < 0 or exact != int(exact):
         raise InvalidRequest(

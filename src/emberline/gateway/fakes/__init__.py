@@ -1,1 +1,1 @@
-"""A fake provider without a model, in every dialect, for tests and benchmarks."""
+"""A fake provider without a model, in every dialect (wire format), for tests and benchmarks."""

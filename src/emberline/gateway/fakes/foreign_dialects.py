@@ -1,4 +1,7 @@
-"""Fake replies of provider APIs for which the gateway has no dialect: Cohere, Bedrock, Replicate, Google's OAuth."""
+"""Fake replies in formats for which the gateway has no dialect (wire format).
+
+They are the formats of Cohere, Bedrock, Replicate and Google's OAuth.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,10 @@ class FakeGoogleTokenReply(FakeReply):
 
 
 def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
-    """Return the fake reply to a request at this path. `host` is the fake provider's own address."""
+    """Return the fake reply to a request at this path.
+
+    `host` is the fake provider's own address. `words` is the number of words in the reply.
+    """
     bare = path.partition("?")[0]
     if bare.endswith("/v2/chat"):
         return FakeCohereReply("raw", path, request, words)

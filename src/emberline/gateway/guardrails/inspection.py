@@ -99,7 +99,7 @@ class Inspector:
 
 
 class JoinedTextEnds:
-    """The ends of consecutive texts, joined into one text that is searched for matches that span two texts."""
+    """The ends of consecutive texts, joined to one string in which matches that span two texts are found."""
 
     def __init__(self, texts: list[str], separator: str) -> None:
         self._texts = texts
@@ -120,7 +120,10 @@ class JoinedTextEnds:
         return len({number for first, last, number, _ in self._pieces if first < end and start < last}) > 1
 
     def redact_texts(self, matches: list[PatternMatch]) -> Iterator[tuple[int, str]]:
-        """Yield (index, new text) for each text that a match touches. The label is put into the first text."""
+        """Yield (index, new text) for each text that a match touches.
+
+        The label that replaces a match is put into the first of the texts that the match touches.
+        """
         cuts_of_text: dict[int, list[tuple[int, int, str]]] = {}
         for start, end, label in redaction_ranges(matches):
             for first, last, number, offset in self._pieces:
@@ -186,7 +189,10 @@ def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list
 
 
 def decompress(body: bytes, content_encoding: str) -> bytes:
-    """Return the decompressed body. Raise UnreadableBody or BodyTooLarge."""
+    """Return the decompressed body.
+
+    Raise UnreadableBody if the body cannot be decompressed, and BodyTooLarge if the result is too large.
+    """
     for each in reversed([name.strip().lower() for name in content_encoding.split(",")]):
         if each in ("gzip", "x-gzip", "deflate"):
             body = _inflate(body)

@@ -1,7 +1,8 @@
 """Functions that find card numbers, keys, e-mail addresses and other sensitive data in a text.
 
-Each finder recognises one kind of data by its shape and check digits, and yields ranges that do not overlap. A finder
-also looks at the characters before and after a range, so a text that continues is searched again (`text_window.py`).
+Each finder recognises one kind of data by its shape and check digits, and yields ranges that do not overlap. The
+characters before and after a range matter too, so when more text arrives, the end of the text is searched again
+(`text_window.py`).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _find_cards(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _find_card_range(text: str, match: re.Match[str]) -> TextRange | None:
-    """Return the range of a card number, or None if the digits are not one.
+    """Return the range of a card number, or None if the digits are not a card number.
 
     If three more digits follow four groups of four, they may be the card's security code; the range then ends before
     them.
@@ -116,8 +117,8 @@ def _find_card_range(text: str, match: re.Match[str]) -> TextRange | None:
 def _groups_form_one_number(text: str, start: int, end: int) -> bool:
     """Return whether groups of digits belong to one number: all separators between them are the same.
 
-    Line ends are accepted in addition. If the separator is neither a space nor a dash, there must be no further group
-    before or after: the groups could be decimals, or rows in a column of numbers.
+    A line end between groups is also accepted. If the separator is neither a space nor a dash, no other group of four
+    digits may come before or after: the groups could be decimals, or rows in a column of numbers.
     """
     between = {each.strip(" ") or " " for each in re.findall(r"\D+", text[start:end])}
     signs = {each for each in between if "\n" not in each and "\r" not in each}

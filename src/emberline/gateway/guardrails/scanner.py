@@ -1,6 +1,6 @@
 """PatternScanner: finds the matches of a gateway's rules in a text.
 
-For a text that still grows, it also finds the position from which on a match may still change.
+For a text that still grows, the scanner also finds the position after which more text could change the matches.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PatternScanner:
         return sorted(matches, key=lambda match: (match.start, match.end))
 
     def undecided_start(self, text: str, start: int) -> int:
-        """Return the position from which on additional text could create or remove a match."""
+        """Return the position after which more text could create or remove a match."""
         if not self._rules:
             return len(text)
         normalized = NormalizedText(text)

@@ -98,9 +98,10 @@ class GuardedStream:
         is_judged: bool = False,
         hold_all: bool = False,
     ) -> None:
-        """`is_judged`: judges read the whole text at the end of the stream.
+        """Guard a stream with the scanner's rules.
 
-        `hold_all`: no event is passed on before the end of the stream.
+        `is_judged`: judges read the whole text at the end of the stream. `hold_all`: no event is passed on before the
+        end of the stream.
         """
         self._stream, self._scanner, self._guard = stream, scanner, guard
         self._is_judged, self._hold_all = is_judged, hold_all
@@ -178,7 +179,10 @@ class GuardedStream:
         return [JsonText(held_event.decoded, number, text, path) for number, (path, text) in enumerate(listed)]
 
     async def _scan_summary_event(self, held_event: HeldEvent, texts: list[JsonText]) -> None:
-        """Scan an event that repeats complete texts. No text follows them, so they are decided at once."""
+        """Scan an event that repeats complete texts, such as the last event of a response.
+
+        No text follows these texts, so their matches are final.
+        """
         touched = {
             text.series_key: self._series.setdefault(text.series_key, TextSeries(self._scanner)) for text in texts
         }
@@ -206,7 +210,10 @@ class GuardedStream:
         await self._scan_series(series, is_last=is_last)
 
     async def _scan_series(self, series: TextSeries, *, is_last: bool = False) -> None:
-        """Scan the new text of a series. Between two pieces of a long text, other requests are served."""
+        """Scan the new text of a series (texts that clients show as one text).
+
+        A long text is scanned in pieces, and the event loop serves other requests between two pieces.
+        """
         self._scan_next_piece(series, is_last=is_last)
         while series.has_unscanned_text:
             await asyncio.sleep(0)
@@ -245,7 +252,10 @@ class GuardedStream:
             return released
 
     async def _end_with_finding(self, finding: GuardrailFinding) -> bytes:
-        """End the stream with an error event, at a time when no event or every event has been passed on."""
+        """End the stream with an error event for the finding.
+
+        Call this method only while no event was passed on, or after all events were passed on.
+        """
         self._guard.record_finding(finding)
         await self.aclose()
         return self._guard.blocked_event(finding)

@@ -63,7 +63,7 @@ class WindowPiece:
 
 class TextWindow:
     def __init__(self, scanner: PatternScanner, separator: str = "") -> None:
-        """`separator` is inserted between two parts of a message."""
+        """Create an empty window. `separator` is inserted between two parts of a message."""
         self._scanner, self._separator = scanner, separator
         self._text = ""
         self._base = 0  # position at which `_text` begins
@@ -109,9 +109,9 @@ class TextWindow:
         piece.positions.append(position)
 
     def scan(self, *, is_last: bool = False) -> list[PatternMatch]:
-        """Scan more of the added text, and return the matches that are now decided.
+        """Scan more of the added text, and return the matches that later text can no longer change.
 
-        With `is_last` all matches are decided, even if more text may follow.
+        With `is_last` all matches are returned, even if more text may follow.
         """
         scanned = 0
         while self._unscanned and scanned + len(self._unscanned[0]) <= MAX_SCAN_CHARS:
@@ -130,7 +130,10 @@ class TextWindow:
         return moved
 
     def mark_all_decided(self) -> None:
-        """Mark the whole text as decided, because a different window holds back the same text."""
+        """Mark the whole text as safe to pass on, as far as this window is concerned.
+
+        A different window with the same text still holds back text that may become part of a match.
+        """
         self._decided = sys.maxsize
 
     @property

@@ -80,7 +80,10 @@ class JsonText(NamedTuple):
 
     @property
     def series_key(self) -> TextPath:
-        """A key that is equal for streamed texts that clients join: pieces of a text, and parts of a message."""
+        """A key that is equal for all texts of a stream that clients join to one text.
+
+        These are the pieces of a text and the parts of a message.
+        """
         kind = self.path[0][0]
         if self.path[-1] not in CONCATENATED_FIELDS and not str(kind).endswith(CONCATENATED_EVENTS):
             return self.path

@@ -1,6 +1,7 @@
 """ClientWatch: cancels the task that serves a client when the client disconnects or a timeout passes.
 
-Watching starts after 50 ms. Most replies are complete by then, and watching costs more than some of them.
+Watching starts after 50 ms. Most replies are complete by then, and watching would take longer than serving a short
+reply.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ WATCH_DELAY_S = 0.05
 
 
 class ClientWatch:
-    """A context manager that raises ClientDisconnected or TimeoutError after it has cancelled the task in its body.
+    """A context manager that cancels its body when the client disconnects or a timeout passes.
 
-    One timer serves both the timeout and the delayed start of watching.
+    It then raises ClientDisconnected or TimeoutError. One timer serves both the timeout and the delayed start of
+    watching.
     """
 
     def __init__(self, receive: Receive, timeout_s: float) -> None:
-        """`timeout_s` limits the time to read the request's body."""
+        """Create a watch on a client. `timeout_s` limits the time to read the request's body."""
         self._receive = receive
         self._is_watching = False  # the request's body has been read
         self._disconnected = self._timed_out = False
@@ -45,14 +47,18 @@ class ClientWatch:
         self._timer.set(min(self._timer.deadline, self._deadline))
 
     def start_watching(self) -> None:
-        """Start watching for a disconnect and remove the timeout. Call this method when the body has been read."""
+        """Start watching for a disconnect and remove the timeout.
+
+        Call this method when the body has been read.
+        """
         self._is_watching, self._deadline = True, math.inf
         self._timer.set(min(self._timer.deadline, self._loop.time() + WATCH_DELAY_S))
 
     def stop_watching(self) -> None:
-        """Stop watching.
+        """Stop watching for a disconnect.
 
-        Call this method before the last part of a reply, whose end servers also report as a disconnect.
+        Call this method before the last part of a reply is sent: servers report the end of a reply as a disconnect,
+        too.
         """
         self._is_watching = False
         if self._watcher is not None:

@@ -65,7 +65,7 @@ class GatewayApp:
         files: dict[str, File],
         require_keys: bool = False,
     ) -> None:
-        """Create the application. If `require_keys` is true, /metrics requires a key, too."""
+        """Create the application. If `require_keys` is true, /metrics also requires a key."""
         self._config = config
         self._gateway = gateway
         self._run_handler = run_handler
@@ -183,7 +183,10 @@ class GatewayApp:
     async def _send_in_chunks(
         self, exchange: Exchange, reply: GatewayReply, content_type: str, headers: dict[str, str]
     ) -> None:
-        """Send a large reply in chunks as fast as the client reads, so that the server does not buffer all of it."""
+        """Send a large reply in chunks, as fast as the client reads them.
+
+        The server would otherwise buffer the whole reply.
+        """
         assert isinstance(reply.body, bytes)
         await exchange.start_reply(reply.status, content_type, headers, len(reply.body))
         for at in range(0, len(reply.body), SEND_CHUNK_BYTES):
@@ -258,9 +261,9 @@ def _body_timeout_error() -> InvalidRequest:
 
 
 def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
-    """Raise UnsupportedMediaType if the body is JSON but the content type is a different one.
+    """Raise UnsupportedMediaType if the body is JSON but the content type is not a JSON type.
 
-    A provider's own path also accepts forms and binary data.
+    The own paths of providers also accept forms and binary data.
     """
     if not body or exchange.headers.get(b"content-type") == b"application/json":  # the usual case
         return
@@ -273,7 +276,7 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
 
 
 def _client_origin(exchange: Exchange) -> str:
-    """Return the scheme and host of the gateway, or of the proxy in front of it, as the client sees them."""
+    """Return the scheme and host that the client used: those of the gateway, or of a proxy in front of it."""
     scheme = "https" if exchange.header("x-forwarded-proto") == "https" else "http"
     return f"{scheme}://{exchange.header('host')}"
 

@@ -223,7 +223,10 @@ def encode_message(message_type: str, metadata: Json, body: bytes, extra_fields:
 
 
 def _pop_event_id(request: dict[str, msgspec.Raw]) -> str:
-    """Remove the eventId from the request and return it. The remaining fields form a step of the universal endpoint."""
+    """Remove the eventId from the request and return it.
+
+    The remaining fields form a step of the universal endpoint.
+    """
     if (encoded := request.pop("eventId", None)) is None:
         return ""
     id = msgspec.json.decode(encoded)

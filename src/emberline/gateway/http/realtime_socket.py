@@ -49,8 +49,8 @@ class RealtimeSocket:
     ) -> None:
         """Open the session, accept the client's WebSocket and forward messages until one side closes.
 
-        `offered_protocols`: the client's subprotocols. `default_protocol` is accepted if the provider accepts none of
-        them.
+        `offered_protocols`: the subprotocols that the client offers. `default_protocol` is used if the provider accepts
+        none of the offered subprotocols.
         """
         sent = {**headers, SUBPROTOCOL_HEADER: ", ".join(offered_protocols)} if offered_protocols else headers
         self._model = _model_in_query(query)
@@ -100,7 +100,7 @@ class RealtimeSocket:
     async def _wait_for_end(self, directions: tuple[asyncio.Task[CloseReason], ...], timeouts: TimeoutSettings) -> str:
         """Wait until forwarding ends in one direction or a timeout passes.
 
-        Return a text that names the timeout, or "".
+        Return a text that names the timeout, or "" if no timeout passed.
         """
         until = self._now() + timeouts.session
         while (left := min(until, self._last_message + timeouts.idle) - self._now()) > 0:

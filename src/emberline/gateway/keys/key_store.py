@@ -94,7 +94,7 @@ def visible_prefix(secret: str) -> str:
 
 
 def is_gateway_key(token: str) -> bool:
-    """Return whether the token begins like a gateway key. No provider's keys begin with these prefixes."""
+    """Return whether the token has the prefix of a gateway key, which no provider's keys have."""
     return token.startswith(_PREFIXES)
 
 
@@ -106,7 +106,7 @@ class KeyStore:
         wall_clock: Clock,
         configured: Mapping[str, Identity] | None = None,
     ) -> None:
-        """`wall_clock` returns seconds since 1970.
+        """Create a store of gateway keys. `wall_clock` returns seconds since 1970.
 
         `configured` maps the secrets in the configuration file to identities; these secrets never expire. Raise
         InvalidRequest if one of them is too short.
@@ -145,7 +145,7 @@ class KeyStore:
         return stored_key[1]
 
     async def _load_key(self, hash_or_id: str) -> tuple[StoredKey, Identity] | None:
-        """Return the stored key with this hash, or with this id. An id is the beginning of a hash."""
+        """Return the stored key with this hash or id, and its identity. An id is the beginning of a hash."""
         documents = await self._store.list_documents("key", "", prefix=key_id_of(hash_or_id), limit=2)
         for document in documents:
             key = msgspec.json.decode(document.body, type=StoredKey)

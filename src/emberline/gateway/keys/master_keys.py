@@ -44,7 +44,10 @@ class MasterKeys:
 
     @staticmethod
     def parse(text: str) -> MasterKeys:
-        """Parse base64 keys that are separated by white space or commas. Raise InvalidRequest."""
+        """Parse base64 keys that are separated by white space or commas.
+
+        Raise InvalidRequest if a key is not valid base64 or has the wrong length.
+        """
         try:
             keys = tuple(base64.b64decode(word, validate=True) for word in text.replace(",", " ").split())
         except binascii.Error as e:

@@ -117,14 +117,17 @@ class ProviderKeyVault:
 
 
 async def rotate_master_key(store: GatewayStore, file: MasterKeyFile, now: int) -> int:
-    """Create a new master key and wrap every data key with it. Return the number of wrapped data keys."""
+    """Create a new master key and wrap every data key with it. Return the number of data keys."""
     masters = (await asyncio.to_thread(file.read)).with_new_key()
     await asyncio.to_thread(file.write, masters)
     return await rewrap_all_data_keys(store, masters, now)
 
 
 async def rewrap_all_data_keys(store: GatewayStore, master_keys: MasterKeys, now: int) -> int:
-    """Wrap with the current master key all data keys that an older one wraps. Return their number."""
+    """Wrap every data key with the current master key, unless it is already.
+
+    Return the number of data keys that an older master key had wrapped.
+    """
     done = 0
     while stale := await _find_keys_to_rewrap(store, master_keys.current_key.id):
         for document in stale:
@@ -159,7 +162,7 @@ async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> in
 
 
 async def _find_keys_to_rewrap(store: GatewayStore, current_master_id: str) -> list[Document]:
-    """Return the documents of provider keys that a master key other than `current_master_id` wraps."""
+    """Return the documents of the provider keys whose data key an older master key wraps."""
     found: list[Document] = []
     after = ("", "")
     while page := await store.list_documents("provider_key", "", after=after, limit=1000):

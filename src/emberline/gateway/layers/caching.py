@@ -54,7 +54,7 @@ class CacheLayer:
         max_wait_s: float = MAX_SHARED_WAIT_S,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
     ) -> None:
-        """`make_semantic_cache` is called when a gateway uses the semantic cache for the first time."""
+        """Create the layer. `make_semantic_cache` is called when a gateway first uses the semantic cache."""
         self._store, self._clock, self._make_semantic = store, clock, make_semantic_cache
         self._max_wait_s, self._max_entry_bytes = max_wait_s, max_entry_bytes
         self.semantic: SemanticCache | None = None
@@ -142,7 +142,7 @@ class CacheLayer:
         return await self.semantic.look_up(call)
 
     async def _serve_similar(self, lookup: _CacheLookup, semantic_lookup: SemanticLookup) -> GatewayReply | None:
-        """Return the cached reply to a similar prompt. Store that reply under this request's cache key, too."""
+        """Return the cached reply to a similar prompt, and store it also under this request's cache key."""
         assert self.semantic is not None
         if semantic_lookup.similar is None or lookup.call.settings.semantic.mode != "on":
             return None

@@ -73,7 +73,7 @@ def set_reply_headers(call: GatewayRequest, reply: GatewayReply) -> None:
 def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
     """Return the request body to log.
 
-    Of a list of steps, return only the step that answered, because the list contains keys.
+    If the body is a list of steps, return only the body of the step that answered, because the list contains keys.
     """
     if call.redacted_bodies:
         return call.redacted_bodies[-1]
@@ -82,7 +82,10 @@ def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
 
 
 def _capture_payload(call: GatewayRequest, reply: GatewayReply) -> list[bytes] | None:
-    """Return a list that collects the bytes of the reply as they are sent, or None if payloads are not logged."""
+    """Return a list that collects the bytes of the reply as they are sent.
+
+    Return None if payloads are not logged.
+    """
     is_enabled = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
     is_private = call.settings.zdr if call.options.zdr is None else call.options.zdr
     if not is_enabled or is_private:
@@ -116,7 +119,10 @@ class CapturedStream:
 
 
 def searchable_metadata(call: GatewayRequest, reply: GatewayReply) -> dict[str, str]:
-    """Return metadata for log searches: turn id, guardrail findings, the provider that continued a stream."""
+    """Return metadata for log searches.
+
+    These are the id of the conversation turn, the guardrail findings, and the provider that continued a broken stream.
+    """
     turn_id = call.options.turn_id
     if not (call.findings or reply.continued_by or turn_id):
         return {}

@@ -1,7 +1,7 @@
-"""The layer that tries the steps of a request (pairs of provider and model) in order until one answers.
+"""The layer that tries the steps of a request in order until one answers.
 
-An error that the request itself caused is returned at once. A request that a provider rejected for its content is not
-sent to a different provider, which might be less strict.
+A step is a pair of provider and model. An error that the request itself caused is returned at once. A request that a
+provider rejected for its content is not sent to a different provider, which might be less strict.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def _matches_pattern(pattern: str, name: str) -> bool:
 
 
 def call_for_step(call: GatewayRequest, step: RequestStep, step_number: int, is_last: bool) -> GatewayRequest:
-    """Return a copy of the request for this step. The copy shares the list of attempts and the reply headers."""
+    """Return a copy of the request for this step.
+
+    The copy shares the list of attempts and the reply headers.
+    """
     if step_number == 0 and step.body is None:
         return call if is_last else call.with_changes(is_last_step=False)
     headers = step.headers

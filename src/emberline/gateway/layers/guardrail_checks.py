@@ -43,7 +43,7 @@ _CHECK_OF_SIDE: dict[Side, Check] = {"prompt": "REQUEST", "reply": "RESPONSE"}
 
 class GuardrailLayer:
     def __init__(self, judge_handler: Handler, clock: Clock) -> None:
-        """`judge_handler` sends a prompt to a judge (a moderation model)."""
+        """Create the layer. `judge_handler` sends a prompt to a judge (a moderation model)."""
         self._judges = JudgeClient(judge_handler, clock)
 
     def wrap(self, inner: Handler) -> Handler:
@@ -90,7 +90,10 @@ class GuardedCall:
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
     async def _inspect_prompt(self) -> tuple[GatewayRequest, str]:
-        """Return the request with redactions applied, and the text that the judges (moderation models) must read."""
+        """Return the request with redactions applied, and the text that the judges must read.
+
+        Judges are moderation models.
+        """
         call, rules = self._call, self._pattern_rules("prompt")
         if rules and call.query:
             query, findings = inspect_query(call.query, rules)
@@ -208,7 +211,10 @@ class GuardedCall:
         return await self._ask_judges("reply", text)
 
     def blocked_event(self, finding: GuardrailFinding) -> bytes:
-        """End the stream and return its error event. Raise BlockedByGuardrail if the dialect has no error events."""
+        """End the stream and return its error event.
+
+        Raise BlockedByGuardrail if the dialect has no error events.
+        """
         assert self._reply is not None
         error = _blocked_error(finding)
         self._reply.ended, self._reply.error = "cut", error.code

@@ -1,6 +1,6 @@
-"""The layer that replaces a pool by a list of steps, with the selected member first.
+"""The layer that replaces a pool by a list of steps (pairs of provider and model to try in order).
 
-The layer also records the latency and the failures of pool members.
+The first step is the selected pool member. The layer also records the latency and the failures of pool members.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def _member_cost(call: GatewayRequest, member: PoolMember, estimator: CostEstima
 
 
 def _affinity_seed(call: GatewayRequest) -> str:
-    """Return a seed that is equal for requests of one session, and for equal requests that may share a cached reply."""
+    """Return a seed that is equal for all requests of a session.
+
+    The seed is also equal for equal requests, which may then share a cached reply.
+    """
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id
     if not cache_ttl_s(call):

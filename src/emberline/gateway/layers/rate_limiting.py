@@ -22,7 +22,10 @@ RESERVATION_GRACE_S = 5.0  # how long a reservation outlasts the deadline of its
 
 
 def limit_calls(limiter: Limiter, models: ModelLookup, prices: PriceSource, clock: Clock, wall_clock: Clock) -> Layer:
-    """Return the layer that enforces limits. `clock` is monotonic; `wall_clock` returns seconds since 1970."""
+    """Return the layer that enforces limits.
+
+    `clock` is monotonic; `wall_clock` returns seconds since 1970.
+    """
     claim_builder = ClaimBuilder(models, prices)
 
     def layer(inner: Handler) -> Handler:

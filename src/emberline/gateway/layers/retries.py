@@ -49,7 +49,10 @@ _DROPPED_HEADERS = NOT_FORWARDED_HEADERS | {
 
 
 def _is_streamed(call: GatewayRequest, response: HTTPClientResponse) -> bool:
-    """Return whether the reply is forwarded in chunks: a stream, or a reply of an unknown dialect that is not JSON."""
+    """Return whether the reply is forwarded in chunks.
+
+    Such a reply is a stream, or has an unknown dialect (wire format) and is not JSON.
+    """
     return call.stream or (call.dialect == "raw" and response.content_type != "application/json")
 
 

@@ -19,7 +19,10 @@ from emberline.wire.usage import Usage
 
 
 def limit_sessions(limiter: Limiter, claim_builder: ClaimBuilder, clock: Clock, wall_clock: Clock) -> Layer:
-    """Return the layer for realtime sessions. `clock` is monotonic; `wall_clock` returns seconds since 1970."""
+    """Return the layer for realtime sessions.
+
+    `clock` is monotonic; `wall_clock` returns seconds since 1970.
+    """
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
@@ -59,7 +62,7 @@ class _SessionReservations:
     def settle(self, *, requests: int, tokens: int = 0, micros: int = 0) -> list[Claim]:
         """Replace the open reservation, if there is one, by the actual use.
 
-        Return the claims (limit counters) of the reservation.
+        Return the claims of the reservation. A claim is the amount that was reserved of one limit.
         """
         if (reservation := self.reservation) is None:
             return []

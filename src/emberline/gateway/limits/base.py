@@ -1,7 +1,8 @@
 """Limiter: the interface of the classes that count usage against limits.
 
-A reservation is granted for all of its claims or for none. It is settled exactly once. If the process that made it
-dies, the reservation expires.
+A claim is an amount that a request needs of one limit. A reservation is granted for all of its claims or for none. It
+is settled exactly once: the reserved amounts are replaced by the amounts that were used. If the process that made the
+reservation dies, the reservation expires.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Reservation(msgspec.Struct):
 
 
 class BucketUsage(msgspec.Struct, frozen=True):
-    """How much of one bucket is used now."""
+    """How much of one bucket (the counter of a limit) is used now."""
 
     used: int  # including what is reserved
     resets_in_ms: int  # until none of it counts any longer
@@ -53,29 +54,33 @@ class LimiterStats(msgspec.Struct):
 class Limiter(Protocol):
     @property
     def stats(self) -> LimiterStats | None:
-        """Counters about a limiter in Redis, or None if this process counts alone."""
+        """Counters about a limiter in Redis, or None if only this process counts."""
         ...
 
     async def reserve(self, claims: Sequence[Claim], now: float, hold_s: float) -> Reservation:
-        """Reserve the amounts of all claims. Raise LimitExceeded or StoreFailed.
+        """Reserve the amounts of all claims.
 
-        `now` is in seconds since 1970. The reservation expires after `hold_s` seconds unless it is settled before.
+        Raise LimitExceeded if a limit has too little left, and StoreFailed if the limits cannot be checked. `now` is in
+        seconds since 1970. The reservation expires after `hold_s` seconds unless it is settled before.
         """
         ...
 
     def settle(self, reservation: Reservation, used_amounts: Mapping[LimitUnit, int]) -> None:
-        """Replace the reserved amounts by the amounts that were used. This method never blocks and never fails."""
+        """Replace the reserved amounts by the amounts that were used.
+
+        This method never blocks and never fails.
+        """
         ...
 
     async def read_bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
-        """Return the usage of each claim's bucket without reserving anything. Raise StoreFailed.
+        """Return the usage of each claim's bucket without reserving anything.
 
-        All claims must belong to the same gateway.
+        All claims must belong to the same gateway. Raise StoreFailed if the usage cannot be read.
         """
         ...
 
     async def close(self) -> None:
-        """Wait until all settlements are written. After a timeout, the remaining settlements are given up."""
+        """Wait until all settlements are written, or until a timeout passes."""
         ...
 
 

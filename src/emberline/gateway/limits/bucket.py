@@ -1,9 +1,9 @@
-"""LimitBucket: the usage counted against one limit, and its open reservations. It does no I/O and reads no clock.
+"""LimitBucket: the usage counted against one limit, and its open reservations.
 
-A claim is granted if used + amount <= limit. A claim for more than is left is granted only if something is left and no
-reservation is open. It then takes all that is left, so that no other claim is granted at the same time. Without this
-rule the last part of a budget could never be spent, because the amounts are upper estimates. A limit can therefore be
-exceeded by less than one reservation.
+It does no I/O and reads no clock. A claim is granted if used + amount <= limit. A claim for more than is left is
+granted only if something is left and no reservation is open. It then takes all that is left, so that no other claim is
+granted at the same time. Without this rule the last part of a budget could never be spent, because the amounts are
+upper estimates. A limit can therefore be exceeded by less than one reservation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class BucketHold(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class LimitBucket:
-    """The usage in each slot of the window, and the open reservations. Times are in milliseconds since 1970."""
+    """The usage in each slot of the window, and the open reservations.
+
+    Times are in milliseconds since 1970.
+    """
 
     window: LimitWindow
     slot: int = 0  # the current slot
@@ -45,7 +48,7 @@ class LimitBucket:
         self.total = sum(used_by_slot.values())
 
     def expire_until(self, now_ms: int) -> None:
-        """Expire all reservations and slots that end up to `now_ms`.
+        """Remove all reservations and slots that ended at `now_ms` or before.
 
         If the clock is set back, old slots are not restored.
         """
@@ -60,7 +63,7 @@ class LimitBucket:
             self.total -= self.used.pop(oldest)
 
     def grantable_amount(self, limit: int, amount: int) -> int | None:
-        """Return the amount that a claim gets: all of it, all that is left, or None if it gets nothing."""
+        """Return how much of `amount` can be granted: all of it, or all that is left. None means nothing."""
         left = limit - self.total
         if amount <= left:
             return amount
@@ -86,7 +89,7 @@ class LimitBucket:
             self._add_usage(slot, used_amount)
 
     def ms_until_fits(self, limit: int, amount: int, now_ms: int) -> int:
-        """Return the milliseconds until the claim fits, provided that no other claim is granted before."""
+        """Return the milliseconds until `amount` can be granted, if no other claim is granted before."""
         left = limit - self.total
         for slot, used in self.used.items():
             left += used
@@ -95,7 +98,7 @@ class LimitBucket:
         return self.usage_ends_ms - now_ms
 
     def ms_until_reset(self, now_ms: int) -> int:
-        """Return the milliseconds until none of the present usage counts any more."""
+        """Return the milliseconds until all of the present usage has stopped counting."""
         return self.usage_ends_ms - now_ms
 
     @property

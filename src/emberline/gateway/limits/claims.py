@@ -1,6 +1,7 @@
 """ClaimBuilder: computes what a request claims from each limit that applies to the request.
 
-That is one request, or the most tokens or the most money that the request can use.
+A limit counts requests, tokens or money. The claim is one request, or the most tokens or money that the request can
+use.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def parse_limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
 
 
 def caller_chosen_split_names(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
-    """Return the metadata names that the rule splits by and whose values callers can choose.
+    """Return the metadata names in the rule's `split` whose values callers can choose.
 
     `fixed_metadata`: names whose values the gateway's settings fix.
     """
@@ -151,7 +152,10 @@ def limit_attributes(call: GatewayRequest) -> dict[str, str]:
 
 
 def _amount_to_claim(rule: LimitRule, amount: int | None, call: GatewayRequest) -> int:
-    """Return the amount, or 0 if the price is unknown. Raise Forbidden if the budget requires a price."""
+    """Return the amount to claim, which is 0 if `amount` is None because the price is unknown.
+
+    Raise Forbidden if the price is unknown and the budget requires a price.
+    """
     if amount is None and rule.unpriced == "refuse":
         raise Forbidden(
             f"budget {rule.name!r} needs a price, and the price of {call.provider}/{call.model} is unknown"[:300],

@@ -1,4 +1,7 @@
-"""open_limiter: opens the configured limiter, in Redis for all replicas or in the memory of this process."""
+"""open_limiter: opens the configured limiter.
+
+It counts in Redis for all replicas, or in the memory of this process.
+"""
 
 from __future__ import annotations
 

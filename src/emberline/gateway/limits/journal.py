@@ -31,7 +31,7 @@ _decoder = msgspec.json.Decoder(LimitCounter)
 
 class CounterJournal:
     def __init__(self, directory: Path) -> None:
-        """Raise OSError if no file can be created in the directory."""
+        """Create a journal with a new file in `directory`. Raise OSError if the file cannot be created."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._directory = directory
         self._has_failed = False
@@ -112,7 +112,7 @@ class _JournalFile:
         os.close(self._file)
 
     def extend(self, min_size_bytes: int) -> None:
-        """Extend the file to at least `size` bytes. Raise OSError if the disk is full.
+        """Extend the file to at least `min_size_bytes`. Raise OSError if the disk is full.
 
         Zeros are written instead of leaving a hole in the file: if the disk is full, a write to a mapped page without
         disk space would kill the process.

@@ -60,14 +60,14 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             if dimension not in DIMENSIONS and not dimension.startswith("metadata."):
                 known = ", ".join(DIMENSIONS)
                 raise InvalidRequest(
-                    f"limit {self.name!r}: {dimension!r} is not an attribute for split or only",
+                    f"limit {self.name!r}: {dimension!r} is not an attribute that split or only can use",
                     param="split",
                     hint=f"use {known} or metadata.<name>",
                 )
 
     @staticmethod
     def parse(decoded: Iterable[Mapping[str, Any]], default_unit: LimitUnit = "requests") -> tuple[LimitRule, ...]:
-        """Parse rules from decoded TOML or JSON. Raise InvalidRequest.
+        """Parse rules from decoded TOML or JSON. Raise InvalidRequest if a rule is invalid.
 
         `default_unit` is the unit of the rules that have no `amount`.
         """

@@ -41,7 +41,10 @@ class StoredLimiter(LocalLimiter):
     def __init__(
         self, store: CounterStore, journal: CounterJournal, wall_clock: Clock, store_interval_s: float
     ) -> None:
-        """`store_interval_s` is the time between two writes to the store. `wall_clock` returns seconds since 1970."""
+        """Create the limiter. The counters are written to the store every `store_interval_s` seconds.
+
+        `wall_clock` returns seconds since 1970.
+        """
         super().__init__()
         self._store, self._journal, self._wall, self._store_interval_s = store, journal, wall_clock, store_interval_s
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
@@ -51,7 +54,10 @@ class StoredLimiter(LocalLimiter):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the usage that earlier processes left in journal files and in the store. Raise StoreFailed."""
+        """Load the usage that earlier processes left in journal files and in the store.
+
+        Raise StoreFailed if the store cannot be read or written.
+        """
         for name, changes in self._journal.abandoned_batches():
             if changes:
                 await self._store.add_counters(name, changes, self._now_ms())
@@ -135,7 +141,7 @@ class _ChangeRecorder:
         self._pending[self._counter_key] += amount
 
     def _prepare_line(self, slot: int) -> None:
-        """Prepare the journal line for a slot, which is a LimitCounter as JSON. Only the amount is left out."""
+        """Prepare the journal line for a slot: the JSON of a LimitCounter without its amount."""
         ends = self._window.usage_end_ms(slot)
         self._slot, self._counter_key = slot, (*self._key, slot, ends)
         self._line_head, self._line_tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends

@@ -1,7 +1,7 @@
 """Retention: deletes log records that are older than their gateway's retention time.
 
-A day that no gateway retains any longer is dropped as a whole. If a gateway retains fewer days than others, its records
-are erased one by one.
+If no gateway retains a day any longer, all records of the day are dropped at once. If a gateway retains fewer days than
+other gateways, its records are erased one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Retention:
     def __init__(
         self, store: GatewayStore, configured: Mapping[tuple[str, str], GatewaySettings], wall_clock: Clock
     ) -> None:
-        """`configured`: gateways of the configuration file."""
+        """Create the retention task. `configured`: gateways of the configuration file."""
         self._store = store
         self._configured = configured
         self._wall_clock = wall_clock

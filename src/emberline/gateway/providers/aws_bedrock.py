@@ -1,6 +1,7 @@
-"""Amazon Bedrock. Claude models are called in Anthropic's wire format, other models through the Converse API.
+"""Amazon Bedrock.
 
-Requests are signed with an AWS key, or contain a Bedrock API key. A path is SERVICE/REGION/..., as in AWS's host names.
+Claude models are called in Anthropic's wire format, other models through the Converse API. Requests are signed with an
+AWS key, or contain a Bedrock API key. A path is SERVICE/REGION/..., as in AWS's host names.
 """
 
 from __future__ import annotations

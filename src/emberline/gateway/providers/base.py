@@ -77,7 +77,7 @@ class Provider:
     def __init__(
         self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public_only: bool = False
     ) -> None:
-        """`public_only`: refuse connections to private IP addresses."""
+        """Create a provider. `public_only`: refuse connections to private IP addresses."""
         self._base_url = (base_url or self.base_url).rstrip("/")
         self._headers = {name.lower(): value for name, value in (headers or {}).items()}
         self.public_only = public_only
@@ -85,7 +85,7 @@ class Provider:
 
     @property
     def origin(self) -> str:
-        """The provider's name and address. Failures are counted for each origin."""
+        """The provider's name and address. Failures are counted separately for each origin."""
         return f"{self.slug} {self._base_url}"
 
     def supports(self, dialect: Dialect, model: str = "") -> bool:
@@ -99,7 +99,7 @@ class Provider:
         return "raw"
 
     def model_from_path(self, endpoint: str) -> str:
-        """Return the model that the path names, or "". It takes precedence over the model in the body."""
+        """Return the model that the path names, or "". This model takes precedence over the body's model."""
         return ""
 
     def is_stream_path(self, endpoint: str, query: str = "") -> bool:
@@ -110,7 +110,7 @@ class Provider:
         return self.endpoints[dialect].format(model=model)
 
     def target_model(self, model: str, max_output: int | None) -> TargetModel:
-        """Return the facts about a model that the translation of a request needs."""
+        """Return the properties of a model that are needed to translate a request for it."""
         return TargetModel(model, max_output, self.accepts_reasoning, self.max_tokens_field)
 
     def build_url(self, endpoint: str, query: str) -> str:

@@ -1,4 +1,4 @@
-"""Baseten: chat with Baseten's shared models, and deployments of an account, which have hosts of their own."""
+"""Baseten: chat with Baseten's shared models, and an account's deployments, each at a host of its own."""
 
 from __future__ import annotations
 

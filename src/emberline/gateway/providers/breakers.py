@@ -1,4 +1,4 @@
-"""Circuit breakers: a provider that failed several times in a row is skipped for a pause.
+"""Circuit breakers: a provider that failed several times in a row is skipped for some seconds.
 
 Failures are counted separately for each gateway, provider, model and credential. So failures of one caller, key or
 model do not block the requests of other callers.
@@ -30,7 +30,7 @@ BreakerKey = tuple[str, str, str, str, int, int]  # account, gateway, provider's
 
 
 def is_caller_timeout(call: GatewayRequest, error_code: str) -> bool:
-    """Return whether the error `code` is a timeout, and the caller had set a shorter timeout than the gateway.
+    """Return whether the error is a timeout that the caller had set shorter than the gateway's timeout.
 
     Such a timeout does not show a fault of the provider.
     """

@@ -83,7 +83,7 @@ class _AccessToken(msgspec.Struct):
 
 class GoogleTokenCache:
     def __init__(self, base_url: str, *, public_only: bool = False) -> None:
-        """`base_url`: a server that may also be asked for tokens, in addition to Google's servers."""
+        """Create an empty cache. Tokens are requested only from Google's servers and from `base_url`."""
         self._base_url = base_url
         self._public_only = public_only
         self._tokens: dict[bytes, tuple[str, float]] = {}  # hash of the credentials -> token and its expiry
@@ -172,8 +172,8 @@ def sign_assertion(credentials: GoogleCredentials, now: int) -> str:
 def _sign_with_rsa(private_key: str, text: bytes) -> bytes:
     """Sign `text` with an RSA key, and verify the signature.
 
-    Validating the key would block the event loop for 200 ms. But a signature made with an inconsistent key could leak
-    the key. So the signature is verified instead of the key.
+    A signature made with an inconsistent key could leak the key. Validating the key would block the event loop for 200
+    ms, so only the signature is verified.
     """
     try:
         key = load_pem_private_key(private_key[:MAX_KEY_CHARACTERS].encode(), None, unsafe_skip_rsa_key_validation=True)

@@ -110,9 +110,10 @@ class MistralReplyDecoder(ReplyDecoder):
 
 
 def _flatten_content(payload: bytes, message_field: str) -> bytes | None:
-    """Return the payload with flattened content, or None if it has no list of parts.
+    """Return the payload with each list of text and thinking parts replaced by text fields.
 
-    `message_field` is the field of a choice that contains the message: "message", or "delta" in a stream.
+    Return None if the payload has no such list. `message_field` is the field of a choice that contains the message:
+    "message", or "delta" in a stream.
     """
     if b'"thinking"' not in payload:
         return None

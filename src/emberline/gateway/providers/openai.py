@@ -21,7 +21,7 @@ class OpenAI(Provider):
         return super().dialect_at(endpoint.removeprefix("v1/"), query)
 
     def build_url(self, endpoint: str, query: str) -> str:
-        """Return the URL. A version at the start of the path is dropped, because base_url ends with the version."""
+        """Return the URL. A version at the start of the path is dropped, because base_url contains it."""
         if self._base_url.endswith("/v1"):
             endpoint = endpoint.removeprefix("v1/")
         return super().build_url(endpoint, query)

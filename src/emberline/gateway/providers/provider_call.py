@@ -50,7 +50,7 @@ class ProviderCall(msgspec.Struct, frozen=True):
     def convert_reply(self, body: bytes) -> tuple[bytes, str]:
         """Translate a reply that is not streamed to the client's wire format.
 
-        Return the new body and a list of what the translation lost.
+        Return the new body, and a text that lists what the translation left out.
         """
         if self.client_dialect is None:
             return body, ""
@@ -94,9 +94,10 @@ def _build_with_reply_headers(call: GatewayRequest, *args: Any) -> tuple[Provide
 def build_provider_call(
     call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
 ) -> ProviderCall:
-    """Return the provider call for `call`. The body is translated if the provider needs a different wire format.
+    """Return the provider call for `call`.
 
-    `max_output` is the model's limit on output tokens from the catalogue; `created` is the Unix time in seconds.
+    The body is translated if the provider needs a different wire format. `max_output` is the model's limit on output
+    tokens from the catalogue; `created` is the Unix time in seconds.
     """
     if provider.supports(call.dialect, call.model):
         return _build_without_translation(call, provider, key)
@@ -130,7 +131,10 @@ def _choose_dialects(call: GatewayRequest, provider: Provider) -> tuple[ChatDial
 
 
 def choose_dialect(call: GatewayRequest, provider: Provider) -> ChatDialect | None:
-    """Return the client's wire format if the provider supports it, else the provider's first supported one."""
+    """Return the client's wire format if the provider supports it, else a format to translate to.
+
+    Return None if the provider supports no chat format.
+    """
     choices = sorted(CHAT_DIALECTS, key=lambda dialect: dialect != call.dialect)
     return next((dialect for dialect in choices if provider.supports(dialect, call.model)), None)
 

@@ -1,4 +1,7 @@
-"""ProviderRegistry: finds the provider for a slug (a provider's name in URLs) and a gateway's settings."""
+"""ProviderRegistry: finds the provider for a slug and a gateway's settings.
+
+A slug is a provider's name in URLs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class ProviderRegistry:
     """The providers that this process has created, cached by slug and settings."""
 
     def __init__(self, allow_private: bool = False) -> None:
-        """`allow_private`: providers at private IP addresses are allowed by the operator."""
+        """Create an empty registry. `allow_private`: providers may be at private IP addresses."""
         self._allow_private = allow_private
         self._providers: dict[tuple[object, ...], Provider] = {}
 
@@ -94,7 +97,7 @@ class ProviderRegistry:
 def _select_endpoints(provider: Provider, dialects: tuple[str, ...]) -> dict[Dialect, str]:
     if unknown := set(dialects) - set(provider.endpoints):
         raise InvalidRequest(
-            f"provider {provider.slug!r} does not support the wire format {min(unknown)} that the setting speaks names",
+            f"provider {provider.slug!r} does not support the wire format {min(unknown)} in its setting speaks",
             hint=f"use {', '.join(provider.endpoints)}",
         )
     return {dialect: path for dialect, path in provider.endpoints.items() if dialect in dialects}

@@ -13,7 +13,10 @@ from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
 class WorkersAI(Provider):
-    """Uses the Cloudflare account that the gateway's URL names, unless base_url contains an account."""
+    """Cloudflare Workers AI.
+
+    Requests use the Cloudflare account that the gateway's URL names, unless base_url contains an account.
+    """
 
     slug = "workers-ai"
     base_url = "https://api.cloudflare.com/client/v4/accounts/{account}/ai"

@@ -1,6 +1,6 @@
 """Opens realtime sessions, in which messages pass unchanged between client and provider.
 
-The usage is read from the provider's messages. When the session ends, it becomes the usage of the request.
+The usage is read from the provider's messages. At the end of the session, the sum becomes the usage of the request.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class RealtimeHandler:
         *,
         max_message_bytes: int,
     ) -> None:
-        """`breakers` are the circuit breakers that ordinary requests use, because a provider's outage affects both."""
+        """Create the handler.
+
+        `breakers` are the circuit breakers that ordinary requests use, because an outage of a provider affects both.
+        """
         self._breakers = breakers
         self._registry = registry
         self._secrets = key_selector

@@ -1,4 +1,7 @@
-"""ProviderWebSocket: a WebSocket to a provider with bounded buffers, so that a slow reader slows down its sender."""
+"""ProviderWebSocket: a WebSocket to a provider.
+
+Its buffers are bounded, so that a slow reader slows down its sender.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class ProviderWebSocket:
         self.subprotocol: str | None = connection.subprotocol
 
     async def send(self, message: str | bytes) -> None:
-        """Send a message, waiting while the provider does not read.
+        """Send a message. If the provider does not read, wait until it does.
 
         A message after the end of the session is dropped.
         """
@@ -49,7 +52,10 @@ class ProviderWebSocket:
 
     @property
     def close_code_and_reason(self) -> tuple[int, str]:
-        """Return the close code and reason of the side that closed first. The code is 1006 if the connection broke."""
+        """Return the close code and reason of the side that closed first.
+
+        The code is 1006 if the connection broke.
+        """
         close_frame = self._connection.protocol.close_rcvd or self._connection.protocol.close_sent
         return (1006, "") if close_frame is None else (close_frame.code, close_frame.reason)
 

@@ -1,1 +1,4 @@
-"""Decides where a request is sent: dynamic routes (graphs that select a model), pools and lists of steps."""
+"""Decides where a request is sent.
+
+A request can name a dynamic route (a graph that selects a model), a pool, or a list of steps.
+"""

@@ -1,7 +1,7 @@
 """Conditions on a request in MongoDB's query syntax, compiled to predicates.
 
-An example is {"metadata.plan": {"$in": ["free", "trial"]}}. A missing value equals null. It is in a list only if the
-list contains null, and it is neither greater nor less than any value.
+An example is {"metadata.plan": {"$in": ["free", "trial"]}}. A missing value is treated as null: it equals null, is in a
+list only if the list contains null, and is neither greater nor less than any value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _Comparison: TypeAlias = Callable[[Any], bool]
 
 
 def compile_condition(condition: Mapping[str, Any]) -> Predicate:
-    """Compile a validated condition to a predicate. The predicate holds if every field of the condition holds."""
+    """Compile a validated condition to a predicate.
+
+    The predicate holds if every field of the condition holds.
+    """
     tests = [_compile_field(name, value) for name, value in condition.items()]
     return tests[0] if len(tests) == 1 else lambda facts: all(test(facts) for test in tests)
 

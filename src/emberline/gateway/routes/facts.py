@@ -58,7 +58,10 @@ class CallFacts:
 async def evaluate_body_conditions(
     call: GatewayRequest, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """Return the results, by condition id, of the conditions that read a large body. Return {} if the body is small."""
+    """If the body is large, evaluate the conditions that read it, in a child process.
+
+    Return the results by condition id. Return {} if the body is small.
+    """
     selected = {id: each for id, each in conditions.items() if _reads_body(each)}
     if len(call.body) < LARGE_INPUT_BYTES or not selected:
         return {}

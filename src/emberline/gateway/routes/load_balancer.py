@@ -27,7 +27,10 @@ MemberKey = tuple[str, str, str]  # provider, model, alias of the key
 
 @dataclass(slots=True)
 class LatencySamples:
-    """Latencies in seconds: until the first content of a stream, or until the end of a reply that is not streamed."""
+    """Latencies in seconds.
+
+    The latency of a stream ends at its first content, the latency of any other reply at its end.
+    """
 
     average: float | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
@@ -122,5 +125,8 @@ class LoadBalancer:
 
 
 def _weighted_sort_key(weight: float, random_fraction: float) -> float:
-    """Return a random sort key by which each member comes first with a probability proportional to its weight."""
+    """Return a random sort key for a pool member.
+
+    The probability that a member is sorted first is proportional to its weight.
+    """
     return -math.log(1.0 - random_fraction) / weight if weight else math.inf

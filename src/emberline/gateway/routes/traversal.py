@@ -82,7 +82,7 @@ class RouteTraversal:
                     self.current = self.route.elements[self._draw_output(percentage)]
 
     def advance(self, succeeded: bool) -> None:
-        """Move from the current element, a rate limit or a model, to its success output or its fallback output."""
+        """Move from the current rate limit or model to its success output or its fallback output."""
         outputs = self._current_outputs()
         self._move_to_element(outputs.success if succeeded else outputs.fallback)
 

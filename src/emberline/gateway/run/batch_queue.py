@@ -1,7 +1,7 @@
-"""BatchQueue: processes queued batches, a few requests at a time, while the gateway has spare capacity.
+"""BatchQueue: processes queued batches while the gateway has spare capacity.
 
-Results are saved regularly, so that a different process can continue the batch if this process stops. The requests that
-were in progress then are sent again.
+A few requests of a batch are sent at a time. Results are saved regularly, so that a different process can continue the
+batch if this process stops. Requests without a saved result are then sent again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class BatchQueue:
     def __init__(
         self, store: GatewayStore, send_request: SendRequest, count_open_requests: Callable[[], int], wall_clock: Clock
     ) -> None:
-        """`count_open_requests` returns how many requests the gateway is serving, including those of this queue."""
+        """Create the queue.
+
+        `count_open_requests` returns how many requests the gateway is serving, including those of this queue.
+        """
         self._batches = BatchStore(store)
         self._send_request = send_request
         self._open_requests = count_open_requests
@@ -85,7 +88,10 @@ class BatchQueue:
         return batch
 
     async def _count_unfinished(self, account: str) -> int:
-        """Return the number of the account's unfinished batches. Counting stops soon after the limit is reached."""
+        """Return the number of the account's unfinished batches.
+
+        Counting stops soon after the limit is reached.
+        """
         count, after = 0, ("", "")
         while count < MAX_WAITING_BATCHES and (page := await self._batches.list_batches(account, after)):
             count += sum(decode_batch(each).status != "done" for each in page)
@@ -140,7 +146,7 @@ class BatchQueue:
     async def _process_oldest_batch(self) -> bool:
         """Process the oldest batch that no process is working on, and delete expired results.
 
-        Return whether there was such a batch.
+        Return whether a batch was processed.
         """
         after = ("", "")
         while page := await self._batches.list_batches(after=after):
@@ -187,7 +193,7 @@ class BatchQueue:
     async def _save_progress(self, progress: _BatchProgress) -> None:
         """Store new results and renew this process's lease on the batch.
 
-        If `until` is negative, end the lease instead.
+        If the batch's field `until` is negative, end the lease instead.
         """
         batch, now = progress.batch, self._now_ms()
         if batch.status != "done":

@@ -64,7 +64,10 @@ class RunBatch(msgspec.Struct, kw_only=True):
 
 
 class BatchStore:
-    """Reads and writes batches in the gateway's store. A write based on an outdated version raises Conflict."""
+    """Reads and writes batches in the gateway's store.
+
+    A write based on an outdated version raises Conflict.
+    """
 
     def __init__(self, store: GatewayStore) -> None:
         self._store = store

@@ -218,10 +218,7 @@ def _read_flags(options: Json, query: str) -> list[bool]:
 
 
 async def _convert_or_close(request: EncodedRequest, reply: GatewayReply) -> GatewayReply:
-    """Convert the reply to the form of Workers AI.
-
-    If that fails, close the reply, which the caller does not receive.
-    """
+    """Convert the reply to the form of Workers AI. If the conversion fails, close the reply and raise."""
     try:
         return await to_run_reply(request, reply)
     except BaseException:

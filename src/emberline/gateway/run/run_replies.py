@@ -35,13 +35,16 @@ def failure_envelope(code: int, message: str) -> Json:
 def is_busy(reply: GatewayReply) -> bool:
     """Return whether the provider is out of capacity, so that a retry may succeed.
 
-    Limits of the gateway itself are not such a case, because their errors state the time to wait.
+    Return False if a limit of the gateway itself was exceeded, because that error states the time to wait.
     """
     return reply.error in _BUSY_ERRORS and reply.status in (429, 503, 529)
 
 
 async def to_run_reply(request: EncodedRequest, reply: GatewayReply) -> GatewayReply:
-    """Convert the reply, in place, to the form of Workers AI. A large reply is converted in a child process."""
+    """Convert the reply, in place, to the form of Workers AI.
+
+    A large reply is converted in a child process.
+    """
     if isinstance(reply.body, bytes):
         reply.headers["content-type"] = "application/json"
         if reply.status < 400:
@@ -80,7 +83,10 @@ def rewrite_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> tuple
 
 
 def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
-    """Return the envelope for the body of a successful reply. The envelope contains an error if the body is invalid."""
+    """Return the envelope for the body of a successful reply.
+
+    The envelope contains an error if the body is invalid.
+    """
     try:
         return success_envelope(build_result(endpoint, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS) as e:
@@ -88,7 +94,10 @@ def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
 
 
 def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
-    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if the reply is invalid."""
+    """Return the envelope's `result`.
+
+    Raise LookupError, TypeError or AttributeError if the reply is invalid.
+    """
     match endpoint:
         case "embeddings":
             vectors = [row["embedding"] for row in reply["data"]]

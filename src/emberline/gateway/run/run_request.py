@@ -31,7 +31,10 @@ class EncodedRequest(msgspec.Struct, frozen=True):
 
 
 def encode_request(model: str, input: Json) -> EncodedRequest:
-    """Return the encoded request for a model and its input. Raise InvalidRequest if the input is not supported."""
+    """Return the encoded request for a model and its input.
+
+    Raise InvalidRequest if the input is not supported.
+    """
     request = translate_request(model, input)
     wants_json = isinstance(request.body.get("response_format"), dict)
     return EncodedRequest(request.kind, msgspec.json.encode(request.body), wants_json)

@@ -128,11 +128,14 @@ class GatewayStore(Protocol):
         ...
 
     async def list_counters(self, now: int) -> list[LimitCounter]:
-        """Return the counters that still count at `now`, in milliseconds since 1970."""
+        """Return the counters whose time slot still counts against its limit at `now`.
+
+        `now` is in milliseconds since 1970.
+        """
         ...
 
     async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
-        """Add the changes to the counters, and delete counters that have ended.
+        """Add the changes to the counters, and delete counters whose time slot no longer counts.
 
         Do nothing if a batch with this name was added before.
         """
@@ -170,7 +173,8 @@ class GatewayStore(Protocol):
     async def delete_days_before(self, day: date) -> list[date]:
         """Delete the log records of all days before `day`, and return these days.
 
-        The rollups by minute of these days are deleted too. Rollups by hour are kept for HOURLY_CELLS_KEPT_DAYS longer.
+        The rollups by minute of these days are also deleted. Rollups by hour are kept for HOURLY_CELLS_KEPT_DAYS
+        longer.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""DailyUsers: limits the number of users for which the rollups of one day have rows ("cells") of their own.
+"""DailyUsers: limits the number of users that have rollup rows ("cells") of their own on one day.
 
 Clients choose user names, so a day may have any number of users. For each account and day, the users with the highest
 cost keep their own cells. The cells of all other users are merged into one cell per gateway. So totals stay exact, and
@@ -27,7 +27,10 @@ class DailyUsers:
         self._users: dict[AccountDay, set[tuple[str, str]]] = {}  # values: gateway, user
 
     def add_users(self, cells: Iterable[CellKey]) -> list[AccountDay]:
-        """Add the users of these cells. Return the days to check: days with many new users, and ended days."""
+        """Add the users of these rollup cells.
+
+        Return the days whose number of users must be checked: days with many new users, and days that have ended.
+        """
         newest: dict[str, int] = {}
         for _, start, account, gateway, dimension, value in cells:
             if dimension == "user":
@@ -46,7 +49,10 @@ class DailyUsers:
 
 
 def merge_small_users(day: AccountDay, deleted_rows: Iterable[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
-    """Return the rollup rows that replace deleted rows (gateway, counts...): one per gateway, sorted."""
+    """Sum up the deleted rollup rows of small users, and return one new row per gateway, sorted.
+
+    A deleted row is (gateway, counts...).
+    """
     sums: dict[str, list[int]] = {}
     for gateway, *counts in deleted_rows:
         before = sums.get(str(gateway), [0] * len(counts))

@@ -206,8 +206,8 @@ class PostgresStore:
     async def _merge_small_users(self, day: AccountDay) -> None:
         """Merge the rollup cells of the users with the lowest cost on a day.
 
-        One replica at a time does this. It skips locked rows: waiting for them could deadlock with a replica that
-        appends records.
+        Only one replica at a time merges cells. It skips locked rows: waiting for them could deadlock with a replica
+        that appends records.
         """
         async with self._transaction() as db:
             if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _MERGE_LOCK, day[0]):

@@ -74,7 +74,10 @@ class RollupQuery:
     limit: int = 10_000  # cells; without over_time, those with the highest cost
 
     def split_by_unit(self) -> list[tuple[RollupUnit, int, int]]:
-        """Return (unit, since, until) of time ranges that cover the query with as few cells as possible."""
+        """Split the query's time range into ranges of minutes, hours or days, so that few cells are read.
+
+        Return (unit, since, until) of each range.
+        """
         size = UNIT_MS[self.unit]
         units = DIMENSION_UNITS[self.dimension]
         since, until = self.since - self.since % size, -(-self.until // size) * size

@@ -157,7 +157,10 @@ def select_rollups(placeholder_prefix: str, rollup_query: RollupQuery) -> tuple[
 
 
 def _select_whole_time(query: SQLQuery, rollup_query: RollupQuery) -> str:
-    """Return the query for one sum per value of the dimension over the whole time, highest cost first."""
+    """Return the query for the sums over the whole time, one for each value of the dimension.
+
+    The value with the highest cost comes first.
+    """
     table, counters = _table_and_counters(rollup_query.dimension)
     conditions = [_rollup_where_clause(query, rollup_query, *piece) for piece in rollup_query.split_by_unit()] or [
         "1 = 0"
@@ -207,7 +210,7 @@ def upsert_rollup(placeholder_prefix: str, dimension: Dimension) -> str:
 
 
 def rollup_rows(cells: Mapping[CellKey, Sequence[int]], with_histograms: bool) -> list[tuple[Any, ...]]:
-    """Return the rows of the cells that have histograms, or of the cells that have none.
+    """Return the cells as database rows: only those with histograms, or only those without.
 
     The rows are sorted, so that all replicas lock them in the same order and cannot deadlock.
     """
@@ -236,7 +239,7 @@ def delete_cells(placeholder_prefix: str, table: str) -> str:
 
 
 def cells_to_delete(records_before_ms: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
-    """Return which cells to delete together with the log records before `start`.
+    """Return which cells to delete together with the log records before `records_before_ms`.
 
     An item is (table, unit, dimension, time of the first cell to keep).
     """

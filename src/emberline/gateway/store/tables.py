@@ -139,7 +139,7 @@ def _label_text(value: object) -> str:
 
 
 def pending_migrations(applied_count: int, migrations: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
-    """Return the migrations that a store still needs after its first `done` migrations.
+    """Return the migrations that a store still needs after its first `applied_count` migrations.
 
     Raise StoreFailed if the store has had more migrations than this version of Emberline knows.
     """

@@ -1,1 +1,4 @@
-"""HTTP requests to providers over pooled connections. Custom providers are reached only at public addresses."""
+"""HTTP requests to providers over pooled connections.
+
+Custom providers are reached only at public addresses.
+"""

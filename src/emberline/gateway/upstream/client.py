@@ -1,4 +1,7 @@
-"""UpstreamClient: the HTTP client for providers. It connects to exactly the address that was checked to be public."""
+"""UpstreamClient: the HTTP client for providers.
+
+It connects to exactly the address that was checked to be public.
+"""
 
 from __future__ import annotations
 

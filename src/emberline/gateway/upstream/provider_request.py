@@ -20,9 +20,9 @@ class ProviderRequest(msgspec.Struct, frozen=True):
 
 
 def decode_reply(request: ProviderRequest, response: HTTPClientResponse) -> HTTPClientResponse:
-    """Return the response read through the request's decoder.
+    """Return the response, converted by the request's decoder while it is read.
 
-    Errors, redirects and requests without decoder are unchanged.
+    The response is returned unchanged if it is an error or a redirect, or if the request has no decoder.
     """
     if request.decoder is None or response.status >= 300:
         return response

@@ -124,7 +124,7 @@ async def resolve_host(host: str, port: int) -> list[AddressInfo]:
 
 
 async def resolve_public(host: str, port: int, resolve: ResolveHost = resolve_host) -> list[AddressInfo]:
-    """Return the addresses of a host. Raises OSError if one of them is not public."""
+    """Return the addresses of a host. Raise OSError if one of them is not public."""
     addresses = await resolve(host, port)
     if not all(is_public_address(sockaddr[0]) for *_, sockaddr in addresses):
         raise OSError(None, f"host {host} resolves to an address that is not public")
