@@ -100,7 +100,7 @@ def error_event(dialect: Dialect, error: EmberlineError, number: int = 0) -> byt
     """Return the error as the last event of a stream.
 
     Return None if the dialect (wire format) has no error event. Only a broken connection then shows the failure.
-    `number` is the event's sequence number, which only OpenAI's Responses API uses.
+    `sequence_number` appears only in events of OpenAI's Responses API.
     """
     match dialect:
         case "openai-chat":

@@ -64,7 +64,7 @@ class AdminRequest:
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON body to a value of type `kind`; an empty body is read as {}.
+    """Decode a JSON body to a value of type `target_type`; an empty body is read as {}.
 
     Raise InvalidRequest if the body does not match the type.
     """
@@ -77,7 +77,7 @@ def decode_json(body: bytes, kind: type[T]) -> T:
 
 
 def convert_value(value: Any, kind: type[T]) -> T:
-    """Convert decoded JSON to a value of type `kind`.
+    """Convert decoded JSON to a value of type `target_type`.
 
     Raise InvalidRequest if the JSON does not match the type.
     """

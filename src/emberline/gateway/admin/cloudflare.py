@@ -42,7 +42,7 @@ class PagedResult(msgspec.Struct, frozen=True):
 class NamedResult(msgspec.Struct, frozen=True):
     """A result that the reply contains twice: in the field `result`, and in the field called `name`.
 
-    Cloudflare's clients read one field or the other.
+    Cloudflare's clients read the second field.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""openapi_document: the management API's OpenAPI document, made from its endpoints."""
+"""build_openapi_document: the management API's OpenAPI document, made from its endpoints."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class FakeGoogleTokenReply(FakeReply):
 def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
     """Return the fake reply to a request at this path.
 
-    `host` is the fake provider's own address. `words` is the number of words in the reply.
+    `host` is the fake provider's own address. `word_count` is the number of words in the reply.
     """
     bare = path.partition("?")[0]
     if bare.endswith("/v2/chat"):

@@ -102,7 +102,7 @@ def _member_cost(call: GatewayRequest, member: PoolMember, estimator: CostEstima
 def _affinity_seed(call: GatewayRequest) -> str:
     """Return a seed that is equal for all requests of a session.
 
-    The seed is also equal for equal requests, which may then share a cached reply.
+    Without a session, the seed is equal for equal requests if their replies may be cached.
     """
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id

@@ -61,7 +61,7 @@ class Limiter(Protocol):
         """Reserve the amounts of all claims.
 
         Raise LimitExceeded if a limit has too little left, and StoreFailed if the limits cannot be checked. `now` is in
-        seconds since 1970. The reservation expires after `hold_s` seconds unless it is settled before.
+        seconds since 1970. The reservation expires after `expires_after_s` seconds unless it is settled before.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Retention: deletes log records that are older than their gateway's retention time.
+"""LogRetention: deletes log records that are older than their gateway's retention time.
 
 If no gateway retains a day any longer, all records of the day are dropped at once. If a gateway retains fewer days than
 other gateways, its records are erased one by one.

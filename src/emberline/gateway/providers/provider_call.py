@@ -97,7 +97,7 @@ def build_provider_call(
     """Return the provider call for `call`.
 
     The body is translated if the provider needs a different wire format. `max_output` is the model's limit on output
-    tokens from the catalogue; `created` is the Unix time in seconds.
+    tokens from the catalogue; `created_s` is the Unix time in seconds.
     """
     if provider.supports(call.dialect, call.model):
         return _build_without_translation(call, provider, key)

@@ -1,4 +1,4 @@
-"""CallFacts: the attributes of a request that conditions of routes can use.
+"""RequestAttributes: the attributes of a request that conditions of routes can use.
 
 The body is decoded on first use. Conditions on a large body are evaluated in a child process.
 """

@@ -76,7 +76,7 @@ class LoadBalancer:
     ) -> list[PoolMember]:
         """Return the members in the order in which to try them.
 
-        `costs`: the cost of this request at each member in micro-dollars, None if unknown. `random_fraction` returns a
+        `costs`: the cost of this request at each member in micro-dollars, None if unknown. `draw_fraction` returns a
         random number in [0, 1).
         """
         order = sorted(range(len(members)), key=lambda i: _weighted_sort_key(members[i].weight, random_fraction()))

@@ -91,7 +91,7 @@ APPLIED_BATCHES_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older w
 def select_logs(
     placeholder_prefix: str, filters: LogFilters, low: bytes, high: bytes, limit: int
 ) -> tuple[str, list[Any]]:
-    """Return the query for log records with low <= id < high, newest first."""
+    """Return the query for log records with first_id <= id < end_id, newest first."""
     query = SQLQuery(placeholder_prefix)
     query.add_condition("account", "=", filters.account)
     if filters.gateway:

@@ -1,8 +1,8 @@
 """Protection against server-side request forgery: custom providers must be at public addresses.
 
-`resolve_public` resolves a host name only if all its addresses are public. `open_public_socket` checks the address
-again when the connection is made. The second check catches an address written as a number, which is not resolved, and a
-name that resolves to a different address the second time.
+`resolve_public_addresses` resolves a host name only if all its addresses are public. `open_public_socket` checks the
+address again when the connection is made. The second check catches an address written as a number, which is not
+resolved, and a name that resolves to a different address the second time.
 """
 
 from __future__ import annotations
