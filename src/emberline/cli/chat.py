@@ -92,7 +92,9 @@ class ChatServer:
         return name
 
     def _list_models(self, *, is_required: bool) -> list[dict[str, Any]]:
-        """Return the models that the server lists; if it refuses, raise its error if `is_required`, else return []."""
+        """Return the models that the server lists.
+
+        If the server answers with an error, raise it if `is_required`, else return []."""
         try:
             with self._request("GET", "/v1/models") as response:
                 return list(json.load(response)["data"])
@@ -152,7 +154,7 @@ def _error_from_response(response: http.client.HTTPResponse) -> EmberlineError:
 
 @dataclass(slots=True)
 class ChatTerminal:
-    """Prints answers: as plain text into a pipe, without control characters to a terminal."""
+    """Prints answers. Control characters are removed if the output goes to a terminal, not to a pipe."""
 
     is_terminal: bool
 
@@ -244,7 +246,7 @@ class ChatSession:
             self.terminal.write_dim(f"{name} is not a command; type /help for the list")
 
     def ask_and_report(self, question: str) -> None:
-        """Ask one question of a conversation. An error is printed, and the conversation continues."""
+        """Ask a question as `ask` does, but print an error instead of raising it."""
         try:
             self.ask(question)
         except KeyboardInterrupt:
@@ -255,7 +257,7 @@ class ChatSession:
     def ask(self, question: str) -> None:
         """Print the answer as it arrives, and add question and answer to the conversation.
 
-        An incomplete answer is added too. If nothing was answered, the question is not added either."""
+        If the answer breaks off, the part that arrived is added. If no text arrived, nothing is added."""
         answer = ChatAnswer(time.monotonic())
         message = {"role": "user", "content": question}
         try:

@@ -85,7 +85,9 @@ def _worker_counts(args: argparse.Namespace) -> dict[Role, int]:
     if min(counts.values()) < 0 or not sum(counts.values()):
         numbers = ", ".join(f"--{'workers' if role == 'both' else role} {count}" for role, count in counts.items())
         raise InvalidRequest(
-            f"the cluster would have no workers: {numbers}", param="workers", hint="use --workers 1 or more"
+            f"the cluster needs at least one worker and no negative count: {numbers}",
+            param="workers",
+            hint="use --workers 1 or more",
         )
     if args.prefill and not args.decode + both:
         raise InvalidRequest(
@@ -188,7 +190,7 @@ def _worker_options(
     for word in options:
         if word.split("=")[0] in CLUSTER_OPTIONS:
             raise InvalidRequest(
-                f"{word} is an option of the cluster, but stands after the model, where every worker's options belong",
+                f"{word} is an option of the cluster, but it follows the model, where only workers' options may be",
                 hint=f"put {word.split('=')[0]} before the model",
             )
     share = []
@@ -203,8 +205,8 @@ def _gpu_memory_options(worker_options: list[str], worker_count: int, gpus: Sequ
     """Return the --kv-memory option of workers that share a GPU; [] if it is not needed.
 
     A worker with its own GPU plans its memory itself. Workers that share a GPU start at the same time and do not see
-    each other's memory use. Each of them gets an equal share of the GPU: one half of it for the KV cache, the other
-    half for weights."""
+    each other's memory use, so the GPU's free memory is divided equally among them. Each worker uses half of its
+    share for the KV cache, and the rest for the weights."""
     workers_per_gpu = -(-worker_count // len(gpus))
     if workers_per_gpu == 1 or any(word.split("=")[0] == "--kv-memory" for word in worker_options):
         return []

@@ -272,7 +272,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
 def _check_gpu_memory(
     args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
 ) -> Iterator[DoctorFinding]:
-    """Show how a GPU's memory would be used. The engine's own functions compute the plan."""
+    """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
 
     given = given_options(args, EngineConfig)

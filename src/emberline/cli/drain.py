@@ -80,7 +80,8 @@ def _worker_row(status: Any, worker_name: str) -> dict[str, Any]:
 def _remaining_work(status: Any, worker_name: str, incarnation: str | None) -> RemainingWork:
     """Return the open requests of a worker, and the prompts whose KV blocks it keeps for other workers.
 
-    A worker that is gone or was restarted has neither. A lost worker, whose heartbeats stopped, keeps no KV blocks."""
+    Both numbers are 0 if the worker is gone or was restarted. A lost worker, whose heartbeats stopped, keeps no KV
+    blocks for other workers."""
     row = _worker_row(status, worker_name)
     if row.get("incarnation") != incarnation or not row:
         return RemainingWork(0, 0, -1.0)

@@ -1,8 +1,8 @@
 """`emberline gateway rotate-keys`: re-encrypts all stored provider keys with a new master key.
 
 The command may run while gateways run, and it can be repeated after an interruption. Old master keys stay in the key
-file until the command is run with `--forget-old`. That first checks that no stored provider key is still encrypted
-with an old master key."""
+file until the command is run with `--forget-old`. With this option, the command deletes the old master keys after
+checking that no stored provider key is still encrypted with one of them."""
 
 from __future__ import annotations
 

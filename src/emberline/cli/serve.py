@@ -72,7 +72,7 @@ def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
 
 
 def _parse_models(model: str | None, models_option: str | None, served_name: str | None) -> dict[str, str]:
-    """Return the models to serve: source by name in the API."""
+    """Return the models to serve: a dict from the name in the API to the model's path or repository."""
     if models_option is None:
         model = model or DEFAULT_MODEL
         return {served_name or model: model}

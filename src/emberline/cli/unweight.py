@@ -115,10 +115,9 @@ def _run_info(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _show_progress(label: str, directory: Path, is_shown: bool) -> Iterator[tuple[Callable[[int], None], WeightCodec]]:
-    """Show a progress bar while weights are converted; yield two things that the conversion needs.
+    """Show a progress bar while weights are converted; yield its update function and the codec.
 
-    The first is a function to call with the number of bytes of each finished tensor, counted unpacked. The second is
-    the codec."""
+    Call the function after each converted tensor, with the tensor's unpacked size in bytes."""
     from emberline.hub.checkpoint import Checkpoint
     from emberline.kernels.cpu.library import find_library
     from emberline.unweight.codec import select_weight_codec

@@ -2,8 +2,8 @@
 
 It is plain data, and its JSON has the same fields. Batches with changes are numbered 1, 2, 3, ... during one run of
 a worker process (its incarnation), so a subscriber notices if it missed a batch. A batch without changes repeats the
-latest number. A snapshot lists all blocks that were cached right after the batch with the snapshot's number. It is
-sent in several parts."""
+latest number. A snapshot lists all blocks that were cached right after the batch with the snapshot's number. A large
+snapshot is sent as several BlockBatch objects."""
 
 from __future__ import annotations
 

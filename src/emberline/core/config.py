@@ -33,7 +33,7 @@ def kernel_dir() -> Path:
 
 
 def read_secret(name: str) -> str | None:
-    """Return the environment variable with this name, which a setting refers to; None if it is not set."""
+    """Return a secret from the environment variable `name`; None if the variable is not set."""
     return os.environ.get(name)
 
 
@@ -135,7 +135,9 @@ class ServiceConfig:
 
     @property
     def trace(self) -> TraceConfig | None:
-        """Return the collector of trace spans; None if tracing is off. Raises InvalidRequest for an invalid URL."""
+        """The settings for exporting trace spans; None if tracing is off.
+
+        Raises InvalidRequest if the collector's URL is invalid."""
         return TraceConfig.from_options(self.otlp, self.trace_share, self.otlp_headers)
 
 

@@ -57,7 +57,8 @@ class SchedulerConfig:
     def for_model(self, context: int) -> SchedulerConfig:
         """Return these settings for a model whose context has `context` tokens.
 
-        `max_batch_tokens` is raised to `max_running` if it is lower: every running request needs a token in a step."""
+        `max_batch_tokens` is raised to `max_running` if it is lower, so that one step can compute a token of every
+        running request."""
         return replace(self, max_context=context, max_batch_tokens=max(self.max_batch_tokens, self.max_running))
 
 
@@ -173,7 +174,7 @@ class KVNetworkConfig:
     def uses_checksums(self) -> bool:
         """Return whether KV blocks carry a checksum when other engines copy them.
 
-        By default they do only with Mooncake, because other processes can then overwrite the blocks."""
+        By default, checksums are used only with the Mooncake transport, where other processes can overwrite blocks."""
         return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
 
 
@@ -253,7 +254,9 @@ class EngineConfig:
         return config
 
     def with_kv_ports(self, index: int) -> EngineConfig:
-        """Return these settings for engine number `index`, with its own range of ports above `kv_port`."""
+        """Return these settings with a range of ports for engine number `index` of this server.
+
+        The range of engine 0 begins at `kv_port`. Nothing is changed if `kv_port` is 0."""
         if not (first_port := self.network.kv_port):
             return self
         port, transfer = first_port + index * KV_PORT_COUNT, self.transfer

@@ -16,7 +16,7 @@ def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def is_supervised() -> bool:
     """Return whether a supervisor started this process.
 
-    The environment variable that says so is removed, so that child processes do not inherit it."""
+    The call also removes the environment variable that marks the process, so that its children do not inherit it."""
     return os.environ.pop(SUPERVISED_VARIABLE, "") == "1"
 
 

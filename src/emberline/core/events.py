@@ -1,4 +1,4 @@
-"""What the engine reports: Outputs of requests, Stats of engines, and SleepStats of models.
+"""Reports of the engine: Output for requests, Stats for engines, and SleepStats for models.
 
 Timing defines time to first token and the other latencies for the whole project."""
 
@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass(slots=True)  # not frozen, which would slow down creation: one is made for every token
 class Output:
-    """New tokens of one completion, or its end, or both. Exactly one Output of each completion has `finish`."""
+    """New tokens of one completion, its end, or both. Only the last Output of a completion has `finish`."""
 
     id: str  # of the submission
     index: int = 0  # which of its n completions
@@ -86,7 +86,7 @@ BlockSample = tuple[str, float]  # which of lifetime, idle_before_evict and reus
 class TierStats:
     """Statistics of one KV tier (main memory, disk or store) below the KV cache.
 
-    All fields except the first three are counters since the engine started."""
+    `on`, `blocks` and `capacity` are current values. All other fields are counters since the engine started."""
 
     on: bool = True
     blocks: int = 0
@@ -111,7 +111,7 @@ class TierStats:
 class TransferStats:
     """Statistics of KV transfers between engines.
 
-    All fields except the last five are counters since the engine started."""
+    The fields from `leases` on are current values. All fields before it are counters since the engine started."""
 
     pulls: int = 0  # pulls that ended, successful or not
     pulled_bytes: int = 0
@@ -182,9 +182,10 @@ class Stats:
 
     @staticmethod
     def total(stats_per_engine: Iterable[Stats]) -> Stats:
-        """Return the sum of the statistics of all engines of one process, without `residency` and `tiers`.
+        """Return the sum of the statistics of all engines of one process.
 
-        `step_tokens` and `step_seconds` are summed over the latest step of each engine."""
+        `residency` and `tiers` are left empty. `step_tokens` and `step_seconds` are sums over the latest step of each
+        engine. `cpu_seconds` is not summed, because all engines report that of the whole process."""
         every = list(stats_per_engine)
         not_summed = ("residency", "tiers", "transfer")
         sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in not_summed}

@@ -59,7 +59,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def journal_dir(self) -> Path:
-        """Return the directory of the files that hold counts for rate limits until they are in the store."""
+        """The directory for rate limit counts that have not been written to the store yet."""
         kind, _, location = self.store_url.partition(":")
         if kind == "sqlite":
             return Path(location.removeprefix("//")).expanduser()
@@ -67,7 +67,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def admin_file(self) -> Path:
-        """Return the file of the admin key. The key is created if `api_keys` is empty."""
+        """The file with the admin key. The gateway creates the key if no `api_keys` are configured."""
         return cache_dir() / "gateway" / "admin.key"
 
     @property

@@ -1,15 +1,15 @@
-r"""Handoff: the state with which a different worker continues a request, besides the request itself.
+r"""Handoff: what a worker needs, besides the request, to continue a stream that another worker began.
 
-It is plain data, and its JSON has the same fields. The state of sampling and grammar follows from seed, params and
-tokens, so with the tokens the output continues bit for bit. KV blocks of the previous engine only save time:
-`source`, which says where they are, may be missing or out of date.
+It is plain data, and its JSON has the same fields. The state of sampling and grammar can be rebuilt from seed, params
+and tokens, so the output continues bit for bit. `source` says where the previous worker's KV blocks can be copied from.
+It may be missing or out of date: then the blocks are recomputed.
 
 The router reads a stream as groups of tokens. The worker writes each group at once: a comment, then the events of
 the group's tokens.
 
     : said <index> <tokens> <size>\n\n              tokens of choice <index>, separated by commas; "-" for none
     : said <index> <tokens> <size> <finish>\n\n     the same, and the choice has ended
-    ...                                             <size> bytes of events, possibly none (text held back)
+    ...                                             <size> bytes of events; 0 if no text can be sent yet
 
 `: cached <n>\n\n` precedes the first group and each group that changes n, the number of prompt tokens found in a
 cache. If requested, `: chain <hash> <blocks>\n\n` follows: the hash of the prompt's last full KV block, and the
@@ -34,13 +34,13 @@ class TokenGroup:
     finish: str = ""  # value of the FinishReason if the choice has ended
 
     def to_comment(self, event_bytes: int) -> bytes:
-        """Return the comment that precedes the group's events, which have `event_bytes` bytes."""
+        """Return the comment line to send before the group's events. `event_bytes`: total size of the events."""
         tokens = ",".join(map(str, self.tokens)) or "-"
         return f": said {self.index} {tokens} {event_bytes}{self.finish and ' '}{self.finish}\n\n".encode()
 
     @staticmethod
     def from_comment(line: bytes) -> TokenGroup:
-        """Parse a comment written by `to_comment`; its size is ignored."""
+        """Parse a comment written by `to_comment`; the size of the events in it is ignored."""
         index, tokens, _size, *finish = line.removeprefix(b": said ").decode().split()
         ids = () if tokens == "-" else tuple(map(int, tokens.split(",")))
         return TokenGroup(int(index), ids, finish[0] if finish else "")
@@ -54,9 +54,9 @@ class Handoff:
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
 
     def tokens_by_choice(self, n: int) -> tuple[tuple[int, ...], ...]:
-        """Return the output tokens of each of the `n` choices until now; () if no choice has any.
+        """Return the output tokens so far of each of the `choice_count` choices; () if there are none.
 
-        Raises InvalidRequest if a group belongs to a choice beyond `n`."""
+        Raises InvalidRequest if a group has a choice index of `choice_count` or more."""
         if not self.groups:
             return ()
         tokens: list[list[int]] = [[] for _ in range(n)]
@@ -92,7 +92,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What a prefill engine reports, besides KV blocks, after computing a prompt for a different engine."""
+    """The first token and the statistics of a prompt that a prefill engine computed for another engine."""
 
     tokens: tuple[int, ...]  # first token of the output
     stop: bool  # whether this token completes the request's grammar
@@ -117,7 +117,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """The copying of a request's KV blocks from a different engine. Times are on this engine's clock."""
+    """A record of copying a request's KV blocks from another engine. Times are on this engine's clock."""
 
     source: str  # name of the other engine
     began: float

@@ -24,7 +24,7 @@ class Numerics:
 def describe_difference(ours: Numerics | None, theirs: Numerics | None) -> str:
     """Return how two workers' numerics differ, in the form of `Numerics.differences`; "" if they agree.
 
-    None stands for a worker of an earlier release, which reports no numerics. Two such workers count as equal."""
+    None means that a worker reports no numerics, as earlier releases did. Two such workers count as equal."""
     if ours is None or theirs is None:
         return "" if ours is theirs else "release (one reports no numerics)"
     return ours.differences(theirs)

@@ -85,7 +85,9 @@ class OffloadProcess:
         return value
 
     def _send_and_receive(self, message: list[bytes | memoryview]) -> bytes | None:
-        """Send a message to the child process, starting it if needed; return its pickled reply, or None if it died."""
+        """Send a message to the child process and return the pickled reply; None if the child died.
+
+        The child is started if it is not running."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -126,13 +128,14 @@ class Offload:
         self.large, self.huge = OffloadProcess("large"), OffloadProcess("huge")
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function in a child process and return its result; `size` is that of its input in bytes.
+        """Run the function in a child process and return its result.
 
-        Raises the function's own error, WorkTooLarge, or EngineUnavailable if the child died of another cause."""
+        `input_bytes`: size of the function's input, which selects the child. Raises the function's own error,
+        WorkTooLarge if it takes too much CPU time, or EngineUnavailable if the child died of another cause."""
         return await (self.large if size <= HUGE_INPUT_BYTES else self.huge).run(function, *args, **kwargs)
 
     async def run_by_size(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function in this process if `size` is below LARGE_INPUT_BYTES, else do the same as `run`."""
+        """Call the function in this process if `input_bytes` is below LARGE_INPUT_BYTES, else call `run`."""
         return (
             function(*args, **kwargs) if size < LARGE_INPUT_BYTES else await self.run(size, function, *args, **kwargs)
         )

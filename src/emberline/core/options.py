@@ -42,7 +42,9 @@ def option(default: Any, help_text: str, **info: Any) -> Any:
 
 
 def changed_option(base: type[DataclassInstance], name: str, **changes: Any) -> Any:
-    """Return an inherited config field with a different `default`, or with different fields of OptionInfo."""
+    """Return the field `name` of a base config, changed for a subclass.
+
+    `changes`: a new `default`, or new values of OptionInfo's fields."""
     inherited = next(each for each in fields(base) if each.name == name)
     default = changes.pop("default", inherited.default)
     return field(default=default, metadata={OPTION_KEY: replace(inherited.metadata[OPTION_KEY], **changes)})
@@ -64,9 +66,9 @@ def nested_configs(config_class: type[DataclassInstance]) -> dict[str, type[Data
 
 @cache
 def setting_owners(config_class: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
-    """Return the owners of each setting, by its name.
+    """Return a dict from each setting's name to its owners: the configs that define the setting.
 
-    An owner is the name of the field whose nested config defines the setting, or "" for the config itself."""
+    An owner is the name of the field that holds the nested config, or "" for the config itself."""
     nested = nested_configs(config_class)
     owners: dict[str, tuple[str, ...]] = {
         each.name: ("",) for each in fields(config_class) if each.name not in nested and each.metadata != COMPUTED_FIELD

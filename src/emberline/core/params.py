@@ -94,7 +94,7 @@ class SamplingParams:
 
     @property
     def needs_sync_steps(self) -> bool:
-        """Whether the host must have read each sampled token before it can launch the next step."""
+        """Whether the next step can be launched only after the host has read the previous sampled token."""
         return self.prompt_logprobs is not None
 
 

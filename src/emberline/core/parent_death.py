@@ -1,4 +1,4 @@
-"""end_with_parent: for a child process that must not outlive its parent.
+"""end_with_parent: makes a child process end when its parent process ends.
 
 The parent keeps the other end of the child's stdin open and never writes to it, so end-of-file means that the parent
 has ended, even by kill -9."""
@@ -15,9 +15,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """End this process when its stdin is closed.
+    """Make this process end when its parent ends or closes this process's stdin.
 
-    On Linux the kernel ends the process, which works even while no Python thread can run."""
+    On Linux the kernel also kills the process when its parent ends, even while no Python thread can run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_at_end_of_stdin, name="lifeline", daemon=True).start()

@@ -10,9 +10,9 @@ from emberline.core.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that the runner has not seen before.
+    """A request that is new to the runner, with everything that the runner needs to know about it.
 
-    The state of sampling and grammar follows from these fields alone, so any runner can take over a request."""
+    The state of sampling and grammar can be rebuilt from these fields, so any runner can continue the request."""
 
     id: str
     tokens: list[int]  # owned by the runner from now on

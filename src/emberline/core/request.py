@@ -30,7 +30,9 @@ class RequestStatus(Enum):
 
 
 class Priority(IntEnum):
-    """Requests with the lower value run first. A batch request that has waited long counts as interactive."""
+    """Priority of a request: the lower value runs first.
+
+    A batch request that has waited for `ageing_seconds` is treated like a new interactive request."""
 
     INTERACTIVE = 0
     BATCH = 1
@@ -105,7 +107,7 @@ class Request:
 
     @property
     def submitted_len(self) -> int:
-        """Number of tokens in the prompt and in the output that the submission already contained."""
+        """Length of the prompt plus the output tokens of another worker that were submitted with it."""
         return self.prompt_len + self.num_resumed
 
     @property
@@ -114,14 +116,15 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of this request's prompt were requested and are not reported yet."""
+        """Whether the client requested log-probabilities of the prompt and has not received them yet."""
         return self.params.prompt_logprobs is not None and self.first_token_at is None and not self.num_resumed
 
     @property
     def usable_prefill_result(self) -> PrefillResult | None:
-        """The result of the prefill engine that computed this prompt; None if it cannot be used.
+        """The result of the prefill engine that computed this prompt; None if this engine must sample itself.
 
-        Its first token is then used as if this engine had sampled it."""
+        The prefill engine's token becomes the first output token. It cannot be used, for example, if
+        log-probabilities were requested."""
         params = self.params
         plain = (
             params.logprobs is None and params.prompt_logprobs is None and len(self.tokens) == self.prefill_result_len
@@ -130,7 +133,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Number of this request's tokens that the next step may compute."""
+        """Number of known tokens that are not planned yet and that the next step may compute."""
         known = len(self.tokens) + self.num_pending
         if self.num_pending and (self.needs_sync_steps or known >= self.max_len):
             return 0  # the host must see the pending token first, or it is the last one

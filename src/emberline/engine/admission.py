@@ -1,6 +1,7 @@
-"""WaitingQueue: requests in the order in which they start: interactive before batch, then by arrival.
+"""WaitingQueue: the waiting requests, sorted by the order in which they will start.
 
-A batch request is sorted as if it had arrived `ageing_seconds` later than it did, so it cannot wait for ever."""
+Requests are sorted by arrival time. `ageing_seconds` are added to the arrival time of a batch request, so interactive
+requests usually start first, but a batch request cannot wait for ever."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class WaitingQueue:
         return iter(self._requests)
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """Return the sort key of a request: the lowest starts first and is preempted last."""
+        """Return a request's sort key. The request with the lowest key starts first and is preempted last."""
         penalty = self._ageing_seconds if request.priority is Priority.BATCH else 0.0
         return request.arrival + penalty, request.index
 

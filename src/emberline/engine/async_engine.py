@@ -123,10 +123,10 @@ class AsyncEngine:
         self._fail_open_requests(EngineUnavailable("the server is shutting down"))
 
     async def submit(self, submission: Submission, *, merges: bool = False) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of a submission. Each of its completions ends once.
+        """Yield the outputs of a submission until all of its completions have ended.
 
-        Closing the generator aborts the submission. `merges`: outputs that wait for the caller may be merged into
-        one output with several tokens. Raises EngineUnavailable if the process is not ready, EngineFailed if it
+        Closing the generator aborts the submission. `can_merge_outputs`: if the caller is slow, several outputs may be
+        merged into one with several tokens. Raises EngineUnavailable if the process is not ready, EngineFailed if it
         dies."""
         assert submission.id not in self._open_queues
         if not self._send(Submit(submission)):
@@ -151,19 +151,21 @@ class AsyncEngine:
                 self._send(Abort(submission.id, None))
 
     def abort_completion(self, submission_id: str, index: int) -> None:
-        """Abort one of the n completions of an open submission. Its stream still reports how the completion ended."""
+        """Abort one of the n completions of an open submission.
+
+        The submission's stream still yields an output with the finish reason of the aborted completion."""
         if submission_id in self._open_queues:
             self._send(Abort(submission_id, index))
 
     def set_peers(self, model: str, peers: list[dict[str, Any]]) -> None:
-        """Connect a model's engine to exactly these peers, now and after every restart of the process.
+        """Connect a model's engine to these peers and no others, now and after every restart of the process.
 
-        `pairing_states` shows the result."""
+        `pairing_states` shows which connections succeeded."""
         self._peers[model] = peers
         self._send(SetPeers(model, peers))
 
     def watch_blocks(self) -> None:
-        """Record changes of cached blocks in `block_events`, now and after every restart."""
+        """Record changes of the cached KV blocks in `block_events`, from now on and after every restart."""
         if not self._watches_blocks:
             self._watches_blocks = True
             self._send(WatchBlocks())
@@ -283,8 +285,8 @@ class AsyncEngine:
     async def _watch_for_stall(self, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
         """Kill the process if it sends no message for the stall timeout.
 
-        An idle process sends messages too, and so does one in a long step while its kernels make progress. Silence is
-        counted in ticks of this loop and not by the clock, which also advances while the whole machine is suspended."""
+        A healthy process sends messages even while it is idle or in a long step. The time without messages is counted
+        in ticks of this loop and not by the clock, because the clock also advances while the machine is suspended."""
         tick = min(1.0, self._stall_timeout / 4)
         silent, last = 0.0, self.last_message_at
         while True:

@@ -1,4 +1,4 @@
-"""build_forward: turns the work items of a StepPlan into the model's input tensors, for the CPU."""
+"""build_forward_batch: turns the work items of a StepPlan into the model's input tensors, on a CPU."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class BlockEventLog:
         self.restart()
 
     def restart(self) -> None:
-        """Start again with an empty log, for a new engine process."""
+        """Empty the log and begin a new incarnation, because a new engine process was started."""
         self.incarnation = uuid.uuid4().hex
         self.seq = 0
         self._blocks_by_model: dict[str, dict[bytes, bytes]] = {}  # by model: block hash, hash of the block before it
@@ -35,7 +35,7 @@ class BlockEventLog:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every model has reported its blocks at least once."""
+        """Whether every model has reported its cached blocks since the engine process started."""
         return len(self._blocks_by_model) == len(self._models)
 
     @property
@@ -52,7 +52,8 @@ class BlockEventLog:
     ) -> None:
         """Record changes of a model's cached blocks, in the order in which the engine reports them.
 
-        `is_snapshot`: `stored` lists all cached blocks of the model and replaces what was reported before."""
+        `stored`: pairs of a new block's hash and the hash of the block before it. `removed`: hashes of evicted blocks.
+        `is_snapshot`: `stored` lists all cached blocks of the model, and replaces earlier reports."""
         counts, blocks = self.is_complete, self._blocks_by_model.setdefault(model, {})
         if is_snapshot:
             current = dict(stored)
@@ -71,9 +72,10 @@ class BlockEventLog:
         self._wake_subscribers()
 
     def batches_after(self, incarnation: str, seq: int) -> list[BlockBatch]:
-        """Return the batches after number `seq` of this incarnation (run of the engine process).
+        """Return the batches of changes that follow batch number `seq`, which the subscriber read last.
 
-        If some of them are no longer kept, or the incarnation has changed, return a snapshot."""
+        Return a snapshot if some of these batches are no longer kept, or if the engine process was restarted since, so
+        that its incarnation has changed."""
         if not self.is_complete or (incarnation, seq) == (self.incarnation, self.seq):
             return []
         if incarnation == self.incarnation and self._batches and self._batches[0].seq <= seq + 1 <= self.seq:

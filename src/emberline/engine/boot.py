@@ -1,6 +1,6 @@
 """boot: builds an Engine from an EngineConfig, on a GPU or on the CPU.
 
-How memory will be used is computed in advance, without a trial run."""
+The use of memory is computed before the model is loaded, instead of being measured in a trial run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def boot(
 ) -> LoadedEngine:
     """Load the model and return its engine. Raises EmberlineError if the settings or the model are not usable.
 
-    `reader`: only for a GPU, a reader of the checkpoint's files that was started before torch was imported.
+    `reader`: for a GPU, a process that has been reading the checkpoint's files since before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
@@ -89,7 +89,7 @@ def runs_on_gpu(config: EngineConfig) -> bool:
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
-    """Load the model on a GPU. `config` must already have the GPU's defaults."""
+    """Load the model on a GPU. `config`: the result of `EngineConfig.with_gpu_defaults`."""
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
@@ -196,7 +196,7 @@ def _check_cpu_settings(config: EngineConfig) -> None:
 def _check_host_memory(config: EngineConfig) -> None:
     """Raise InvalidRequest if kv_host_memory is more than the free memory.
 
-    With a GPU, this memory is pinned, so all of it is allocated at the start."""
+    On a GPU the whole kv_host_memory is pinned, so it must be available at the start."""
     if config.tiers.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
             f"kv_host_memory is {memory.format_gib(config.tiers.kv_host_memory)} GiB; "

@@ -45,24 +45,24 @@ class Runner(Protocol):
 
 @runtime_checkable
 class PipelinedRunner(Runner, Protocol):
-    """A runner that accepts the next plan before the result of the last one is read."""
+    """A runner that can start the next plan before the result of the previous plan was read."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start a plan after all earlier plans, and return a function that waits for its result."""
+        """Queue a plan behind all earlier plans; return a function that waits for its result and returns it."""
         ...
 
 
 @runtime_checkable
 class PreparingRunner(Runner, Protocol):
-    """A runner that can use idle time to make later steps faster."""
+    """A runner that can use idle time to make later steps faster, for example by capturing CUDA graphs."""
 
     @property
     def is_preparing(self) -> bool:
-        """Whether there is something left to prepare."""
+        """Whether `prepare_next` still has work to do."""
         ...
 
     def prepare_next(self) -> bool:
-        """Prepare for about 20 ms at most; return False if nothing was left to prepare."""
+        """Do the next part of this work, about 20 ms at most; return False if nothing was left to do."""
         ...
 
 
@@ -143,9 +143,9 @@ class Engine:
         self._host_seconds = 0.0
 
     def add(self, submission: Submission, arrival: float | None = None) -> None:
-        """Accept a submission; each of its completions then ends exactly once.
+        """Accept a submission; `step` then returns its outputs.
 
-        `arrival`: when the submission arrived, on the engine's clock, if it has already waited elsewhere. Raises
+        `arrival`: time on the engine's clock at which the submission arrived, if that was before this call. Raises
         InvalidRequest, or Overloaded if too many requests are open."""
         if submission.id in self._request_ids:
             raise InvalidRequest(
@@ -182,7 +182,9 @@ class Engine:
         return outputs
 
     def _wait_for_progress(self) -> None:
-        """Sleep briefly, since every request waits for a grammar, for KV blocks, or for a lease on blocks to end."""
+        """Wait briefly, because no request can be computed yet.
+
+        Each one waits for its grammar to be compiled, for KV blocks to arrive, or for blocks to become free."""
         if blocked := self.scheduler.waiting.blocked_ids:
             futures.wait([self._grammars[name] for name in blocked], IDLE_WAIT_S, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
@@ -256,7 +258,7 @@ class Engine:
             self.transfer_endpoint.close()
 
     def stats(self) -> Stats:
-        """Return current statistics. A sample of how long a KV block stayed cached is returned only once."""
+        """Return current statistics. `residency` has only the samples taken since the previous call."""
         s = self.scheduler
         return Stats(
             step=self._steps,
@@ -307,16 +309,16 @@ class Engine:
         return outputs
 
     def _prepare_grammar(self, submission: Submission) -> None:
-        """Start compiling the submission's grammar, and block its requests in the waiting queue until that is done.
+        """Start compiling the submission's grammar; its requests stay in the waiting queue until then.
 
-        In the queue, deadlines and aborts apply to the requests."""
+        They can be aborted there, and their deadlines apply."""
         grammar = submission.params.grammar
         if grammar is not None and isinstance(self.runner, GrammarRunner):
             self._grammars[submission.id] = self.runner.prepare(grammar)
             self.scheduler.waiting.blocked_ids.add(submission.id)
 
     def _release_compiled_grammars(self) -> None:
-        """Unblock requests whose grammar is compiled. Requests whose grammar is invalid or already complete end."""
+        """Let requests start whose grammar is compiled; end them if it is invalid or already complete."""
         blocked = self.scheduler.waiting.blocked_ids
         for name in [name for name in blocked if self._grammars[name].done()]:
             blocked.remove(name)

@@ -76,9 +76,9 @@ class EngineGroup:
         *,
         max_waiting: int = SchedulerConfig().max_waiting,
     ) -> None:
-        """Load every model, so that errors show at once. At the end, the first model is awake.
+        """Load every model once, so that errors show at the start. Afterwards the first model is awake.
 
-        `memory`: bytes for all models that are awake at the same time. `max_waiting`: how many requests may wait for
+        `memory`: bytes that all models that are awake may use together. `max_waiting`: how many requests may wait for
         one sleeping model."""
         self.config, self.max_waiting = config, max_waiting
         self._clock = clock or SystemClock()
@@ -160,9 +160,9 @@ class EngineGroup:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepReport:
-        """Run a step of each engine that is awake, then switch models.
+        """Run a step of each engine that is awake, then put models to sleep and wake others where needed.
 
-        The order ensures that all outputs of a model are returned before it sleeps."""
+        Models are switched last, so that all outputs of a model are returned before it sleeps."""
         outputs, self._pending_outputs = self._pending_outputs, {}
         for name in self._sleep_manager.awake_models:
             engine = self.engines[name]

@@ -80,8 +80,8 @@ def boot_engine_group(
 ) -> tuple[EngineGroup, dict[str, LoadedEngine]]:
     """Load all models; return their group, and the loaded engine of each model by name.
 
-    Raises ModelError if the models do not fit. `reader`: a reader of the last model's files that was already
-    started; the last model is loaded first."""
+    Raises ModelError if the models do not fit. `reader`: a process that already reads the files of the last model in
+    `configs`, which is loaded first."""
     readers = {list(configs)[-1]: reader}
     loaded: dict[str, LoadedEngine] = {}
     if len(configs) == 1 or not runs_on_gpu(next(iter(configs.values()))):
@@ -109,7 +109,9 @@ def boot_engine_group(
 
 
 def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> int:
-    """Return the bytes of each model's KV cache on a CPU. Raises ModelError if the models do not fit."""
+    """Return the size in bytes of each model's KV cache on a CPU, which is the same for all models.
+
+    Raises ModelError if the models do not fit into `free_bytes`."""
     weights = {name: WeightEstimate.from_config(config).weight_bytes for name, config in configs.items()}
     configured = sum((config.kv_cache.kv_memory or 0) + config.tiers.kv_host_memory for config in configs.values())
     left = free_bytes - sum(weights.values()) - configured
@@ -128,8 +130,8 @@ def plan_time_sharing(
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
-    Return the models, which are not loaded yet, and the bytes for all models that are awake at the same time. Raises
-    ModelError if the models do not fit. `load`: loads the model with this name and these settings."""
+    Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
+    ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings."""
     weighed = {name: WeightEstimate.from_config(config) for name, config in configs.items()}
     settings = {name: config.with_gpu_defaults() for name, config in configs.items()}
 
@@ -159,9 +161,9 @@ def plan_time_sharing(
 
 
 def _without_transfer(config: EngineConfig) -> EngineConfig:
-    """Return the settings without KV transfers: a model that may sleep cannot serve its KV blocks to peers.
+    """Return the settings with KV transfers off, since a sleeping model cannot send KV blocks to peers.
 
-    Raises InvalidRequest if transfers are required."""
+    Raises InvalidRequest if the settings require transfers."""
     if config.transfer is not None and config.transfer.required:
         hint = "serve one model per worker, or use --role both"
         message = "models that share a GPU cannot exchange KV blocks with other workers"

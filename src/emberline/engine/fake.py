@@ -52,7 +52,7 @@ class FakeRunner:
         return StepResult(plan.step, sampled, logprobs)
 
     def region(self) -> HostRegion:
-        """Return the fake KV cache as a memory region for KV transfers."""
+        """Return the memory of the fake KV cache as a Region, which KV transfers can read and write."""
         layout = KVLayout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
         return HostRegion(layout, [memoryview(self._memory)])
 
@@ -74,7 +74,7 @@ class FakeRunner:
 
 
 class FakePipelinedRunner(FakeRunner):
-    """A FakeRunner that returns results later, as a GPU does."""
+    """A FakeRunner with `launch`, which returns the result only when the returned function is called."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         result = self.run(plan)

@@ -62,7 +62,7 @@ class GrammarMatcher:
         return self._inner.consume_token(token)
 
     def count_valid(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens could follow one after the other. The state does not change."""
+        """Return how many tokens at the start of `tokens` the grammar allows next. The state does not change."""
         return self._inner.validate_tokens(list(tokens))
 
     def rollback(self, count: int) -> None:
@@ -84,7 +84,7 @@ class GrammarMatcher:
 
 
 def fill_masks(matchers: Sequence[GrammarMatcher], masks: Mask) -> None:
-    """Write the mask of each matcher to the row of `masks` with the same index. Several are computed in parallel."""
+    """Write the mask of each matcher to the row of `masks` with the same index, in parallel."""
     assert masks.dtype == np.int32 and len(masks) == len(matchers) and masks.flags.c_contiguous
     if len(matchers) == 1:
         matchers[0].fill_mask(masks[0])
@@ -181,7 +181,9 @@ def _grammar_spec(text: str) -> str:
 
 
 def _grammar_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return one part of a composed grammar with our own options. Of the caller's options only `lenient` is kept."""
+    """Return one grammar of a {"grammars": [...]} list, translated from GBNF and with our own options.
+
+    Of the client's x-guidance options only `lenient` is kept."""
     lark, schema = part.get("lark_grammar"), part.get("json_schema")
     if isinstance(lark, str) and "::=" in lark:
         return {**part, "lark_grammar": any_to_lark(lark)}

@@ -118,7 +118,7 @@ class GrammarGuard:
 
 
 def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-    """Read one grammar per line and write one verdict per line. An empty line is a ping.
+    """Read one grammar per line from stdin and write one result per line. An empty line is a ping.
 
     This function runs in the child process."""
     from emberline.engine.grammar import GrammarCompiler

@@ -1,7 +1,7 @@
 """GrammarThread: compiles an engine's grammars without stopping the engine's loop.
 
-Compiling may take a second. Grammars are compiled one at a time in order: few are slow, and the kernels need the
-other cores. A grammar whose future was dropped before its compilation began is skipped."""
+Compiling may take a second. Grammars are compiled one at a time, in order of arrival: few grammars are slow, and the
+kernels need the other cores. A grammar is skipped if its future was dropped before its compilation began."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class LLM:
             open_completions[name, n] = Completion(prompt_index, n), text
 
     def _try_add(self, submission: Submission) -> bool:
-        """Add the submission to the engine; return False if the engine is full, so that it can be added later."""
+        """Add the submission to the engine; return False if the engine is full, to try again later."""
         try:
             self.engine.add(submission)
         except Overloaded:
@@ -155,7 +155,7 @@ class LLM:
         if completion.finish_reason:
             return  # tokens that were sampled between its stop string and the abort
         if output.error is not None:
-            raise EmberlineError(f"prompt number {completion.prompt} failed: {output.error}")
+            raise EmberlineError(f"the prompt with index {completion.prompt} failed: {output.error}")
         completion.text += detokenizer.push(output.tokens)
         completion.tokens += output.tokens
         completion.logprobs += output.logprobs

@@ -182,10 +182,11 @@ def plan_memory(
     tiers: bool = False,
     transfer: bool = False,
 ) -> MemoryPlan:
-    """Return the plan. `kv_tokens`: the size of the KV cache in tokens; None: as many as fit.
+    """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other
-    tiers or engines. Graphs of all step shapes are counted. Raises ModelError if the model does not fit."""
+    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `keeps_both`: weights are kept plain and
+    packed. `has_tiers`, `has_transfer`: reserve buffers for KV blocks that move to other tiers or engines. The CUDA
+    graphs of all step shapes are included."""
     grid = shape_grid_for(config, max_batch_tokens)
     graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
@@ -223,18 +224,18 @@ def plan_memory(
 
 
 def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
-    """Return how many float8 blocks of a layer are converted to bf16 for the prompt chunks of one step.
+    """Return how many float8 KV blocks of a layer one step can convert to bf16 for its prompt chunks.
 
-    That is enough for the longest prompt and for as many short prompts as a step has tokens. If the chunks of a step
-    need more, its last chunks run with a slower kernel."""
+    This is enough for one prompt of the maximum length together with a full step of short prompts. If a step needs
+    more, its last chunks run with a slower kernel."""
     return -(-max(max_context, MIN_WIDENED_TOKENS) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
 def usable_bytes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
     """Return a device's memory in bytes, without the memory that other processes use.
 
-    `allocated_bytes`: bytes that this process has allocated. The CUDA context of this process looks like memory of
-    other processes, but it is smaller than RESERVE_BYTES, which includes it."""
+    `allocated_bytes`: bytes that this process has allocated. Up to RESERVE_BYTES of other use are ignored, because
+    this process's own CUDA context looks like memory of another process. The reserve already includes it."""
     others = total_bytes - free_bytes - allocated_bytes
     return total_bytes if others <= RESERVE_BYTES else total_bytes - others
 
@@ -253,8 +254,8 @@ def _layer_matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored in their dtype, packed, or both. An embedding that is not also the output head is never
-    stored as both. Norms and biases are stored in float32."""
+    Matrices are stored plain, packed, or in both formats (`keeps_both`). An embedding that is separate from the output
+    head is never stored in both. Norms and biases are stored in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = config.vocab, hidden
     matrices = [*_layer_matrix_shapes(config), head]
@@ -276,7 +277,7 @@ def _ffn_matrix_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]
 
 
 def packed_bytes(rows: int, columns: int) -> int:
-    """Return an upper bound in bytes for a packed matrix of trained weights. kernels/cuda/uw12.py packs matrices."""
+    """Return the maximum bytes of a matrix of trained weights that kernels/cuda/uw12.py has packed."""
     if not _is_packable(rows, columns):
         return DTYPE_BYTES["bfloat16"] * rows * columns
     header = 64 + 2 * (columns // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
@@ -292,12 +293,14 @@ def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
 
 
 def blocks_per_piece(block_bytes: int) -> int:
-    """Return how many KV blocks fit into one scratch buffer for copies to and from other tiers."""
+    """Return how many KV blocks fit into a scratch buffer for copies to and from other KV tiers."""
     return max(1, COPY_PIECE_BYTES // block_bytes)
 
 
 def transfer_slot_bytes(token_bytes: int) -> int:
-    """Return the bytes of a transfer buffer. `token_bytes`: keys and values of one token in one layer."""
+    """Return the bytes of a buffer for KV transfers.
+
+    `token_bytes`: bytes of the keys and values of one token in one layer."""
     return max(TRANSFER_SLOT_BYTES, MAX_BLOCK_TOKENS * token_bytes)
 
 
@@ -323,7 +326,7 @@ def _vocab_table_bytes(config: ModelConfig, max_running: int) -> int:
 
 
 def _unpacked_bytes(config: ModelConfig) -> int:
-    """Return the bytes of weights that are unpacked at the same time in steps with many rows.
+    """Return the maximum bytes of weights that are unpacked at the same time, in steps with many rows.
 
     These are two matrices of a layer, since one is unpacked while the other is used, and a part of the output head."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim

@@ -75,7 +75,7 @@ class EngineUpdate(msgspec.Struct, tag=True):
 
 
 def compact_outputs(outputs: list[Output]) -> list[Output | NewTokens]:
-    """Return the outputs, with each output that has only tokens, as most have, in its short form."""
+    """Return the outputs, and replace those that have only tokens by the short form NewTokens."""
     return [
         (o.id, o.index, o.tokens)
         if o.timing is None and not o.logprobs and o.finish is None and o.ticket is None and o.prompt_logprobs is None
@@ -89,7 +89,7 @@ class ComputeProgress(msgspec.Struct, tag=True):
 
 
 class SleepStateChange(msgspec.Struct, tag=True):
-    """A model fell asleep or woke. Before Ready, one such message is sent for each model."""
+    """Reports that a model fell asleep or woke. At the start, one is sent for each model before Ready."""
 
     model: str
     awake: bool
@@ -97,7 +97,9 @@ class SleepStateChange(msgspec.Struct, tag=True):
 
 
 class PairingChange(msgspec.Struct, tag=True):
-    """The engines that a model's engine is now connected to, by the id of their process run (incarnation)."""
+    """Reports which peer engines a model's engine is now connected to.
+
+    A peer is identified by its incarnation, the id of one run of its process."""
 
     model: str
     paired: list[str]
@@ -114,7 +116,7 @@ class BlockChanges(msgspec.Struct, tag=True):
 
 
 class Rejection(msgspec.Struct, tag=True):
-    """A rejected submission. With the id "": the reason why the engine could not start."""
+    """The error of a rejected submission, or, if `id` is "", of an engine that could not start."""
 
     id: str
     code: str

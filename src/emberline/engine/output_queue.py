@@ -11,7 +11,7 @@ from emberline.core.events import Output
 
 class OutputQueue:
     def __init__(self, *, merges: bool) -> None:
-        """`merges`: merge outputs that the reader has not taken yet.
+        """`merges`: whether outputs that the reader has not taken yet are merged into one.
 
         A slow reader then gets several tokens at a time, instead of falling further behind."""
         self._merges = merges

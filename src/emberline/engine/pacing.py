@@ -20,7 +20,9 @@ TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, sinc
 
 class PromptPacer:
     def __init__(self, target: float, tail: float) -> None:
-        """`target`: seconds between two tokens of a stream. `tail`: length of a long step in multiples of `target`."""
+        """`target`: desired seconds between two tokens of a stream.
+
+        `tail`: how long the few steps may be that exceed the target, as a multiple of `target`."""
         self.target, self.tail = target, tail
         self._base_seconds, self._seconds_per_token = 0.005, 25e-6  # initial guesses
         self._allowed_late = 0.0  # number of tokens that may be late
@@ -56,7 +58,7 @@ class PromptPacer:
         return max(MIN_PROMPT_TOKENS, (streams + int(tokens)) // TOKEN_GRAIN * TOKEN_GRAIN - streams)
 
     def learn(self, prompt_tokens: int, seconds: float) -> None:
-        """Update the estimates from a step that was run."""
+        """Update the cost estimates with the duration of a step that was run."""
         if prompt_tokens == 0:
             self._base_seconds += NEWEST_STEP_WEIGHT * (seconds - self._base_seconds)
         elif prompt_tokens >= MIN_PROMPT_TOKENS:

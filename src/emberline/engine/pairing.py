@@ -33,7 +33,9 @@ TRANSIENT_ERRORS = (
 
 
 class PairingState(NamedTuple):
-    """The connected peers, and why connecting to others failed, by the id of their process run (incarnation)."""
+    """The peers that are connected, and the errors of peers that are not.
+
+    A peer is identified by its incarnation, the id of one run of its process."""
 
     paired: list[str]
     failures: dict[str, str]

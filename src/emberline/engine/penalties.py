@@ -1,7 +1,7 @@
 """PenaltyCounts: how often each token occurred in one request, for penalties that the host applies.
 
 The counts are sparse: the cost of a step depends on the number of distinct tokens in the request, not on the size of
-the vocabulary. `ReferenceBackend.apply_penalties` defines the arithmetic, and both give the same bits."""
+the vocabulary. The results are bit for bit those of `ReferenceBackend.apply_penalties`."""
 
 from __future__ import annotations
 

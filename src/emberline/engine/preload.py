@@ -38,7 +38,7 @@ FileRange = tuple[int, int]  # [begin, end) of a file
 
 
 def start_preload(model: Path) -> FileReader:
-    """Start all slow work that needs no torch, and return the reader of the checkpoint's files.
+    """Start reading the checkpoint and torch's files, and create a CUDA context; return the file reader.
 
     A later import of torch finds its files in memory, if an earlier start recorded them and the disk is fast enough."""
     reader = start_reader(weight_file_paths(Checkpoint.open(model)), recorded_ranges())
@@ -50,8 +50,8 @@ def start_preload(model: Path) -> FileReader:
 def skip_unused_torch_imports() -> None:
     """Make the import of torch skip modules that the engine does not need.
 
-    Shape rules for traced programs take a third of the import time. Loading other vendors' devices looks into every
-    installed package."""
+    torch._meta_registrations takes a third of the import time. The search for backends of other vendors' devices opens
+    files of every installed package."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.modules.setdefault("torch._meta_registrations", types.ModuleType("torch._meta_registrations"))
 
@@ -67,7 +67,7 @@ def read_record() -> dict[str, list[FileRange]]:
 
 
 def recorded_ranges() -> list[tuple[str, int, int]]:
-    """Return the record as (file, begin, end) for a reader. (0, 0) means that the file is only opened."""
+    """Return the recorded ranges as (file, begin, end). A file that was only opened has (0, 0)."""
     return [(path, begin, end) for path, spans in read_record().items() for begin, end in (spans or [(0, 0)])]
 
 
@@ -108,8 +108,8 @@ def _record_path() -> Path:
 def _module_files() -> dict[str, list[FileRange]]:
     """Return Python's files in the order of import, and the directories that were searched.
 
-    Compiled files are listed as a whole. Their sources are listed as only opened, unless a traceback needed their
-    text."""
+    A compiled file is listed with its whole range. Its source file is listed without a range, which means that it is
+    only opened, unless a traceback has read the source."""
     files: dict[str, list[FileRange]] = {path: [] for path in list(sys.path_importer_cache) if Path(path).is_dir()}
     for name, module in list(sys.modules.items()):
         source = getattr(getattr(module, "__spec__", None), "origin", None) or _find_source(name)

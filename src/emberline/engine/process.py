@@ -95,7 +95,7 @@ def main() -> int:
 
 
 class ClientSocket(socket.socket):
-    """The socket to the server process. Several threads may send: each message is sent in one piece."""
+    """The socket to the server process. Several threads may call `sendall`; their messages are not mixed."""
 
     def __init__(self, fileno: int) -> None:
         super().__init__(fileno=fileno)
@@ -214,7 +214,7 @@ def _run_step(group: EngineGroup) -> Iterator[EngineMessage]:
 
 
 def _message_timeout(group: EngineGroup) -> float:
-    """Return the seconds to wait for messages before the next step."""
+    """Return how many seconds to wait for messages before the next step: 0 if there is work to do."""
     if not group.idle:
         return 0.0
     if group.is_preparing:

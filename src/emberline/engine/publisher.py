@@ -38,7 +38,7 @@ class BlockPublisher:
     def publish_computed(self, request: Request) -> dict[str, Any] | None:
         """Publish the KV blocks that were computed since the last call.
 
-        Return the ticket, which other engines need to copy the blocks, if it is new; else None."""
+        Return the ticket with which other engines can copy the blocks, if this call created it; else None."""
         full = min(request.num_computed, request.submitted_len) // self._kv.block_size
         ticket = self._tickets.get(request.id)
         first = request.id not in self._tickets
@@ -53,7 +53,7 @@ class BlockPublisher:
         return None
 
     def publish_and_announce(self, request: Request, outputs: list[Output]) -> bool:
-        """Publish computed KV blocks. If that created the readers' ticket, append it to `outputs` and return True."""
+        """Publish computed KV blocks. If that created the ticket, add it to `outputs` and return True."""
         if (ticket := self.publish_computed(request)) is None:
             return False
         outputs.append(Output(request.submission_id, request.index, ticket=ticket))

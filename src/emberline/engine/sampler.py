@@ -71,7 +71,7 @@ class SamplingState:
         return not is_special
 
     def logit_edits(self, num_known: int) -> LogitEdits | None:
-        """Return the changes for logit_bias and min_tokens when the token after the first `num_known` is chosen.
+        """Return the changes for logit_bias and min_tokens for the token at position `num_known`.
 
         Penalties are not included, because they are applied earlier."""
         is_short = num_known - self.prompt_len < self.params.min_tokens
@@ -145,7 +145,7 @@ class Sampler:
         self._penalties: dict[str, PenaltyCounts] = {}  # of the rows that have some
 
     def admit(self, admission: Admission) -> str | None:
-        """Add a request; return None, or the reason why no tokens can be sampled for it."""
+        """Add a request; return an error message if its tokens cannot be sampled, else None."""
         try:
             row = self._states[admission.id] = self._make_state(admission)
         except InvalidRequest as e:
@@ -161,7 +161,7 @@ class Sampler:
     def sample(self, request_ids: Sequence[str], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Sample a token for each request from its row of the logits. The logits are overwritten.
 
-        Return the tokens, and the reasons why requests cannot continue, both by request id."""
+        Return the tokens, and errors of requests that cannot continue, both by request id."""
         rows = [self._states[i] for i in request_ids]
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[scored] if scored else logits[:0]
@@ -195,9 +195,10 @@ class Sampler:
         return sampled, failed
 
     def prompt_logprobs(self, request_id: str, start: int, logits: Tensor) -> list[TokenLogprob]:
-        """Return the log-probabilities of the prompt tokens after positions start, start + 1, ...
+        """Return the log-probabilities of the prompt tokens at positions start + 1, start + 2, ...
 
-        The last position may have no next token yet."""
+        Row i of the logits scores the token at position start + i + 1. The last row is not used if that token is not
+        known yet."""
         row = self._states[request_id]
         successors = row.tokens[start + 1 : start + 1 + len(logits)]
         return token_logprobs(
@@ -221,7 +222,7 @@ class Sampler:
 
 
 def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, slice]], list[int]]:
-    """Return which rows of a step's logits score each prompt, and which rows are sampled from.
+    """Return the rows of the logits that score each prompt, and the rows from which tokens are sampled.
 
     The rows of the logits are in the order of the step's work items."""
     scored: list[tuple[WorkItem, slice]] = []

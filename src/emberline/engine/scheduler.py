@@ -199,7 +199,7 @@ class Scheduler:
         return request
 
     def _continue_loading(self, request: Request) -> None:
-        """Take over KV blocks that have arrived for a request; let it run once all have, or after a timeout.
+        """Use KV blocks that have arrived for a request; let it run once all have arrived or time is up.
 
         If the engine that computed the prompt also sampled the first token, that token is used."""
         self.kv.update_loaded_prefix(request)
@@ -211,7 +211,7 @@ class Scheduler:
                 self._append_token(request, SampledToken(result.tokens[0], stop=result.stop), self.clock.now())
 
     def _take_admissions(self, planned: dict[str, int]) -> list[Admission]:
-        """Return admissions of the planned requests that are new to the runner.
+        """Return an Admission for each planned request that is new to the runner.
 
         A request is admitted with its first work item, so that the runner can report an error in that step's result."""
         new = [request for name, request in self._new_to_runner.items() if name in planned]
@@ -221,7 +221,7 @@ class Scheduler:
         return [self._make_admission(request) for request in new]
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
-        """Return how many tokens of the budget a request can use. Tokens to score also have a budget of their own."""
+        """Return how many tokens of a request fit into the budget, and into that of prompt log-probabilities."""
         count = min(request.remaining, budget)
         if request.needs_prompt_logprobs:
             count = min(count, self._scored_budget)
@@ -260,9 +260,9 @@ class Scheduler:
     def _choose_victim(self, request: Request) -> Request:
         """Return the request to preempt, so that `request` gets more KV blocks.
 
-        It is a request that comes later in the queue's order: batch requests first, then the one that loses the
-        fewest computed blocks. If there is none, it is `request` itself, so the first request in the order always
-        makes progress."""
+        Only requests that rank behind `request` are chosen: batch requests first, then the one that loses the fewest
+        computed blocks. If there is none, `request` itself is preempted, so the request that ranks first always makes
+        progress."""
         rank = self.waiting.rank
         candidates = [
             (-r.priority, blocks, -rank(r)[0], i, r)

@@ -82,7 +82,7 @@ def make_masker(params: SamplingParams, grammar: TokenMasker | None) -> TokenMas
 
 
 def fill_masks(maskers: Sequence[TokenMasker], masks: Mask) -> None:
-    """Write each masker's mask to its row of `masks`. Masks of grammars alone are computed in parallel."""
+    """Write each masker's mask to its row of `masks`, in parallel if all maskers are GrammarMatchers."""
     if any(isinstance(masker, TokenRules) for masker in maskers):
         for masker, mask in zip(maskers, masks, strict=True):
             masker.fill_mask(mask)

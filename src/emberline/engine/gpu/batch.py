@@ -1,7 +1,9 @@
 """DeviceBatch: the work of a plan as numpy arrays, in the order in which the device processes it.
 
-rows of the step    [0, singles) have one token each     [singles, ...) are prompt chunks
-tokens of the step  one for each single row              then those of the chunks, one chunk after the other"""
+Each request of a step has one row. A single is a request that computes one token, a chunk is a part of a prompt.
+
+rows of the step    [0, singles) are singles             [singles, ...) are chunks
+tokens of the step  one for each single                  then those of the chunks, one chunk after the other"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class DeviceBatch:
 
     @staticmethod
     def split(work: Sequence[WorkItem]) -> tuple[list[WorkItem], list[WorkItem]]:
-        """Split a step's work into singles (one token, then the next is sampled) and chunks (all others)."""
+        """Split a step's work into singles and chunks; return both lists.
+
+        A single has one token, after which the next token is sampled. All other work items are chunks."""
         chunks = [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
         if not chunks:
             return list(work), []
@@ -69,8 +73,8 @@ class DeviceBatch:
     def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
         """Return the batch padded to the shape of a captured step.
 
-        Padding rows are added after the singles and after the chunks, padding tokens after all other tokens. All of
-        them belong to the row `padding_row` and write nothing to the KV cache. In a step without chunks, each
+        Padding rows are added after the singles and after the chunks, padding tokens after all other tokens. Padding
+        uses the row `padding_row` of DeviceRows and writes nothing to the KV cache. In a step without chunks, each
         padding row has one token and attends to one key."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
         scored = self.logit_rows[s:]
@@ -116,6 +120,5 @@ class DeviceBatch:
 def _token_array(tokens: Sequence[int]) -> np.ndarray:
     """Return the tokens as an int64 array.
 
-    Building it from an unsigned C array takes half the time, but such an array cannot hold PENDING_TOKEN, which is
-    negative."""
+    The faster way, an unsigned C array, is used only if the last token is not PENDING_TOKEN, which is negative."""
     return np.array(tokens, np.int64) if tokens[-1] == PENDING_TOKEN else np.frombuffer(array("Q", tokens), np.int64)

@@ -69,7 +69,7 @@ class BootedGPUEngine:
 
 
 class SyncRunner:
-    """Runs each plan of a GPURunner to its end before the next one starts, to compare with pipelined steps."""
+    """A GPURunner without pipelining, for comparisons: each plan ends before the next one starts."""
 
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
@@ -94,8 +94,8 @@ def boot_gpu(
 ) -> BootedGPUEngine:
     """Build the engine while the weights are being loaded.
 
-    `weights`: the source of the tensors, whose loading is completed here. `identity`: returns the checkpoint's
-    fingerprint. `tiers`, `endpoint`: build the KV tiers and the transfer endpoint, if the settings have them."""
+    `weights`: tensors that are still being loaded; this function waits for them. `compute_fingerprint`: returns the
+    checkpoint's fingerprint. `build_tiers`, `build_endpoint`: needed if the settings have KV tiers or transfers."""
     assert (tiers is not None, endpoint is not None) == (settings.tiers.has_tiers, settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice()
@@ -161,7 +161,7 @@ def boot_from_checkpoint(
 ) -> BootedGPUEngine:
     """Build the engine of a checkpoint.
 
-    `reader`: a reader of the checkpoint's files that was started before torch was imported."""
+    `reader`: a process that has been reading the checkpoint's files since before torch was imported."""
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
@@ -206,13 +206,13 @@ def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:
 
 
 def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
-    """Return the runner's KV cache as a memory region for KV transfers."""
+    """Return the memory of the runner's KV cache as a Region, which KV transfers can read and write."""
     layout = runner.cache.shape.layout(runner.model.fingerprint, transposed_keys=False)
     return DeviceRegion(layout, runner.cache, device)
 
 
 def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
-    """Find the fastest matrix product kernel for each size of step; return the seconds that took.
+    """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
 
     Measurements of an earlier start are reused."""
     from emberline.kernels import tuning
@@ -226,7 +226,7 @@ def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
 
 
 def _capture_first_shapes(runner: GPURunner, config: SchedulerConfig) -> float:
-    """Capture the steps that the first requests need as CUDA graphs, and run one test request; return the seconds."""
+    """Capture CUDA graphs for the first requests, and run one test request; return the seconds spent."""
     began = time.perf_counter()
     if runner.graphs and runner.cache.keys.is_cuda:
         runner.run_uncaptured_once()
@@ -241,8 +241,8 @@ def _capture_first_shapes(runner: GPURunner, config: SchedulerConfig) -> float:
 def run_test_request(runner: GPURunner, config: SchedulerConfig) -> None:
     """Serve one test request with a temporary engine, whose counters and cache are then discarded.
 
-    The first run of each part takes up to 2 ms longer, which would delay the first real request. The KV cache must
-    be empty."""
+    The first use of each part of the engine takes up to 2 ms longer, which would delay the first real request. The
+    KV cache must be empty."""
     engine = Engine(config, runner)
     length = min(WARM_UP_TOKENS, engine.max_context - 2)
     if length > 0:
@@ -254,9 +254,9 @@ def run_test_request(runner: GPURunner, config: SchedulerConfig) -> None:
 
 
 def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
-    """Wait until the weights are loaded, and meanwhile load what the first request needs.
+    """Wait until the weights are loaded, and meanwhile compile kernels and run a test request.
 
-    Return the seconds of each part, by name."""
+    Return the seconds of each of these phases, by name."""
     model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
 
     def compile_and_warm_up() -> float:
@@ -289,7 +289,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
 
 def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
-    """Add a packed (12-bit) copy of all plain weights and load the kernels for it; return the seconds that took."""
+    """Add a packed (12-bit) copy of all plain weights and load its kernels; return the seconds spent."""
     began = time.perf_counter()
     weights.loaded_bytes += sum(
         ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, runner.model)
@@ -315,8 +315,8 @@ def _zero_weight_model(model: DecoderModel) -> DecoderModel:
 def _with_zero_weights(part: Any, zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
-    This is no nested function, because a recursive one would keep the zero_weight alive until garbage collection, which
-    does not run at this time."""
+    `make_zero_weight`: returns a zero weight for the arguments n, k and gated. This is not a nested function, since a
+    recursive closure would keep the zero weights in memory until the next garbage collection."""
     if isinstance(part, ops.PackedWeight):
         return zero_weight(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
     if isinstance(part, tuple):
@@ -329,7 +329,7 @@ def _with_zero_weights(part: Any, zero_weight: Callable[[int, int, bool], ops.Pa
 
 
 def _start_codec(checkpoint: Checkpoint) -> None:
-    """Load the codec that packed files need. It may have to be compiled first."""
+    """If the checkpoint has packed tensors, load the codec that unpacks them, compiling it if needed."""
     if any(tensor.packing is not None for tensor in checkpoint.tensors.values()):
         backend = ops.start_backend(threads=1)
         if backend.library is None:
@@ -339,7 +339,7 @@ def _start_codec(checkpoint: Checkpoint) -> None:
 
 
 def compile_kernels(runner: GPURunner) -> float:
-    """Compile all kernels that steps need, in parallel, unless an earlier start did; return the seconds.
+    """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
     A kernel that is compiled at its first use would delay a request by a second."""
     began = time.perf_counter()
@@ -359,7 +359,7 @@ def compile_kernels(runner: GPURunner) -> float:
 
 
 def warm_up(runner: GPURunner) -> float:
-    """Run a test request with the current weights; return the seconds that took.
+    """Run a test request, so that the first real request is not slower; return the seconds spent.
 
     Its steps are not captured as graphs, since no other thread may use the device during a capture."""
     began = time.perf_counter()
@@ -392,6 +392,6 @@ def _device_memory(device: Device) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU that a plan may use."""
+    """Return the bytes of a GPU's memory that other processes do not use."""
     free, total = torch.cuda.mem_get_info(device)
     return memory.usable_bytes(total, free, torch.cuda.memory_reserved(device))

@@ -4,11 +4,12 @@ A buffer has the format of kv/tiers/copier.py. On the device, a block has separa
 of each layer. Kernels gather several blocks into scratch memory, or scatter them from it, on the stream of the
 steps. Between scratch and main memory the blocks are copied on a second stream, while the model runs:
 
-    save    step stream: gather |--> out stream: scratch to buffers     event: piece and buffers are free again
-    load    in stream: buffers to scratch |--> step stream: scatter     event: the same
+    save    step stream: gather |--> out stream: scratch to buffers
+    load    in stream: buffers to scratch |--> step stream: scatter
 
-A piece of scratch memory is reused after its last copy; the device waits for that, not the host. If the driver
-cannot pin the buffers, blocks also pass through an extra pinned buffer, and the host waits and copies."""
+An event at the end of each save or load shows that its scratch memory and its buffers may be reused. The device waits
+for this event before it overwrites the scratch memory; the host does not wait. If the driver cannot pin the buffers,
+blocks also pass through an extra pinned buffer, and the host waits and copies."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class DeviceCopier:
         self._area: Tensor | None = None
 
     def attach_area(self, area: memoryview) -> None:
-        """Set the area of main memory that holds all buffers, and pin it until `detach_area` if the driver can."""
+        """Set the main memory that contains all buffers, and pin it until `detach_host_memory` if possible."""
         assert self._area is None
         self._area = torch.frombuffer(area, dtype=torch.uint8)
         if not self._device.pin(self._area):
@@ -81,7 +82,7 @@ class DeviceCopier:
                 piece.pinned = self._device.allocate_pinned(piece.rows.numel()).view_as(piece.rows)
 
     def detach_area(self) -> None:
-        """Wait for all copies and unpin the area of main memory, so that it can be freed."""
+        """Wait for all copies, then unpin the main memory of the buffers, so that it can be freed."""
         assert self._area is not None
         for piece in self._pieces:
             if piece.last_copy is not None:
@@ -91,9 +92,9 @@ class DeviceCopier:
         self._area = None
 
     def launch(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
-        """Queue the saves, then the loads, on the stream of the steps.
+        """Queue the saves, then the loads, in order with the steps of the model.
 
-        Return a function that waits until the buffers may be used again."""
+        Return a function that waits until all copies are done and their buffers may be used again."""
         assert self._area is not None
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
@@ -155,7 +156,7 @@ class DeviceCopier:
 
     @staticmethod
     def _wait_until_free(piece: ScratchPiece, stream: DeviceStream) -> ScratchPiece:
-        """Make the stream wait for the last copy of a piece, so that the stream's next operation may overwrite it."""
+        """Make the stream wait until the last copy from or to this scratch memory is done; return the memory."""
         if piece.last_copy is not None:
             if piece.pinned is not None:
                 piece.last_copy.finish()

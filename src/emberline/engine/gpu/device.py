@@ -67,7 +67,7 @@ class Device(Protocol):
 
     def unpin(self, memory: Tensor) -> None: ...
     def new_stream(self) -> DeviceStream:
-        """Return a new stream, which runs in parallel to the others."""
+        """Return a new stream, which runs in parallel to all other streams."""
         ...
 
 
@@ -118,7 +118,7 @@ class CudaStream:
 
 
 def has_hopper() -> bool:
-    """Return whether the GPU has compute capability 9.0, which the kernels need exactly."""
+    """Return whether the GPU has compute capability 9.0, the only one that the kernels support."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

@@ -1,4 +1,4 @@
-"""StepGraphs: the stream that steps run on, their staged inputs and their captured CUDA graphs."""
+"""StepGraphs: the captured CUDA graphs of steps, with their stream and the memory of their inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepGraphs:
     def __init__(
         self, stream: DeviceStream, inputs: InputStaging, weight_unpacker: ops.WeightUnpacker, max_rows: int
     ) -> None:
-        """`max_rows`: the rows of the largest captured step, including padding."""
+        """`max_rows`: number of rows of the largest captured step, including padding."""
         self.stream = stream
         self.max_rows = max_rows
         self.inputs = inputs
@@ -52,7 +52,9 @@ class StepGraphs:
         self._logits: Tensor | None = None
 
     def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
-        """Return the tensor that all captured steps write their logits to. Read it before the next step runs."""
+        """Return the first `rows` rows of the buffer that all captured steps write their logits to.
+
+        The buffer is allocated by the first call. The next step overwrites it."""
         if self._logits is None:
             self._logits = torch.empty(self.max_rows, vocab, device=device)
         assert rows <= self.max_rows
@@ -68,7 +70,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """The model's part of a step, without sampling."""
+    """A step that is ready to run: the inputs of the model and where its logits go. Sampling is separate."""
 
     inputs: StepInputs
     logits: Tensor | None  # where to write the logits; None: to a new tensor

@@ -78,8 +78,8 @@ class IpcServer(TransferServer):
 class PeerMemory:
     """A sender's KV cache, mapped into this process until the last user has called `release`.
 
-    The creator is the first user. Users are counted, because garbage collection would come too late: exceptions keep
-    references to local variables."""
+    The object's creator counts as the first user. Garbage collection would unmap the memory too late, since exceptions
+    keep references to local variables."""
 
     def __init__(self, blocks: int, parts: Sequence[ExportedMemory], device: torch.device) -> None:
         self.blocks = blocks
@@ -133,7 +133,9 @@ class IpcLink(StreamLink):
     def _map_peer_memory(self, reply: dict[str, Any]) -> PeerMemory:
         parts = [ExportedMemory(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
         if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE_BYTES for handle, _ in parts):
-            raise ValueError(f"{len(self._region.parts)} valid memory handles are needed, and {len(parts)} were sent")
+            raise ValueError(
+                f"it must have {len(self._region.parts)} valid memory handles, but it has {len(parts)} handles"
+            )
         return PeerMemory(int(reply["blocks"]), parts, self._region.device)
 
     def _release_after_disconnect(self) -> None:
@@ -150,7 +152,7 @@ class IpcLink(StreamLink):
         self._memory.release()
 
     def fetch(self, fetch: PieceFetch) -> None:
-        """Copy all KV blocks in one go. The copy is so short that it need not be cancelled in between."""
+        """Copy all KV blocks of a fetch at once. The copy cannot be cancelled, but it is short."""
         fetch.progress.raise_if_cancelled()
         if time.monotonic() >= fetch.deadline:
             raise TransferTimeout("the deadline of the KV transfer passed before the copy was started")
@@ -184,7 +186,7 @@ class IpcLink(StreamLink):
                 )
 
     def _verify_unchanged(self, fetch: PieceFetch) -> None:
-        """Ask the sender whether a block was reused before the copy ended. Raises Corrupted if so."""
+        """Raise TransferCorrupted if the sender reused one of the copied blocks before the copy ended."""
         first, last = min(piece.first_block for piece in fetch.pieces), max(piece.end_block for piece in fetch.pieces)
         whole = TransferPiece(0, self._layout.layers, first, last)
         query = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}

@@ -1,8 +1,8 @@
-"""DevicePenalties: counts of the tokens of each request, on the device, 16 bits per token id.
+"""DevicePenalties: how often each token occurred in a request, counted on the device for penalties.
 
 The device counts the tokens it samples, so a step can be launched before the host knows the tokens of the previous
-step. The counts are rebuilt from the request's tokens whenever the request gets a row: at its start, and after a
-preemption if its row was given to a different request."""
+step. Each request has a row with 16 bits per token id. The row is rebuilt from the request's tokens when the request
+starts, and after a preemption if the row was given to a different request."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class PenalisedRows:
 
 @dataclass(frozen=True, slots=True)
 class CountReset:
-    """New token counts of requests that get a row in this step.
+    """Token counts to write to the device for requests that get a row in this step.
 
-    `prompt` and `output` are the token ids to count, as indexes into the flat table of counts."""
+    `prompt` and `output` are the tokens that occur there, as indexes into the flattened table of counts."""
 
     slots: Tensor  # int64: rows of the counts
     prompt: Tensor  # int64
@@ -50,7 +50,7 @@ class DevicePenalties:
         )
 
     def prepare_reset(self, rows: Sequence[RequestRow], inputs: StagedInputs) -> CountReset | None:
-        """Stage the counts of requests that just got a row; return None if none of these requests has penalties."""
+        """Stage the token counts of requests that just got a row; return None if none of them has penalties."""
         new = [p for p in rows if not p.is_plain and not p.has_counts and p.sampling.params.has_penalties]
         if not new:
             return None
@@ -79,7 +79,7 @@ class DevicePenalties:
         ops.apply_penalties(logits, penalised.rows, penalised.slots, penalised.settings, self.counts)
 
     def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
-        """Count the sampled tokens. `tokens` has one token for each row of the step's logits."""
+        """Count the sampled tokens of requests with penalties. `tokens`: one for each row of the logits."""
         ops.count_tokens(self.counts, penalised.slots, penalised.rows, tokens)
 
 
@@ -88,7 +88,7 @@ def prepare_penalised_rows(
 ) -> PenalisedRows | None:
     """Stage the penalties of one step; return None if no request of the step has penalties.
 
-    `special_rows`: indexes of the rows that may have penalties."""
+    `special_rows`: indexes in `rows` of the requests that may have penalties."""
     indexes = [i for i in special_rows if rows[i].sampling.params.has_penalties]
     if not indexes:
         return None

@@ -1,4 +1,4 @@
-"""DeviceRegion: a KV cache on a GPU as source and target of transfers.
+"""DeviceRegion: a KV cache on a GPU that KV transfers read from and write to.
 
 KV blocks are copied from and to the cache that the steps use, through pinned main memory, one piece at a time:
 
@@ -67,7 +67,7 @@ class DeviceRegion(Region):
     def wait_for_started_work(self) -> None:
         """Make later writes to KV blocks wait for all steps that were launched before this call.
 
-        Some of these steps may not use the blocks; waiting for them does no harm."""
+        This call itself does not wait."""
         self._fence_event = self._step_stream.record_event()
 
     @torch.inference_mode()
@@ -95,7 +95,9 @@ class DeviceRegion(Region):
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Return a context for writing to KV blocks directly, which waits for the steps that used the blocks before."""
+        """Return a context in which KV blocks may be written directly, without a staging slot.
+
+        The writes wait until the steps that used the blocks before are done."""
         with self._take_slot(self._in_slots) as slot, self._on_stream(slot):
             slot.stream.wait_event(self._fence_event)
             yield
@@ -103,9 +105,9 @@ class DeviceRegion(Region):
     def _split_by_slot(
         self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
     ) -> Iterator[tuple[range, int, BlockIds, memoryview]]:
-        """Yield the parts of a piece that each fit into one staging slot.
+        """Split a transfer piece into groups of layers that fit into one staging slot.
 
-        A part consists of its layers, words per element, element indexes and data."""
+        Yield for each group: its layers, the words per element, the indexes of the elements, and its part of `data`."""
         size, index = self.element_indices(piece, blocks, wire, 0)  # the same for values, since keys are not turned
         each = len(self.parts) * size * len(index)
         if each > self.slot_bytes:
@@ -118,7 +120,9 @@ class DeviceRegion(Region):
     def _slot_views(
         self, slot: StagingSlot, layers: range, width: int, index: BlockIds
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the index on the device, and scratch and pinned memory as [layer, part, element, word]."""
+        """Return the element indexes on the device, and views of the slot's scratch and pinned memory.
+
+        The views have the shape [layer, keys or values, element, word]."""
         shape = len(layers), len(self.parts), len(index), width
         count = len(layers) * len(self.parts) * len(index) * width
         indexes = torch.from_numpy(index).to(self.device)
@@ -140,7 +144,7 @@ class DeviceRegion(Region):
     def _on_stream(slot: StagingSlot) -> Iterator[None]:
         """Return a context that queues work on the slot's stream, and waits for the work at the end.
 
-        The context also waits after an error, because the slot's memory is reused then."""
+        It also waits after an error, because another transfer may then use the slot's memory."""
         try:
             with slot.stream.activate():
                 yield
@@ -149,5 +153,5 @@ class DeviceRegion(Region):
 
 
 def _layer_rows(words: Tensor, layers: range, width: int) -> Tensor:
-    """Return some layers of the keys or values as elements of `width` words."""
+    """Return a view of some layers of the keys or values, in elements of `words_per_element` words."""
     return words[layers.start : layers.stop].view(len(layers), -1, width)

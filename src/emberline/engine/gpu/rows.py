@@ -1,8 +1,7 @@
 """DeviceRows: the block table and the newest token of each request, kept on the device.
 
-There are as many rows as requests can run at the same time. A preempted request keeps its row until a different
-request needs the row for a step. By then the host has read all tokens of the preempted request. The last row is for
-padding of captured steps."""
+Each running request has a row. A preempted request keeps its row until a different request needs it. By then the host
+has read all tokens of the preempted request, so nothing is lost. The last row is for padding of captured steps."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class DeviceRows:
             self._free.append(row.index)
 
     def assign_rows(self, work: Sequence[WorkItem]) -> None:
-        """Give each request of a step a row; if no row is free, take the row of a request outside the step."""
+        """Give each request of a step a row. If too few are free, take rows of requests outside the step."""
         missing = [row for row in self.rows_of(work) if row.index < 0]
         if len(missing) > len(self._free):
             in_step = {w.id for w in work}
@@ -87,7 +86,7 @@ class DeviceRows:
         self.seed[index] = np.uint64(row.sampling.seed % (1 << 64)).astype(np.int64)
 
     def table_updates(self, work: Sequence[WorkItem]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the block table entries that the device lacks: their indexes in the flat tables, and block ids."""
+        """Return the block table entries to send: indexes in the device's flattened tables, and block ids."""
         width = self.host_tables.shape[1]
         indexes: list[np.ndarray] = []
         blocks: list[int] = []

@@ -113,7 +113,9 @@ class GPURunner:
         return finish
 
     def forget_addresses(self) -> None:
-        """Drop everything that contains device addresses, before memory moves. It is rebuilt when needed."""
+        """Drop captured graphs and all else that contains device addresses, before device memory moves.
+
+        What was dropped is rebuilt when it is next needed."""
         self._graphs.forget_addresses()
         self._next_shape = 0
         self._extra_inputs.forget_views()
@@ -124,8 +126,8 @@ class GPURunner:
     def device_buffers(self) -> list[Tensor]:
         """Return all tensors that stay on the device between steps, except weights.
 
-        While the runner is idle their content is not needed: counters are zero, and the block table, newest token
-        and counts of a row are written before they are read."""
+        While the runner is idle, these tensors may be replaced by zeros: their counters are zero then, and everything
+        else is written before it is read."""
         state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._extra_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
@@ -174,7 +176,7 @@ class GPURunner:
         return finish
 
     def _sample_waiting_step(self) -> None:
-        """Sample the step that waited for the tokens that were just read, if such a step exists."""
+        """If the newest step waits for the tokens that were just read, sample it now."""
         step, self._unsampled = self._unsampled, None
         if step is not None:
             with torch.inference_mode(), self._graphs.stream.activate():
@@ -192,7 +194,7 @@ class GPURunner:
         return StepShape.for_work(singles, chunks, self._grid) if can_capture else None
 
     def _prepare_model_step(self, singles: list[WorkItem], chunks: list[WorkItem]) -> ModelStep:
-        """Queue the copy of a step's inputs to the device, and return the model's part of the step."""
+        """Queue the copy of the model's inputs to the device, and return the step to run."""
         graphs = self._graphs
         shape = self._captured_shape(singles, chunks)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size)
@@ -207,7 +209,7 @@ class GPURunner:
         return ModelStep(inputs, logits, replay, len(batch.used_logit_rows), wanted)
 
     def _run_model_step(self, step: ModelStep) -> Tensor:
-        """Queue the model's part of a step, and return the logits of the rows that are not padding."""
+        """Queue the model's computation of a step, and return the logits of the rows that are not padding."""
         logits = step.logits
         if step.replay is not None and logits is not None:
             step.replay()
@@ -255,7 +257,7 @@ class GPURunner:
         return not shape.chunks or self._attention_planner.has_static_shapes
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
-        """Return inputs that consist of padding only. Such a step writes nothing but logits that are not used."""
+        """Return inputs of a step that is only padding. The step writes only logits, which are not used."""
         batch = DeviceBatch.from_work([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker)
@@ -263,10 +265,10 @@ class GPURunner:
         return inputs
 
     def _find_or_capture(self, shape: StepShape, inputs: StepInputs) -> tuple[Tensor, Callable[[], None] | None]:
-        """Return the logits of a shape's captured step, and a function that replays the step.
+        """Return the logits buffer of a step of this shape, and a function that replays its captured graph.
 
-        The step is captured at its first use, which takes the host as long as launching it once. If capturing
-        failed, the function is None."""
+        The graph is captured at its first use, which takes the host as long as launching the step once. The function
+        is None if capturing failed."""
         graphs = self._graphs
         if shape in graphs.captured:
             captured = graphs.captured[shape]
@@ -290,7 +292,7 @@ class GPURunner:
     def _stage_inputs(
         self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, weight_unpacker: ops.WeightUnpacker
     ) -> StepInputs:
-        """Stage the model's inputs. The inputs of one shape always get the same addresses as when it was captured."""
+        """Stage the model's inputs. Steps of one shape get the same addresses, as captured graphs require."""
         min_tiles, logit_tokens = (
             (0, batch.logit_rows) if shape is None else (ops.max_prefill_tiles(shape.tokens, shape.chunks), None)
         )
@@ -331,9 +333,9 @@ class GPURunner:
         )
 
     def _score_prompts(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[Scores, Tensor]:
-        """Return what computes the log-probabilities of each prompt, and the logits to sample from.
+        """Return functions that compute log-probabilities of prompts, and the logits to sample from.
 
-        The former is a function for each request id, which is called when the step's result is read."""
+        There is a function for each request that needs it, by request id. Call it when the step's result is read."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
         scored, sampled = split_logit_rows(work)

@@ -56,7 +56,9 @@ class StepSampling:
         return self._end_event
 
     def results(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Wait for the device; return the sampled tokens, and the reasons why other requests cannot continue."""
+        """Wait for the device; return the sampled tokens, and errors of requests that cannot continue.
+
+        Both are dicts by request id."""
         self.end_event.wait()
         if self._inputs is None or self._outputs is None:
             return {}, {}
@@ -142,7 +144,9 @@ class SamplingOutputs:
     rank: Tensor | None = None
 
     def results(self, inputs: SamplingInputs, rows: DeviceRows) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Return the sampled tokens of open requests, and the reasons why other requests cannot continue."""
+        """Return the sampled tokens, and errors of requests that cannot continue, both by request id.
+
+        Requests that have ended in the meantime are left out."""
         scores = self._logprobs_by_row(inputs)
         sampled, failed = {}, {}
         current = rows.by_request

@@ -1,6 +1,7 @@
-"""StepShape: the size of a captured step.
+"""StepShape: the numbers of rows and tokens of a step that is captured as a CUDA graph.
 
-There are few shapes, because each one must be captured, but enough of them that little padding is needed."""
+A step runs with the next larger shape, filled up with padding. More shapes need less padding, but each shape must be
+captured."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ class ShapeGrid:
 
     @staticmethod
     def for_model(parameters: int, max_batch_tokens: int) -> ShapeGrid:
-        """Return the sizes for a model with `parameters` weights in its layers.
+        """Return the sizes to capture for a model with `parameter_count` weights in its layers.
 
-        A step is worth capturing if launching it takes longer than computing it. Padding costs a small model little,
-        so a small model gets few sizes."""
+        A step is worth capturing if launching it takes longer than computing it. For a small model that holds for
+        larger steps too, but it gets coarser sizes, because padding costs it little."""
         worth = min(int(LAUNCH_FLOP / (2 * parameters)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
         if min(worth, max_batch_tokens) <= MAX_CHUNK_TOKENS:
             return ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
@@ -64,7 +65,7 @@ class StepShape:
     ) -> StepShape | None:
         """Return the shape of a step with this work; None if the step cannot be captured.
 
-        A step with too many chunks or tokens, or with prompts whose log-probabilities were requested, cannot."""
+        Steps with too many chunks or tokens are not captured, nor steps that compute log-probabilities of prompts."""
         if not chunks:
             return StepShape(pad_rows(len(singles)), 0, 0)
         tokens = sum(len(w.tokens) for w in chunks)
@@ -81,9 +82,9 @@ class StepShape:
 
 
 def pad_rows(rows: int) -> int:
-    """Return the padded number of rows: 1 2 4 8 16 24 ..., with growing differences.
+    """Return the number of rows to capture for `row_count` rows: the next of 1 2 4 8 16 24 ...
 
-    Above 384 rows, cuBLAS is up to a third slower if the number is not a multiple of 128."""
+    Above 384 it is a multiple of 128: with other numbers of rows, cuBLAS is up to a third slower."""
     for limit, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
         if rows <= limit:
             return -(-rows // step) * step
@@ -91,12 +92,12 @@ def pad_rows(rows: int) -> int:
 
 
 def pad_single_rows(singles: int) -> int:
-    """Return the padded number of rows with one token, for a step that also has prompt chunks."""
+    """Return the number of one-token rows to capture for a step that also has prompt chunks."""
     return -(-singles // SINGLE_ROW_GRAIN) * SINGLE_ROW_GRAIN
 
 
 def order_by_use(shapes: Iterable[StepShape]) -> list[StepShape]:
-    """Return the shapes in the order in which a server with growing load needs them.
+    """Sort the shapes by when a server with growing load is expected to need them first.
 
     The estimate assumes prompts of 256 tokens."""
 
@@ -129,5 +130,5 @@ def captured_token_counts(max_running: int, max_batch_tokens: int) -> set[int]:
 
 
 def max_step_rows(rows: int) -> int:
-    """Return the largest number of rows, including padding, of a step with `rows` requests."""
+    """Return the maximum number of rows, including padding, of a step with `request_count` requests."""
     return max(pad_rows(rows), pad_single_rows(rows)) + MAX_CHUNKS

@@ -69,9 +69,9 @@ class InputStaging:
         self._sent_events[buffer_index] = self._stream.record_event()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-        """Return a part of the device's buffer as a tensor.
+        """Return bytes [begin, end) of the device's buffer as a tensor.
 
-        The tensors are cached, since most steps use the same ones."""
+        The returned tensors are cached, because most steps use the same parts of the buffer."""
         key = begin, dtype, shape
         view = self._views.get(key)
         if view is None:
@@ -81,5 +81,5 @@ class InputStaging:
         return view
 
     def forget_views(self) -> None:
-        """Drop the cached views, before the device's buffer moves."""
+        """Drop the tensors that `view` cached, because the device's buffer will move to another address."""
         self._views.clear()

@@ -47,7 +47,7 @@ class SwappableModel(Protocol):
 
 class SleepManager:
     def __init__(self, memory: int, clock: Clock | None = None) -> None:
-        """`memory`: bytes for all models that are awake at the same time; see `model_memory`."""
+        """`memory`: bytes that all models that are awake may use together; see `usable_model_bytes`."""
         self.memory = memory
         self.stats: dict[str, SleepStats] = {}
         self.sleep_changes: set[str] = set()  # models that fell asleep or woke; the reader clears it
@@ -144,7 +144,7 @@ class SwappedEngine:
     """A model whose engine is loaded at its first `wake`, and which has no device memory while it sleeps."""
 
     def __init__(self, plan: MemoryPlan, boot: Callable[[], BootedGPUEngine]) -> None:
-        """`plan`: the memory plan that `boot` will use."""
+        """`boot`: loads the engine. `plan`: the memory plan that the loaded engine will have."""
         self.nbytes = plan.fixed_bytes - plan.reserve + plan.kv_bytes
         self._boot = boot
         self._gpu_engine: BootedGPUEngine | None = None
@@ -195,17 +195,17 @@ class SwappedEngine:
 
 
 def model_memory(total: int) -> int:
-    """Return how many bytes of a device with `total` bytes models may use.
+    """Return how many of a device's `device_bytes` may be used by models that are awake.
 
-    The rest is one reserve for all models. It also holds what sleeping models leave on the device: compiled kernels
-    and workspaces of libraries."""
+    The rest is a reserve. It also holds what sleeping models leave on the device: compiled kernels and workspaces of
+    libraries."""
     return int(total * USABLE_FRACTION) - RESERVE_BYTES
 
 
 def equal_kv_share(plans: Collection[MemoryPlan], memory: int) -> int | None:
-    """Return the size of each model's KV cache in bytes if all models are awake: equal shares of the free memory.
+    """Return the bytes of each model's KV cache if all stay awake and share the free memory equally.
 
-    Return None if a share could not hold a full context of each model. It is then better that some models sleep."""
+    Return None if some model's share could not hold one full context; then models should take turns instead."""
     part = (memory - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
     fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
     return part if fits else None
@@ -214,7 +214,7 @@ def equal_kv_share(plans: Collection[MemoryPlan], memory: int) -> int | None:
 def sleep_runner(runner: GPURunner, previous_sleep: SleepingMemory | None = None) -> SleepingMemory:
     """Free the device memory of a runner, after all its results were read.
 
-    `previous_sleep`: the return value of the runner's last sleep; None at its first."""
+    `previous_sleep`: what this function returned when the runner last slept; None if it has not slept yet."""
     from torch import Tensor
 
     from emberline.models.sleep import iter_instances, sleep
@@ -266,7 +266,7 @@ def _boot_or_clean_up(boot: Callable[[], BootedGPUEngine]) -> BootedGPUEngine:
 
 
 def check_device() -> None:
-    """Raise an error if the device no longer works. In that case only a new process helps."""
+    """Raise an error if the GPU has failed and this process can no longer use it."""
     import torch
 
     if torch.cuda.is_initialized():
