@@ -125,7 +125,7 @@ class AsyncEngine:
     async def submit(self, submission: Submission, *, merges: bool = False) -> AsyncGenerator[Output, None]:
         """Yield the outputs of a submission until all of its completions have ended.
 
-        Closing the generator aborts the submission. `can_merge_outputs`: if the caller is slow, several outputs may be
+        Closing the generator aborts the submission. `merges`: if the caller is slow, several outputs may be
         merged into one with several tokens. Raises EngineUnavailable if the process is not ready, EngineFailed if it
         dies."""
         assert submission.id not in self._open_queues

@@ -184,9 +184,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `keeps_both`: weights are kept plain and
-    packed. `has_tiers`, `has_transfer`: reserve buffers for KV blocks that move to other tiers or engines. The CUDA
-    graphs of all step shapes are included."""
+    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `both`: weights are kept plain and
+    packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. The CUDA graphs of
+    all step shapes are included."""
     grid = shape_grid_for(config, max_batch_tokens)
     graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
@@ -254,7 +254,7 @@ def _layer_matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`keeps_both`). An embedding that is separate from the output
+    Matrices are stored plain, packed, or in both formats (`both`). An embedding that is separate from the output
     head is never stored in both. Norms and biases are stored in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = config.vocab, hidden

@@ -37,7 +37,7 @@ class Scheduler:
     ) -> None:
         self.config, self.kv, self.clock, self.eos, self.publisher = config, kv, clock, eos, publisher
         self.waiting = WaitingQueue(config.ageing_seconds)
-        self.running: list[Request] = []  # in the order of WaitingQueue.rank
+        self.running: list[Request] = []  # in the order of WaitingQueue.sort_key
         self.requests: dict[str, Request] = {}  # all open ones
         self.preemptions = self.prompt_tokens = self.generated_tokens = self._step = 0
         self._prompt_pacer = PromptPacer(target / 1e3, config.itl_tail) if (target := config.itl_target_ms) else None
