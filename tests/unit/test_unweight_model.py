@@ -241,7 +241,7 @@ def test_packed_and_unpacked_inputs_are_checked(packed_model: Path, tmp_path: Pa
         model.unpack(tmp_path / "plain", tmp_path / "again", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
         model.verify(tmp_path / "plain", None, CODEC, ignore_progress)
-    with pytest.raises(ModelFileError, match="packed too"):
+    with pytest.raises(ModelFileError, match="must be the unpacked original"):
         model.verify(packed_model, packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="exists"):
         model.pack(tmp_path / "plain", packed_model, CODEC, ignore_progress)

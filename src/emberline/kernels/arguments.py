@@ -1,4 +1,4 @@
-"""Argument structs of the ops: the parameters of one layer, and the tensors of one step that several ops read."""
+"""Argument structs of the ops: parameters of a layer, and inputs of a forward pass that ops share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AttentionLayer:
 class AttentionMetadata:
     """The positions and KV cache locations of the T new tokens of B sequences.
 
-    The tokens of sequence b are rows [query_start[b], query_start[b + 1]) of the step's activations.
+    The tokens of sequence b are rows [query_start[b], query_start[b + 1]) of the activations.
     """
 
     positions: Tensor  # [T] int32
@@ -59,7 +59,7 @@ class SamplingTensors(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities for each row of the logits: of one chosen id, and of the n most probable ids."""
+    """Per row of the logits: the log-probabilities of one chosen token id and of the n most probable ids."""
 
     chosen: Tensor  # [S] float32: log-probability of the chosen id
     top_ids: Tensor  # [S, n] int64: most probable ids, in descending order

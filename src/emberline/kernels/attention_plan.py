@@ -1,6 +1,7 @@
-"""AttentionPlan: how the attention of one step is split into work for a GPU.
+"""AttentionPlan: how the attention of one forward pass is split into work for a GPU.
 
-The host makes the plan, because it knows the length of every row without waiting for the GPU.
+The host makes the plan, because it knows the length of every row without waiting for the GPU. A row is one sequence of
+the batch.
 
 Rows [0, decode_rows) have one new token each; their work is split along the cached keys. The remaining rows are chunks
 of prompts (prefill); their work is split along the queries, into tiles. On a CPU the plan is empty, because the CPU
@@ -34,7 +35,7 @@ PREFILL_TIME_SHARE, DECODE_SLOWDOWN = 0.58, 0.65
 
 @dataclass(slots=True)
 class CacheTensorMaps:
-    """TMA tensor maps (copy descriptors) of one runner's KV cache, by the address of a layer's keys."""
+    """TMA tensor maps (copy descriptors) of a KV cache, keyed by the address of a layer's keys."""
 
     decode: dict[int, decode.DecodeCache] = field(default_factory=dict)
     prefill: dict[int, prefill.PrefillCache] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class CacheTensorMaps:
 
 @dataclass(frozen=True, slots=True)
 class WidenedBlocks:
-    """Memory for bf16 copies of float8 KV blocks. Each layer overwrites the copies of the layer before it."""
+    """Buffers for bf16 copies of float8 KV blocks, which all layers reuse one after the other."""
 
     keys: Tensor  # [blocks, heads, size, dim]
     values: Tensor
@@ -75,7 +76,10 @@ class AttentionPlan:
         return self if self.logit_tiles is None else replace(self, prefill_tiles=self.logit_tiles)
 
     def with_block_tables(self) -> AttentionPlan:
-        """Return this plan with the block tables of the bf16 copies, which the device computes once per step."""
+        """Return this plan with block tables that point to the bf16 copies of the KV blocks.
+
+        They are computed on the device, once per forward pass.
+        """
         return self if self.widened is None else replace(self, widened=self.widened.with_tables())
 
 
@@ -89,11 +93,11 @@ class AttentionPlanner:
         *,
         max_widened_blocks: int = 0,
     ) -> None:
-        """Prepare to plan steps of at most `max_rows` rows.
+        """Prepare to plan forward passes of at most `max_rows` sequences.
 
-        `heads` are the numbers of query heads and of KV heads, and the head size. `keys` is the key cache of all
-        layers. `dtype` is that of the activations. `max_widened_blocks` is how many float8 blocks of prefill rows can
-        be copied as bf16 in one step.
+        `heads` is (query heads, KV heads, head size). `keys` is the key cache of all layers. `dtype` is the dtype of
+        the activations. `max_widened_blocks` limits how many float8 blocks can be copied as bf16 for prefill in one
+        forward pass.
         """
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
@@ -118,14 +122,14 @@ class AttentionPlanner:
 
     @property
     def has_static_shapes(self) -> bool:
-        """Whether the tensors of plans can have shapes that do not depend on row lengths, as CUDA graphs require."""
+        """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require."""
         return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
 
     def can_widen(self, lengths: Iterable[int]) -> bool:
-        """Return whether bf16 copies of all blocks of prefill rows with these lengths fit into memory.
+        """Return whether bf16 copies of all KV blocks of sequences with these lengths fit into the buffers.
 
-        The result is True if the cache needs no such copies. If it is False, the slower Triton kernel computes some
-        rows, and the plan contains tensors for that kernel.
+        The result is True if the cache is not float8, because no copies are needed then. If it is False, the slower
+        Triton kernel computes some of the sequences.
         """
         if self._widened is None:
             return True
@@ -141,11 +145,12 @@ class AttentionPlanner:
         min_tiles: int = 0,
         logit_tokens: np.ndarray | None = None,
     ) -> AttentionPlan:
-        """Return the plan of a step.
+        """Return the plan of one forward pass.
 
-        `context` is the number of cached keys of each row, and `new_token_counts` its number of new tokens. `to_device`
-        copies an array to the device. The shapes of tensors for decode rows depend only on `decode_rows`. Prefill tiles
-        are padded to `min_tiles`. `logit_tokens` are the ascending indices of the new tokens whose logits are needed.
+        `context` has the number of cached keys of each row, and `new_token_counts` its number of new tokens.
+        `to_device` copies an array to the device. The shapes of tensors for decode rows depend only on `decode_rows`.
+        Prefill tiles are padded to `min_tiles`. `logit_tokens` are the ascending indices of the new tokens whose logits
+        are needed.
         """
         plan = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
         if self._device.type != "cuda":
@@ -218,18 +223,18 @@ class AttentionPlanner:
         )
 
     def drop_tensor_maps(self) -> None:
-        """Drop the tensor maps, because the KV cache may be at a different address in the next step."""
+        """Drop the cached tensor maps; call this before the KV cache moves to a different address."""
         self._maps.decode.clear()
         self._maps.prefill.clear()
 
     def scratch_buffers(self) -> list[Tensor]:
-        """Return the memory that kernels keep between steps."""
+        """Return the scratch tensors that stay allocated between forward passes."""
         scratch, widened = self._scratch, self._widened
         kept = [] if scratch is None else [scratch.partials, scratch.max_and_sum, scratch.counters]
         return kept if widened is None else [*kept, widened.keys, widened.values]  # without the small block_numbers
 
     def max_plan_bytes(self, rows: int, tokens: int) -> int:
-        """Return the largest number of bytes that `plan` can copy to the device for a step of this size."""
+        """Return an upper bound of the bytes that `plan` copies to the device, by rows and new tokens."""
         if self._device.type != "cuda":
             return 0
         from emberline.kernels import worklist
@@ -265,9 +270,9 @@ def choose_prefill_sms(
 ) -> int:
     """Return the number of SMs for prefill while decode reads `decode_bytes` of keys and values.
 
-    The result is all SMs if one prefill tile takes longer than that read. Otherwise it is chosen so that prefill ends
-    when most of the read is done. Prefill and decode then overlap most of the time: decode is limited by memory
-    bandwidth and prefill by arithmetic, although they share the bandwidth of the L2 cache.
+    The result is all SMs if one prefill tile takes longer than decode needs to read these bytes. Otherwise it is chosen
+    so that prefill ends when decode has read most of them. The two then overlap most of the time, which is fast because
+    decode is limited by memory bandwidth and prefill by arithmetic.
     """
     if not len(tiles):
         return num_sms
@@ -293,7 +298,7 @@ def _shift_rows(tiles: np.ndarray, offset: int) -> np.ndarray:
 
 
 def select_tiles_with_tokens(tiles: np.ndarray, new_token_counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the tiles that contain any of `tokens`, which are sorted indices over the new tokens of all rows."""
+    """Return the tiles that contain any of `tokens`: sorted indices into the new tokens of all rows."""
     ends = np.cumsum(new_token_counts)[tiles[:, 0]]
     begins = ends - new_token_counts[tiles[:, 0]] + tiles[:, 1]
     has_token = np.searchsorted(tokens, np.minimum(begins + PREFILL_TILE_QUERIES, ends)) > np.searchsorted(
@@ -304,7 +309,7 @@ def select_tiles_with_tokens(tiles: np.ndarray, new_token_counts: np.ndarray, to
 
 
 def max_prefill_tiles(tokens: int, rows: int) -> int:
-    """Return the largest number of prefill tiles that `rows` chunks of `tokens` tokens in total can have."""
+    """Return an upper bound of the prefill tiles of `rows` prompt chunks with `tokens` tokens in total."""
     return tokens // PREFILL_TILE_QUERIES + rows
 
 

@@ -1,7 +1,8 @@
-"""Chooses the backends of a process, once: one for tensors in host memory and one for tensors on a GPU.
+"""Chooses the op backends of a process: one for tensors in host memory and one for tensors on a GPU.
 
-As in torch, the native library and its thread pool are global to the process. `start_backend` sets them up; otherwise
-the first op does so with defaults. A forked child has no pool threads, so worker processes must be started by spawn.
+As in torch, the native library and its thread pool are global to the process. `start_backend` sets them up; if it was
+not called, the first op sets them up with defaults. A forked child has no pool threads, so worker processes must be
+started by spawn.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def start_backend(*, threads: int = 0, cache_dir: Path | None = None, native: bo
 
 
 def current_backend() -> ReferenceBackend:
-    """Return the backend for tensors in host memory, started with defaults if `start_backend` was not called."""
+    """Return the backend for tensors in host memory; start it with defaults if necessary."""
     return _backend or start_backend()
 
 
@@ -59,12 +60,15 @@ def _start_gpu_backend() -> OpBackend:
 
 
 def set_threads(threads: int) -> None:
-    """Set how many cores an op may use, the caller's included. Results do not depend on it."""
+    """Set how many threads an op may use, including the calling thread.
+
+    Results do not depend on the number.
+    """
     current_backend().set_threads(threads)
 
 
 def mark_progress() -> None:
-    """Increase `progress_count` after part of a forward pass. Native kernels increase it by themselves."""
+    """Increase `progress_count` by one. Models call this after each layer that runs as separate ops."""
     global _progress_marks
     _progress_marks += 1
 

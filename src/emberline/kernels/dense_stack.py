@@ -25,9 +25,9 @@ class DenseLayer:
 
 
 class DenseStack:
-    """Layers of one shape, described to the native library once.
+    """Decoder layers of equal shape, with the C structs that describe them to the native library.
 
-    Each step passes its own tensors and the KV cache.
+    Each forward pass gives `run_dense_layers` its activations and the KV cache.
     """
 
     def __init__(self, layers: Sequence[DenseLayer]) -> None:

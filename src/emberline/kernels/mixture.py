@@ -1,6 +1,7 @@
-"""Mixture: the weights of a mixture-of-experts feed-forward network, in which each row uses its top-scored experts.
+"""Mixture: the weights of a mixture-of-experts feed-forward network.
 
-A row's result depends on that row only. The weights of experts that no row selects are not read.
+Each row uses the experts that score highest. A row's result depends on that row only. The weights of experts that no
+row selects are not read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Mixture:
 
     @cached_property
     def native(self) -> NativeMixture:
-        """The mixture as the native library reads it."""
+        """The C struct that describes this mixture to the native library."""
         experts = (NativeExpert * len(self.experts))(*(expert.native for expert in self.experts))
         router, first = self.router, self.experts[0]
         sizes = len(experts), self.experts_per_row, self.renormalize, router.k, first.down.k

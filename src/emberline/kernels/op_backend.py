@@ -1,6 +1,7 @@
 """OpBackend: the interface of a backend, which implements every op for one kind of device.
 
-To add a backend, write a module with a subclass, and choose it in `backend.py`. `ReferenceBackend` defines the results.
+To add a backend, write a module with a subclass, and choose it in `backend.py`. All backends must
+give the results of `ReferenceBackend`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ class OpBackend(ABC):
         """Return the weight [n, k] in the layout that `linear` or, with gated=True, `gate_up_silu` reads."""
 
     def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
-        """Store the values in `empty` and return the bytes that they take."""
+        """Store the values in the empty weight and return the device memory used, in bytes."""
         packed = self.pack_linear(values, gated=empty.gated)
         empty.data, empty.ptr, empty.handle, empty.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
-        """Add a compressed copy to the weight, if this backend has one that is smaller; return the copy's bytes."""
+        """Add a losslessly compressed copy to the weight if that is smaller.
+
+        Return the size of the copy in bytes. The result is 0 if no copy was added.
+        """
         return 0
 
     @abstractmethod
@@ -44,8 +48,8 @@ class OpBackend(ABC):
     ) -> Tensor:
         """Return y = norm(x) @ W^T + bias. With `add_to`, add y to that tensor in place and return it.
 
-        `out` receives the result. With `float32_output` it is float32 whatever the dtype of x. `unpacker` unpacks
-        compressed weights ahead of their use.
+        `out` receives the result if given. With `float32_output` the result is float32, whatever the dtype of x.
+        `unpacker` unpacks compressed weights before they are needed.
         """
 
     @abstractmethod
@@ -65,7 +69,7 @@ class OpBackend(ABC):
     def rope_and_cache(
         self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> None:
-        """Rotate the queries inside `qkv`, and write its rotated keys and its values into the layer's KV cache."""
+        """Rotate the queries inside `qkv`, and write its rotated keys and its values to the layer's KV cache."""
 
     @abstractmethod
     def paged_attention(
@@ -77,7 +81,7 @@ class OpBackend(ABC):
         metadata: AttentionMetadata,
         plan: AttentionPlan | None = None,
     ) -> Tensor:
-        """Return causal attention of each sequence's new queries over its cached keys, new ones included.
+        """Return causal attention of each sequence's new queries over its cached keys and its new keys.
 
         The i-th query of sequence b has position p = context[b] + i and attends to the keys in (p - window, p], or
         [0, p] if the layer has no window. GPU backends require `plan`; others ignore it.
@@ -88,8 +92,8 @@ class OpBackend(ABC):
     ) -> Tensor:
         """Run x through the stack's layers, overwriting x, and return `rows` of the last layer's output.
 
-        `keys` and `values` are the KV caches of all layers. After the last layer's keys are cached, only `rows` are
-        computed further.
+        `keys` and `values` are the KV caches of all layers. The last layer caches the keys and values of
+        all rows, and computes the rest only for `rows`.
         """
         for layer, k, v in zip(stack.layers, keys, values, strict=True):
             qkv = self.linear(x, layer.qkv)
@@ -107,14 +111,14 @@ class OpBackend(ABC):
 
     @abstractmethod
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
-        """Return one sampled id per row, which depends on that row, its seed and its token's position only.
+        """Return one sampled token id per row.
 
-        The logits may be overwritten.
+        It depends only on that row's logits, settings, seed and position. The logits may be overwritten.
         """
 
     @abstractmethod
     def log_probs(self, logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
-        """Return the log-probability and the rank of ids [S], one per row, and the `top_n` most probable ids."""
+        """Return for each row the log-probability and rank of its id in `ids`, and the `top_n` likeliest ids."""
 
     @abstractmethod
     def apply_bitmask(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None:
@@ -122,24 +126,26 @@ class OpBackend(ABC):
 
     @abstractmethod
     def edit_logits(self, logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-        """Divide logits[rows[i], ids[i]] by divide[i] if the logit is positive, else multiply it by divide[i]; add
-        add[i].
+        """Scale single logits, logits[rows[i], ids[i]], by divide[i], then add add[i].
 
-        Each (row, id) may occur only once.
+        Scaling divides a positive logit and multiplies any other. Each (row, id) may occur only once.
         """
 
     @abstractmethod
     def apply_penalties(self, logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
         """Apply repetition, frequency and presence penalties (`penalties` [P, 3]) to logits[rows[i]].
 
-        They apply to the tokens that occurred according to counts[slots[i]]: the low 15 bits count a token's
+        counts[slots[i]] has a 16-bit number for each token of the vocabulary: the low 15 bits count the token's
         occurrences in the output, and the sign bit is set if the prompt contains the token.
         """
 
     @abstractmethod
     def count_tokens(self, counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
-        """Add one occurrence of tokens[rows[i]] to counts[slots[i]], up to MAX_TOKEN_COUNT. Slots must be distinct."""
+        """Add one occurrence of tokens[rows[i]] to counts[slots[i]], up to MAX_TOKEN_COUNT.
+
+        Slots must be distinct.
+        """
 
     @abstractmethod
     def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-        """Return the tokens, with each negative token i replaced by newest[rows[i]]."""
+        """Return a copy of `tokens` in which each negative tokens[i] is replaced by newest[rows[i]]."""

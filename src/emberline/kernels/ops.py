@@ -72,19 +72,22 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 
 
 def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False) -> PackedWeight:
-    """Return a GPU weight without values; `fill_weight` sets them later."""
+    """Return a GPU weight without memory; `fill_weight` allocates and sets its values later."""
     return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, WeightLayout.ROWS, gated)
 
 
 def fill_weight(empty: PackedWeight, values: Tensor) -> int:
-    """Store the values in `empty`, losslessly compressed if that is smaller, and return the bytes they take."""
+    """Store the values in the empty weight, losslessly compressed if that is smaller.
+
+    Return the bytes used.
+    """
     return backend_of(values).fill_weight(empty, values)
 
 
 def add_packed_copy(weight: PackedWeight) -> int:
-    """Add a losslessly compressed copy to a GPU weight, for steps of few rows, if the copy is smaller.
+    """Add a losslessly compressed copy to a GPU weight if that is smaller.
 
-    Return the bytes of the copy.
+    Return its size in bytes, or 0. Products with few rows read the copy, because they are limited by memory bandwidth.
     """
     return backend_of(weight.data).add_packed_copy(weight)
 
@@ -117,7 +120,7 @@ def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
 def rope_and_cache(
     qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
 ) -> None:
-    """Rotate the queries inside `qkv`, and write its rotated keys and its values into the layer's KV cache."""
+    """Rotate the queries inside `qkv`, and write its rotated keys and its values to the layer's KV cache."""
     backend_of(qkv).rope_and_cache(qkv, layer, keys, values, metadata)
 
 
@@ -146,15 +149,15 @@ def run_mixture(x: Tensor, mixture: Mixture) -> Tensor:
 
 
 def sample_with_seed(logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
-    """Return one sampled id per row, which depends on that row, its seed and its token's position only.
+    """Return one sampled token id per row.
 
-    The logits may be overwritten.
+    It depends only on that row's logits, settings, seed and position. The logits may be overwritten.
     """
     return backend_of(logits).sample_with_seed(logits, settings, seed, position)
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
-    """Return the log-probability and the rank of ids [S], one per row, and the `top_n` most probable ids."""
+    """Return for each row the log-probability and rank of its id in `ids`, and the `top_n` likeliest ids."""
     return backend_of(logits).log_probs(logits, ids, top_n)
 
 
@@ -164,9 +167,9 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Divide logits[rows[i], ids[i]] by divide[i] if the logit is positive, else multiply it by divide[i]; add add[i].
+    """Scale single logits, logits[rows[i], ids[i]], by divide[i], then add add[i].
 
-    Each (row, id) may occur only once.
+    Scaling divides a positive logit and multiplies any other. Each (row, id) may occur only once.
     """
     backend_of(logits).edit_logits(logits, rows, ids, divide, add)
 
@@ -185,5 +188,5 @@ def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) ->
 
 
 def fill_newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-    """Return the tokens, with each negative token i replaced by newest[rows[i]]."""
+    """Return a copy of `tokens` in which each negative tokens[i] is replaced by newest[rows[i]]."""
     return backend_of(tokens).fill_newest_tokens(tokens, rows, newest)

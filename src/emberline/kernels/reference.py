@@ -1,9 +1,10 @@
-"""ReferenceBackend: every op in plain torch. It defines the results of all backends, and runs without a compiler.
+"""ReferenceBackend: every op in plain torch.
 
-All activations are float32. Positions and block tables are int32, slots and ids int64. The keys and the values that a
-layer caches are tensors [blocks, kv_heads, block_size, head_dim]. Within a block the keys are stored as
-[head_dim][block_size], which is the panel layout that the product with queries reads. Only these ops depend on the
-layout inside a block. block_size is at least 8, and divides 64 or is a multiple of it.
+It defines the results of all backends, and runs without a compiler. All activations are float32. Positions and block
+tables are int32, slots and ids int64. The keys and the values that a layer caches are tensors [blocks, kv_heads,
+block_size, head_dim]. Within a block, however, the keys lie in memory as [head_dim][block_size], the order in which the
+product with queries reads them. Only the ops of a backend depend on this order. block_size is at least 8, and divides
+64 or is a multiple of it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ReferenceBackend(OpBackend):
         torch.set_num_threads(threads)
 
     def progress_count(self) -> int:
-        """Return a count that grows with each op that a native kernel computes."""
+        """Return a count that grows with each op of the native library; it stays 0 without the library."""
         return 0
 
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -113,7 +114,10 @@ class ReferenceBackend(OpBackend):
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        """Add the output of the experts that each row selects. Among equally probable experts the first is used."""
+        """Add the output of the experts that each row selects.
+
+        Of equally probable experts, the first is selected.
+        """
         normed = rms_norm(x, mixture.norm, mixture.eps)
         probabilities = self.linear(normed, LinearLayer(mixture.router)).softmax(-1)
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -130,7 +134,7 @@ class ReferenceBackend(OpBackend):
     def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:
         """Return one sampled id per row, which depends on that row only.
 
-        This overwrites `logits`, so `log_probs` must be called before.
+        This overwrites `logits`, so call `log_probs` first if it is needed.
 
         Temperature 0 selects the largest logit, and of equal logits the one with the lowest id. Otherwise tokens are
         ordered by descending probability, and equal ones by ascending id. Top-k keeps the first k tokens. Top-p keeps
@@ -141,7 +145,7 @@ class ReferenceBackend(OpBackend):
         return torch.stack([_sample_row(*row) for row in zip(logits, *settings, uniform, strict=True)])
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
-        """Sample as `sample`, with each row's uniform number derived from its seed and the token's position."""
+        """Call `sample` with uniform numbers that are derived from each row's seed and position."""
         return self.sample(logits, settings, uniform_from_seed(seed, position))
 
     def log_probs(self, logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
@@ -212,7 +216,7 @@ def _sample_row(
 def _masked_keys(first_position: int, num_keys: int, window: int) -> Tensor:
     """Return a mask [queries, keys] that is True where a query must not attend to a key.
 
-    The queries are the last ones: they have the positions [before, length).
+    The queries have the positions [first_position, num_keys), and the keys [0, num_keys). A `window` of 0 is no window.
     """
     key, position = torch.arange(num_keys), torch.arange(first_position, num_keys)[:, None]
     return (key > position) | ((key <= position - window) if window else torch.tensor(False))
@@ -226,7 +230,7 @@ def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def _key_panels(keys: Tensor) -> Tensor:
-    """Return a layer's key cache as [blocks, kv_heads, head_dim, block_size], the order in memory."""
+    """Return a layer's key cache viewed as [blocks, kv_heads, head_dim, block_size], its memory order."""
     blocks, heads, block_size, head_dim = keys.shape
     inner = keys.stride(0), block_size * head_dim, block_size, 1
     return keys.as_strided((blocks, heads, head_dim, block_size), inner)

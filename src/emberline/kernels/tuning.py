@@ -1,9 +1,10 @@
 """tune_products: finds the fastest algorithms for large matrix products and caches them on disk.
 
 It measures the algorithms that cuBLAS proposes. For gate-and-up weights it compares our own GEMM kernel, which also
-computes silu(gate) * up, with each proposal followed by a kernel for silu(gate) * up. The weights alternate, so that
-they are never read from the L2 cache. A choice other than cuBLAS's first proposal must be faster by the factor
-MIN_SPEEDUP, so that noise does not decide. Tuning is optional: a product whose tuning fails is computed by torch.
+computes silu(gate) * up, with each proposal followed by a kernel for silu(gate) * up. Measurements alternate between
+several weights, so that no weight is still in the L2 cache. To be chosen, an algorithm other than cuBLAS's first
+proposal must be faster by the factor MIN_SPEEDUP, which excludes noise. Tuning is optional: a product whose tuning
+fails is computed by torch.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ ProductCall = Callable[[Tensor], object]  # computes the product with the given 
 
 
 def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int]) -> float:
-    """Measure the products of these weights with `row_counts` rows, unless cached, and use the fastest algorithms.
+    """Find and activate the fastest algorithm for each weight and each of the `row_counts`.
 
-    `hidden` is the width of the residual stream. Returns the seconds that this took.
+    Return the seconds. Products that are not in the cache on disk are measured. `hidden` is the hidden size of the
+    model.
     """
     began = time.perf_counter()
     if cublas.is_available():
@@ -62,9 +64,9 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
                 _save_choices(cache_file, found)
             except OSError as error:
                 log.warning(
-                    "cannot save the tuned matrix products, the next start measures them again: error=%s", error
+                    "Cannot save the tuned matrix products, the next start measures them again: error=%s", error
                 )
-            log.info("tuned matrix products: count=%d seconds=%.1f", len(measured), time.perf_counter() - began)
+            log.info("Tuned matrix products: count=%d seconds=%.1f", len(measured), time.perf_counter() - began)
         cublas.choices.update(found)
     return time.perf_counter() - began
 
@@ -75,7 +77,7 @@ def _matmul_problem(weight: PackedWeight, hidden: int) -> MatmulProblem:
 
 
 def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
-    """Return the fastest choice for each problem. Problems that fail or do not fit into free memory are left out."""
+    """Return the fastest algorithm for each product that can be measured and fits into free memory."""
     found: TunedChoices = {}
     for n, k in {(problem.n, problem.k) for problem in problems}:
         count = max(2, -(-ROTATED_WEIGHT_BYTES // (2 * n * k)))
@@ -90,7 +92,7 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
                 found[problem] = _find_fastest(problem, weights)
             except (CublasError, CudaDriverError, torch.OutOfMemoryError) as error:
                 log.warning(
-                    "cannot tune a matrix product, torch computes it instead: product=%s error=%s", problem, error
+                    "Cannot tune a matrix product, torch computes it instead: product=%s error=%s", problem, error
                 )
         del weights
         torch.cuda.empty_cache()
@@ -117,7 +119,7 @@ def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor]) -> int:
 
 
 def bitwise_equal_proposals(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
-    """Return the proposals that give the same bits as the first, so that tuning never changes results."""
+    """Return the indices of the proposals with the same bits as the first: tuning keeps results equal."""
     outs = (matmul(x, w, x.new_zeros(len(x), len(w)), index) for index in range(len(matmul)))
     first = next(outs)
     return [0, *(index for index, out in enumerate(outs, 1) if torch.equal(out, first))]
@@ -133,9 +135,9 @@ def _call_then_silu(call: ProductCall, out: Tensor, narrow: Tensor, group: int, 
 
 
 def _time_calls(calls: Sequence[ProductCall], weights: Sequence[Tensor]) -> list[float]:
-    """Return, for each call, the shortest time in milliseconds in which it was made once with every weight.
+    """Return for each call the milliseconds of the fastest of several rounds over all weights.
 
-    Everything is queued before the first wait, so that the device never waits for the host.
+    All rounds are queued before the host waits, so that the device never waits for the host.
     """
     for call in calls:
         call(weights[0])  # compiles kernels and creates handles
@@ -160,14 +162,17 @@ def _random_matrix(rows: int, columns: int, scale: float) -> Tensor:
 
 
 def _cache_file() -> Path:
-    """Return the cache file for this GPU, this cuBLAS with these limits, and the source of our GEMM."""
+    """Return the cache file.
+
+    Its name has a hash of the GPU, the cuBLAS version and limits, and our GEMM kernel.
+    """
     versions = FILE_VERSION, cublas.library_version(), cublas.MAX_PROPOSALS, cublas.WORKSPACE_BYTES
     key = f"{torch.cuda.get_device_name()} {versions} {nvrtc.read_source(gemm.FILE)}"
     return kernel_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _load_choices(file: Path) -> TunedChoices:
-    """Return the choices in the file, or none if it is missing or damaged."""
+    """Return the choices in the file, or an empty dict if the file is missing or damaged."""
     try:
         rows = json.loads(file.read_text("utf-8"))
         found = {MatmulProblem(m, n, k, ProductKind(kind)): choice for m, n, k, kind, choice in rows}

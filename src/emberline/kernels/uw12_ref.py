@@ -1,10 +1,11 @@
-"""The uw12 format in torch on a CPU: the same bytes and words as `cuda/uw12.cu` packs and decodes.
+"""Reference of the uw12 format, in torch on a CPU.
 
-uw12 stores bf16 weights losslessly in a little over 12 bits. Each row has a base in 0..127. A weight with sign s,
-exponent e and mantissa m is coded if it is +0 or -0, or if c = e - base is in 1..15. Its code is s 0000 cccc mmmmmmm,
-which is the weight divided by 2^base; the four zero bits are not stored. Any other weight is an escape: +0 in place of
-its code, and its bits in a list. The base is the one that codes most weights of the row, the smallest among equals.
-`cuda/uw12.cuh` describes the memory layout.
+It gives the same bytes as the kernels in `cuda/uw12.cu`. uw12 stores bf16 weights losslessly in a little over 12 bits.
+Each row has a base in 0..127. A weight with sign s, exponent e and mantissa m is coded if it is +0 or -0, or if c = e -
+base is in 1..15. Its code is s 0000 cccc mmmmmmm, which is the weight divided by 2^base; the four zero bits are not
+stored. Any other weight is an escape: its code is that of +0, and its 16 bits are stored in a separate list. The base
+of a row is the one with the fewest escapes; of several such bases, the smallest. `cuda/uw12.cuh` describes the memory
+layout.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ WORD_MASK = 0xFFFFFFFF
 
 
 def reference_pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if the shape is unsupported or it would need `max_bits` or more per element."""
+    """Return the packed weight, or None if the shape is unsupported or packing does not save enough.
+
+    The packed weight must need less than `max_bits` bits per element.
+    """
     n, k = weight.shape
     if not can_be_packed(n, k):
         return None
@@ -74,7 +78,7 @@ def reference_bases(weight: Tensor) -> Tensor:
 
 
 def reference_decode(low0: Tensor, low1: Tensor, high: Tensor, scale: Tensor, scale8: Tensor) -> Tensor:
-    """Decode one lane's packed words into the four registers of an MMA fragment, with the kernel's instructions."""
+    """Decode one thread's words into four registers of an MMA operand, step by step as the kernel does."""
     first, second = high & SIGN_EXPONENT_MASK, _rotate_left(high, 4) & SIGN_EXPONENT_MASK
     return torch.stack(
         (
@@ -135,7 +139,7 @@ def _make_headers(bases: Tensor, counts: Tensor, escape_mask: Tensor, words: Ten
 
 
 def _restore_escapes(halves: Tensor, packed: UW12Weight) -> None:
-    """Restore the escapes, which decoding left as +0, by OR-ing in their bits as the kernel does."""
+    """Set the escapes, which were decoded as +0, to their bits by a bitwise OR, as the kernel does."""
     units = packed.k // UNIT_K
     starts = (
         packed.headers[:, STARTS_OFFSET : STARTS_OFFSET + 2 * units + 2].contiguous().view(torch.int16).long() & 0xFFFF
@@ -150,7 +154,7 @@ def _restore_escapes(halves: Tensor, packed: UW12Weight) -> None:
 
 
 def _select_bytes(a: Tensor, b: Tensor, selector: int) -> Tensor:
-    """Return a word of four of the eight bytes of a and b, as the PTX instruction prmt does."""
+    """Return a word with four of the eight bytes of a and b, which `selector` selects as in the PTX prmt."""
     selected = [selector >> 4 * i & 7 for i in range(4)]
     picked = [((b if byte > 3 else a) >> 8 * (byte % 4) & 0xFF) << 8 * i for i, byte in enumerate(selected)]
     return picked[0] | picked[1] | picked[2] | picked[3]
@@ -167,7 +171,7 @@ def _rotate_left(word: Tensor, num_bits: int) -> Tensor:
 
 
 def _to_words(data: Tensor) -> Tensor:
-    """Return bytes as unsigned 32-bit words, each in an int64."""
+    """Return the bytes as unsigned 32-bit words in an int64 tensor."""
     return data.contiguous().view(torch.int32).long() & WORD_MASK
 
 

@@ -1,4 +1,4 @@
-"""WeightUnpacker: unpacks uw12 weights (12 bits per weight) for cuBLAS, one matrix ahead of the running product.
+"""WeightUnpacker: unpacks the next uw12 weight (12 bits each) for cuBLAS during the current product.
 
 Two buffers, A and B, alternate. A separate CUDA stream writes a buffer as soon as the product that read it has ended. A
 product waits only for its own buffer:
@@ -43,10 +43,10 @@ class _UnpackBuffer:
 
 
 class WeightUnpacker:
-    """Unpacks the weights of one computing stream.
+    """Unpacks weights on one CUDA stream for the products on another.
 
-    Within a step, CUDA events order unpacking and products. Between steps, the order of the computing stream does, so
-    that a step can be captured into a CUDA graph.
+    Within a forward pass, CUDA events make products wait for unpacking and the reverse. No event is used across forward
+    passes, so that each can be captured into a CUDA graph.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class WeightUnpacker:
         unpacking: UnpackStream,
         unpack: UnpackFunction | None = None,
     ) -> None:
-        """Prepare to unpack `weights`, which are listed in the order of their use.
+        """Prepare to unpack `weights`, which are in the order in which products use them.
 
-        The first `num_with_all_rows` weights multiply all rows of a step, so that each can be unpacked during the
-        product of the weight before it. A buffer holds the largest weight. Buffers are allocated on first use.
+        The first `num_with_all_rows` weights multiply all rows of the batch, so that each can be unpacked during the
+        product of the weight before it. Two buffers of the size of the largest weight are allocated on first use.
         """
         self._next_weights = dict(pairwise(weights[:num_with_all_rows]))
         self._max_elements = max(weight.n * weight.k for weight in weights)
@@ -68,13 +68,13 @@ class WeightUnpacker:
         self._buffers: list[_UnpackBuffer] = []
 
     def begin_step(self) -> WeightUnpacker:
-        """Reset the buffers at the beginning of each step, whether it is captured or not, and return self."""
+        """Mark all buffers as unused and return self; call this at the beginning of each forward pass."""
         for buffer in self._buffers:
             buffer.read_event = buffer.weight_held = buffer.written_event = None
         return self
 
     def release(self) -> None:
-        """Free the buffers. This is allowed only between steps."""
+        """Free the buffers. This is allowed only between forward passes."""
         self._buffers.clear()
 
     def next_weight(self, weight: PackedWeight) -> PackedWeight | None:
@@ -84,7 +84,7 @@ class WeightUnpacker:
     def unpacked_rows(self, weight: PackedWeight, next_weight: PackedWeight | None = None) -> Iterator[Tensor]:
         """Yield `weight` as bf16 [n, k] for one product that is launched inside the `with` block.
 
-        When the block ends, unpacking of `next_weight` starts and runs beside that product.
+        When the block ends, unpacking of `next_weight` starts; it runs at the same time as the product.
         """
         filled = next((buffer for buffer in self._buffers if buffer.weight_held is weight), None)
         buffer = filled or self._start_unpacking(weight)

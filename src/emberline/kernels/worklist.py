@@ -1,10 +1,10 @@
-"""plan_decode_work: splits the attention of decode rows into work items for a GPU, on the host, in every step.
+"""plan_decode_work: splits the attention of decode rows into work items for the GPU.
 
-A row's keys are cut at multiples of TILE_KEYS into parts. The sizes of a row's parts differ by at most one tile, and do
-not exceed the part size of the step. That size is chosen by estimated time, among a few sizes around each CTA's fair
-share of all tiles: small parts balance the load, but each part has a fixed cost, and the parts of a row must be merged.
-So where a row is cut depends on its length and on the part size, and a row that is cut elsewhere may differ in its last
-bits.
+It runs on the host. A decode row is a sequence with one new token. Its keys are cut at multiples of TILE_KEYS into
+parts, whose sizes differ by at most one tile and do not exceed the maximum part size. That maximum is chosen for each
+forward pass by estimated time: small parts balance the load among CTAs, but each part has a fixed cost, and the parts
+of a row must be merged. The last bits of a row's result may depend on where its keys are cut, and so on the other rows
+of the batch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HEADER_INTS = 4  # ints before the items: kernels read items 16 bytes at a time
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Work items of one decode step.
+    """The attention work items of all decode rows in one forward pass.
 
-    `data` is copied to the device: item count, items, index of each row's partials.
+    `data` is what the device reads: the number of items, the items, and `partial_starts`.
 
     An item is (row, first key, end key, index of its partial result); the index is -1 if the item covers its whole row.
-    Items are sorted by length, longest first, to within one tile. The partial results of row r have the indices
-    [partial_starts[r], partial_starts[r + 1]), in the order of their keys; a row of one item has none.
+    The longest items come first. The partial results of row r have the indices [partial_starts[r],
+    partial_starts[r + 1]), in the order of their keys; a row with only one item has no partial results.
     """
 
     data: IntArray
@@ -59,16 +59,16 @@ class WorkList:
 
 
 def item_capacity(rows: int, kv_heads: int, sms: int) -> int:
-    """Return the largest number of items that `rows` rows can have, whatever their lengths.
+    """Return an upper bound of the work items of `rows` rows of any lengths.
 
-    Each row has one item, and cutting adds more items. The smallest candidate size is four sizes below the fair share
-    of total * kv_heads / (CTAS_PER_SM * sms) tiles, so it is at least a quarter of that share, less one.
+    Each row has one item, and cutting adds more. The maximum part size is at least about a quarter of a CTA's fair
+    share of all tiles, which bounds the number of cuts.
     """
     return rows + -(-5 * CTAS_PER_SM * sms // kv_heads)
 
 
 def num_data_ints(rows: int, capacity: int) -> int:
-    """Return the length of `WorkList.data`."""
+    """Return the length of `WorkList.data` for this many rows and at most `capacity` items."""
     return HEADER_INTS + 4 * capacity + rows + 1
 
 
@@ -81,11 +81,11 @@ def plan_decode_work(
     beside_prefill: bool = False,
     part_tiles: int | None = None,
 ) -> WorkList:
-    """Return the work items for rows that attend to `lengths` keys each, the row's own key included.
+    """Return the work items for rows that attend to `lengths` keys, including that of the new token.
 
-    A row of length 0 has no item, and its output stays unchanged. `beside_prefill`: prefill attention runs at the same
-    time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, overrides the choice for
-    benchmarks.
+    A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
+    same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size
+    for benchmarks.
     """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
@@ -111,8 +111,8 @@ def plan_decode_work(
 def _choose_part_size(tiles: IntArray, kv_heads: int, slots: int, max_rounds_in_step: int) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
-    `slots` CTAs take the parts one after the other, the longest first. So the time follows from the number of rounds if
-    there are few rounds, and from the total work if there are many.
+    Each of `num_ctas` CTAs takes one part after the other, the longest first. If each takes only a few parts, the time
+    follows from that number, otherwise from the total work.
     """
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
     share = bisect_left(PART_SIZES, total / slots)

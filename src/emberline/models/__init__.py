@@ -1,4 +1,4 @@
-"""The models: one decoder assembled by config, and an embedder.
+"""The models: a decoder whose layers depend on its config, and a BERT embedder.
 
 `config` and the file readers do not import torch.
 """

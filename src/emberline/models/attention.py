@@ -44,9 +44,9 @@ class Attention:
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
     ) -> Tensor:
-        """Add the attention's output to x in place and return x. With `rows`, return only these rows, in a new tensor.
+        """Add the attention's output to x in place and return x, or a new tensor with only `rows` if given.
 
-        Keys and values of all rows are written to the cache.
+        Keys and values of all rows of x are written to the cache in both cases.
         """
         qkv = ops.linear(x, self.qkv, unpacker=batch.unpacker)
         ops.rope_and_cache(qkv, self.layer, keys, values, batch.attention)

@@ -1,4 +1,7 @@
-"""BertEmbedder: a BERT encoder of sentence-transformers checkpoints that maps a text to one unit vector."""
+"""BertEmbedder: a BERT encoder for sentence-transformers checkpoints.
+
+It maps each text to one unit vector.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ class BertEmbedder:
         return embedder
 
     def embed(self, texts: list[list[int]]) -> Tensor:
-        """Return float32[n, dim], a unit vector per text. Texts are token ids including special tokens."""
+        """Return float32[n, dim], a unit vector per text. A text is a list of token ids with special tokens."""
         for i, ids in enumerate(texts):
             self._check_token_ids(i, ids)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
@@ -111,7 +114,10 @@ class BertEmbedder:
             raise InvalidRequest(f"input {index} has a token id outside [0, {self.vocab})", param="input")
 
     def _encode(self, texts: list[list[int]]) -> Tensor:
-        """Encode the texts concatenated, without padding; only attention and pooling treat them separately."""
+        """Encode the texts as one concatenated sequence without padding.
+
+        Attention and pooling keep them apart.
+        """
         lengths = [len(ids) for ids in texts]
         ids = torch.tensor([token for text in texts for token in text])
         positions = torch.tensor([position for length in lengths for position in range(length)])
@@ -171,11 +177,11 @@ def _check_supported(config: ConfigFields) -> None:
 
 
 def _read_pooling(directory: Path) -> str:
-    """Return the pooling of the checkpoint, by default mean. Vectors are normalised with either pooling."""
+    """Return the pooling mode of the checkpoint, `cls` or `mean`. The default is mean."""
     kinds = {str(module.get("type")).rpartition(".")[2] for module in read_objects(directory / "modules.json")}
     if others := ", ".join(sorted(kinds - SUPPORTED_MODULES)):
         raise UnsupportedModel(
-            f"an embedding model with modules {others[:200]} is not supported",
+            f"an embedding model with the modules {others[:200]} is not supported",
             hint=f"supported: {sorted(SUPPORTED_MODULES)}",
         )
     path = directory / "1_Pooling" / "config.json"

@@ -1,10 +1,11 @@
-"""ChildProcessReader: a FileReader that reads in a child process, so that imports here are not slowed down.
+"""ChildProcessReader: a FileReader that reads in a child process, to keep imports here fast.
 
-Reader threads in this process would compete with the import of torch for the lock of the address space, into which the
-import maps libraries, and for the GIL. The child process has its own. Its chunks are copied out of its memory with
-process_vm_readv: private memory can use huge pages, whereas shared memory cannot, and allocating it takes longer than
-reading from the disk. Messages of the child wait in a pipe until a method here reads them. Only the prefetched ranges
-are read by threads of this process, before the import; the child starts to read the weights after that.
+Reader threads in this process would compete with the import of torch for the GIL and for the kernel's lock of the
+address space, into which the import maps libraries. The child process has its own GIL and address space. The parent
+copies chunks out of the child's memory with process_vm_readv, not through shared memory: shared memory cannot use huge
+pages, and allocating it takes longer than reading from the disk. Messages of the child wait in a pipe until a method of
+the reader handles them. Only the prefetched ranges are read by threads of this process, before the import; the child
+starts to read the weights after that.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ChildBuffer(ReadBuffer):
 
     @property
     def memory(self) -> Memory:
-        """A copy of the buffer, made at the first access."""
+        """A copy of the child's buffer in this process, made at the first access."""
         if self._copy is None:
             self._copy = bytearray(self.size)
             self.copy_to(ctypes.addressof(ctypes.c_char.from_buffer(self._copy)), self.size)
@@ -74,11 +75,16 @@ class ChildBuffer(ReadBuffer):
         try:
             _copy_from_process(self._process, self._address, address, length)
         except OSError as e:
-            raise ModelError(f"cannot copy weights from the reading process: {e.strerror}", hint=KILLED_HINT) from e
+            raise ModelError(
+                f"cannot copy weights from the child process that reads them: {e.strerror}", hint=KILLED_HINT
+            ) from e
 
 
 class ChildProcessReader(FileReader):
-    """Reads files in a child process. When all its buffers are in use, the child waits until one is given back."""
+    """Reads files in a child process.
+
+    When all its buffers are in use, the child waits until one is given back.
+    """
 
     def __init__(
         self,
@@ -112,7 +118,7 @@ class ChildProcessReader(FileReader):
         read_ahead_bytes: int | None = None,
         prefetch: Sequence[tuple[str, int, int]] = (),
     ) -> ChildProcessReader:
-        """Start a child process that reads the files after the prefetch.
+        """Start a child process that reads the files once the `prefetch` ranges are read.
 
         `read_ahead_bytes`: memory of the child's buffers, at least one chunk; by default half of the free memory.
         Raises OSError if the child cannot be started or its memory cannot be read.
@@ -141,7 +147,10 @@ class ChildProcessReader(FileReader):
         return reader
 
     def wait_for_prefetch(self, timeout_s: float) -> bool:
-        """Wait for the prefetch, as FileReader does, and let the child start reading."""
+        """Wait until the prefetched ranges are read, then let the child start.
+
+        Return False after the timeout.
+        """
         done = super().wait_for_prefetch(timeout_s)
         self._start_reading_weights()
         return done
@@ -169,7 +178,7 @@ class ChildProcessReader(FileReader):
             return None
 
     def will_reuse_buffer(self, chunk: FileChunk) -> bool:
-        """Return False: pinning a buffer does not help, because each chunk is copied only once."""
+        """Return False, so that the caller does not pin the buffer, which is copied only once."""
         return False
 
     def give_back(self, chunk: FileChunk) -> None:
@@ -226,7 +235,7 @@ class ChildProcessReader(FileReader):
                 self.process.stdin.flush()
 
     def _receive_lines(self) -> None:
-        """Handle all messages that have arrived. The caller holds the lock."""
+        """Handle all messages of the child that have arrived. The caller must hold the lock."""
         while self._error is None and self._is_open and select.select([self._stdout_fd], [], [], 0)[0]:
             data = os.read(self._stdout_fd, 1 << 16)
             if not data:
@@ -260,7 +269,7 @@ class _IOVec(ctypes.Structure):
 
 
 def _copy_from_process(process: int, source: int, target: int, length: int) -> None:
-    """Copy memory of another process, with the GIL released. Raises OSError."""
+    """Copy memory of another process with the GIL released. Raises OSError if that is not permitted."""
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     read.restype, one = ctypes.c_ssize_t, ctypes.c_ulong(1)
     while length:

@@ -1,6 +1,7 @@
-"""Loads tensors of packed files to a device. Coded tensors are decoded in runs of blocks as their bytes arrive.
+"""Loads tensors of packed files to a device.
 
-Tensors that a packed file stores uncoded are checked against their CRC-32.
+Coded (compressed) tensors are decoded while their bytes arrive. Tensors that a packed file stores uncoded are checked
+against their CRC-32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POLYNOMIAL = 0xEDB88320  # of CRC-32; as in all polynomials here, the highest bi
 
 @dataclass(frozen=True, slots=True)
 class CodedRun:
-    """The coded blocks [first, last) of a tensor."""
+    """The consecutive blocks [first, last) of a coded tensor, with their coded bytes."""
 
     load: CodedTensorLoad
     tensor: CodedTensor
@@ -36,7 +37,7 @@ class CodedRun:
     coded: Bytes
 
     def decode(self, out: Bytes) -> tuple[int, int]:
-        """Decode the blocks into the beginning of `out`; return which bytes [begin, end) of the tensor they are."""
+        """Decode the blocks into the beginning of `out`; return their byte range (begin, end) in the tensor."""
         begin, end = self.tensor.decoded_span(self.first, self.last)
         self.tensor.decode(self.coded, self.first, self.last, out[: end - begin])
         return begin, end
@@ -45,8 +46,8 @@ class CodedRun:
 class CodedTensorLoad(TensorLoad):
     """The load of a coded tensor, whose bytes may arrive in any order.
 
-    Complete blocks are decoded from the memory in which they arrived. Incomplete blocks, and bytes that arrive before
-    the index, are copied; usually these are few.
+    A block that arrives complete is decoded from the memory in which it arrived. Only incomplete blocks, and bytes that
+    arrive before the tensor's index, are copied first.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class CodedTensorLoad(TensorLoad):
         self._partial_blocks: dict[int, tuple[Bytes, int]] = {}  # incomplete blocks and their missing bytes
 
     def add_coded_bytes(self, offset: int, data: Bytes) -> list[CodedRun]:
-        """Add bytes of the coded tensor, from `offset` on, and return the runs that can now be decoded.
+        """Add coded bytes that begin at `offset` in the tensor.
 
-        The runs may refer to the memory of `data`.
+        Return the runs of blocks that can now be decoded. The runs may refer to `data`, so it must not be overwritten
+        before they are decoded.
         """
         with self._lock:
             if self._tensor is None and not self._read_index(offset, data):
@@ -79,7 +81,7 @@ class CodedTensorLoad(TensorLoad):
             return [run for begin, part in parts for run in self._complete_runs(begin, part)]
 
     def _read_index(self, offset: int, data: Bytes) -> bool:
-        """Collect bytes of the index; return whether it is complete."""
+        """Store the part of `data` that belongs to the index of blocks; return whether the index is complete."""
         part = data[: max(0, len(self._index) - offset)]
         self._index[offset : offset + len(part)] = part
         self._missing_index_bytes -= len(part)
@@ -109,7 +111,7 @@ class CodedTensorLoad(TensorLoad):
             yield from self._join_block(last, int(starts[last]), data[starts[last] - offset : end - offset])
 
     def _join_block(self, block: int, offset: int, part: Bytes) -> Iterator[CodedRun]:
-        """Add a part of a block that arrives in several chunks; yield the block when it is complete."""
+        """Add a part of a block that arrives in several chunks; yield the block if it is complete now."""
         assert self._tensor is not None
         begin, end = (int(start) for start in self._tensor.block_starts[block : block + 2])
         if block not in self._partial_blocks:
@@ -147,7 +149,7 @@ class CheckedTensorLoad(TensorLoad):
 
 
 def combine_crc32(parts: list[tuple[int, int, int]]) -> int:
-    """Return the CRC-32 of bytes from the (offset, length, CRC-32) of their parts.
+    """Return the CRC-32 of a byte string, given the (offset, length, CRC-32) of its parts.
 
     Appending a part multiplies the CRC of the bytes before it by x to the power of the part's length in bits.
     """

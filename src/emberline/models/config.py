@@ -93,7 +93,7 @@ class ModelConfig:
 
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint) -> ModelConfig:
-        """Return the config of a checkpoint, with the end tokens of all its files."""
+        """Return the config of a checkpoint. Its end tokens are collected from all files of the checkpoint."""
         config = ModelConfig.from_hf(checkpoint.config)
         return replace(config, eos=end_tokens(checkpoint, config.vocab))
 
@@ -146,9 +146,9 @@ def _read_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
 def _default_and_max_context(rope: RopeConfig, max_position: int) -> tuple[int, int]:
     """Return the default and the largest context, in tokens.
 
-    By convention max_position_embeddings stays the original length when linear, dynamic or yarn scaling is set. Linear
-    and yarn scaling change every angle, so the scaled length is the default; dynamic scaling changes no angle within
-    the original length, so that is the default.
+    With linear, dynamic or yarn scaling, max_position_embeddings is by convention the length before scaling. Linear and
+    yarn scaling change every angle, so the default is the scaled length. Dynamic scaling changes no angle within the
+    original length, so the default is the original length.
     """
     match rope.kind:
         case "linear":

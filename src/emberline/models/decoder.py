@@ -1,6 +1,6 @@
-"""DecoderModel: a causal language model assembled by its config.
+"""DecoderModel: a causal language model whose layers depend on its config.
 
-It maps the tensors of a step to logits.
+It maps a ForwardBatch to logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecoderLayer:
         return DecoderLayer(attention, ffn.load(config, weights, layer))
 
     def as_dense_layer(self) -> ops.DenseLayer | None:
-        """Return this layer as part of a stack that runs as one op, or None if it has unsupported parts."""
+        """Return this layer as an element of a `DenseStack`, or None if it has parts that DenseStack lacks."""
         a, ffn = self.attention, self.ffn
         if not isinstance(ffn, FeedForward) or a.qkv.norm is None:
             return None
@@ -84,7 +84,10 @@ class DecoderModel:
         )
 
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [S, vocab] of f.logit_rows; cache keys and values of all T tokens."""
+        """Return float32 logits [S, vocab] of `batch.logit_rows`.
+
+        Write keys and values of all tokens to the cache.
+        """
         x = ops.embed(batch.tokens, self.embedding)
         x = self._run_layers(x, batch) if self.stack is None else self._run_stack(self.stack, x, batch)
         if not len(x):
@@ -92,7 +95,7 @@ class DecoderModel:
         return ops.linear(x, self.head, out=out, float32_output=True)
 
     def make_unpacker(self, computing: UnpackStream, unpacking: UnpackStream) -> ops.WeightUnpacker:
-        """Return a WeightUnpacker for this model's layers, for a device that keeps weights packed."""
+        """Return a WeightUnpacker for this model's packed weights, with these two CUDA streams."""
         order = list(iter_instances(ops.PackedWeight, self.layers))  # fields are declared in the order of use
         # After this weight, rows without requested logits are dropped, so the later products have fewer rows.
         same_rows = order.index(self.layers[-1].attention.qkv.weight) + 1
@@ -117,7 +120,7 @@ class DecoderModel:
 def _make_dense_stack(layers: tuple[DecoderLayer, ...]) -> ops.DenseStack | None:
     """Return all layers as one stack, or None if they cannot run as one op.
 
-    They cannot if a layer has an unsupported part, the weights differ in layout, or torch computes the products.
+    The result is None if a layer has an unsupported part, the weights differ in layout, or torch computes the products.
     """
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}

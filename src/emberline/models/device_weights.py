@@ -1,12 +1,11 @@
-"""DeviceWeights: loads a checkpoint's tensors from disk directly into their final memory on the device.
+"""DeviceWeights: loads a checkpoint's tensors from disk into their final memory on the device.
 
-A requested tensor is allocated on the device in its final shape and filled by `finish`, which reads the files once, in
-order, and copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (to a different
-dtype, or to rows interleaved with those of a second matrix) are copied to a staging tensor first, and converted on the
-device.
+The load methods allocate tensors on the device in their final shape. `finish` then reads the files once, in order, and
+copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (to a different dtype, or to
+rows interleaved with those of a second matrix) are copied to a staging tensor first, and converted on the device.
 
-Tensors of packed files are decoded on the way. Weights that stay packed on the device are allocated when their first
-bytes arrive and packed after the last, so that only a few plain matrices exist at a time.
+Tensors of packed files are decoded before they are copied. With `packed`, a matrix is allocated when its first bytes
+arrive and compressed to uw12 after the last, so that only a few plain matrices exist at a time.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class DeviceWeights(Weights):
     ) -> None:
         """Prepare to load a checkpoint.
 
-        `reader` was already started on the checkpoint's files, and `finish` closes it. With `packed`, bf16 matrices are
-        kept in the uw12 format, 12 bits per weight.
+        `reader`, if given, already reads the checkpoint's files; `finish` closes it. With `packed`, bf16 matrices are
+        kept in the uw12 format, 12 bits per weight. With `shard`, only its part of each tensor is loaded.
         """
         super().__init__(checkpoint, dtype, shard=shard)
         self.device = torch.device(device)
@@ -95,7 +94,8 @@ class DeviceWeights(Weights):
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return a matrix that `finish` fills with the stacked parts.
 
-        With `gated`, gate and up rows are interleaved in groups, if their number is a multiple of the group size.
+        With `gated`, the parts are a gate and an up matrix, whose rows are interleaved in groups if the number of gate
+        rows is a multiple of the group size.
         """
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
@@ -134,7 +134,7 @@ class DeviceWeights(Weights):
                 self._reader.close()
 
     def _stack_dtype(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.dtype:
-        """Return the dtype of the stacked matrix. Every part is checked before anything is allocated."""
+        """Check the shape of every part and return the dtype of the stacked matrix."""
         kept = [self._file_dtype(name, (rows, columns)) for name, rows in parts]
         widest = kept[0]
         for dtype in kept[1:]:

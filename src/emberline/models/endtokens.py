@@ -1,4 +1,4 @@
-"""end_tokens: collects the ids of the tokens that end a model's output, from all of its files.
+"""collect_end_tokens: finds, in all files of a checkpoint, the ids of tokens that end the output.
 
 config.json often has only the end-of-text token. The token that ends a chat model's turn is in generation_config.json,
 or only in the tokenizer's config, as text without its id.
@@ -21,7 +21,7 @@ ADDED_TOKENS_PATTERN = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def end_tokens(checkpoint: Checkpoint, vocab: int) -> tuple[int, ...]:
-    """Return the ids of the end tokens, without ids outside the vocabulary of `vocab` tokens."""
+    """Return the ids of the tokens that end the output; ids that are not below `vocab` are dropped."""
     sources = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
     ids = [token for where, values in sources.items() for token in ConfigFields(values, where).id_list("eos_token_id")]
     return tuple(token for token in dict.fromkeys([*ids, *_tokenizer_end_tokens(checkpoint)]) if token < vocab)
@@ -38,7 +38,10 @@ def _tokenizer_end_tokens(checkpoint: Checkpoint) -> list[int]:
 
 
 def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
-    """Return the added tokens of tokenizer.json, without parsing the vocabulary after them, which is slow."""
+    """Return `added_tokens` of tokenizer.json.
+
+    The vocabulary after it is not parsed, because that is slow.
+    """
     try:
         text = tokenizer.read_text("utf-8")
         found = ADDED_TOKENS_PATTERN.search(text)

@@ -1,4 +1,7 @@
-"""ExpertsConfig: the config of a mixture of experts, from config.json. This module does not import torch."""
+"""ExpertsConfig: the config of a mixture of experts, from config.json.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FeedForward: the gated feed-forward network, including norm and residual. Experts are in `moe`."""
+"""FeedForward: the gated feed-forward network, including norm and residual.
+
+`moe.py` has mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class BiasedFeedForward:
-    """A gated feed-forward network with biases. It is rare, so it has no kernel of its own."""
+    """A gated feed-forward network with biases, computed by general ops because few models have biases."""
 
     gate_up: ops.LinearLayer
     down: ops.LinearLayer

@@ -1,4 +1,7 @@
-"""ConfigFields: typed access to a JSON object of a model, such as config.json. A null field counts as absent."""
+"""ConfigFields: typed, checked access to a JSON object such as config.json.
+
+A null field counts as absent.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class ConfigFields:
         return tuple(ConfigFields({name: item}, self.where).number(name) for item in value)
 
     def id_list(self, name: str) -> tuple[int, ...]:
-        """Return the ids of tokens or layers in a field that holds one number, a list of them, or nothing."""
+        """Return the ids in a field that may be one id, a list of ids, or absent (no ids)."""
         value = self._get_field(name, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(item) is int and item >= 0 for item in ids):

@@ -1,4 +1,4 @@
-"""ForwardBatch: all input tensors of one step, the argument of `DecoderModel.forward`."""
+"""ForwardBatch: all input tensors of one forward pass, the argument of `DecoderModel.forward`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The T new tokens of all requests of a step, and the KV cache that they read and write."""
+    """The T new tokens of all requests of a forward pass, and the KV cache that it reads and writes."""
 
     tokens: Tensor  # [T] int64
     attention: ops.AttentionMetadata  # which rows belong to which request, and where they are cached

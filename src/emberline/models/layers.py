@@ -1,4 +1,4 @@
-"""Loading of linear layers, whose weights are stacked from one or more tensors of a checkpoint."""
+"""Loads linear layers. A layer's weight may be stacked from several tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.models.weights import Weights
 def load_stacked(
     weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False
 ) -> ops.PackedWeight:
-    """Load matrices (name, rows) stacked into one, so that one kernel call computes all their products."""
+    """Load several matrices (name, rows) as one stacked matrix, for one kernel call."""
     return weights.linear([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 

@@ -1,4 +1,4 @@
-"""load_decoder: loads a checkpoint directory on a CPU; errors name the tensor or field that is wrong."""
+"""load_decoder: loads a model from a checkpoint directory, for a CPU."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
-    """Load a model for positions [0, max_context), by default the context of its config.
+    """Load a model for sequences of up to `max_context` tokens, by default the context of its config.
 
-    With dtype `auto` the weights keep the dtype of the file, but float16 becomes float32.
+    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes float32.
     """
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
@@ -51,11 +51,11 @@ def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None =
 
 
 def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
-    """Return a hash that is equal for equal models, packed or not; it keys their KV blocks.
+    """Return a hash of the model, which is part of the keys of its KV blocks. Packing does not change it.
 
-    It samples each tensor, which is cheap; training changes a matrix everywhere, so the samples differ. The names of
-    ModelConfig, its nested configs and their fields are part of the hash, through `repr`: renaming one would invalidate
-    all stored KV blocks.
+    To be fast, it hashes only samples of each tensor; training changes a matrix everywhere, so the samples differ. The
+    names of ModelConfig, of its nested configs and of their fields are hashed through `repr`: renaming one would
+    invalidate all stored KV blocks.
     """
     digest = hashlib.sha256(repr((replace(config, max_context=0, eos=()), dtype)).encode())
     digest.update(inverse_frequencies(config.rope, context).numpy().tobytes())
@@ -77,7 +77,7 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
 
 
 def _byte_reader(name: str, info: TensorInfo, file_descriptor: int) -> Callable[[int, int], Bytes]:
-    """Return a function that reads bytes [begin, end) of a tensor, decoding only the blocks that it needs."""
+    """Return a function that reads bytes [begin, end) of a tensor, decoding only the blocks it needs."""
 
     def fetch(begin: int, end: int) -> Bytes:
         return np.frombuffer(os.pread(file_descriptor, end - begin, info.offset + begin), np.uint8)

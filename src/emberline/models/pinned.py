@@ -1,4 +1,4 @@
-"""Pins host memory for copies to a GPU, by registering ordinary pages with the driver."""
+"""Pins ordinary host memory for fast copies to a GPU, with cudaHostRegister."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.core.errors import ModelError
 
 
 def allocate_host_bytes(count: int) -> Tensor:
-    """Return an unpinned uint8 tensor of `count` bytes.
+    """Return a uint8 tensor of `count` bytes that `pin` can pin.
 
     torch's own allocator of pinned memory would round the size up to a power of two.
     """

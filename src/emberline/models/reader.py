@@ -1,9 +1,9 @@
 """FileReader: threads that read files into memory in chunks, in order, at the speed of the disk.
 
 It needs only the standard library, so that a process can start it first and import torch while the disk is busy; reads
-release the GIL. Chunks wait in buffers until they are taken. The first `ring` buffers are reused, and are worth
-pinning. Until the first chunk is taken, up to `read_ahead_bytes` more are read into buffers that are used once. Before
-that, parts of different files (`prefetch`) can be read into the page cache. The states of a buffer are:
+release the GIL. Chunks wait in buffers until they are taken. The first `ring` buffers are reused, so pinning them pays.
+Until the first chunk is taken, up to `read_ahead_bytes` more are read into extra buffers, which are used once. Before
+all that, ranges of other files (`prefetch`) can be read into the page cache. The states of a buffer are:
 
     claimed by a thread -> filled -> take() -> give_back() -> claimed ...
 """
@@ -41,7 +41,7 @@ def weight_file_paths(checkpoint: Checkpoint) -> list[Path]:
 
 
 class ReadBuffer:
-    """A buffer of newly allocated pages. A buffer whose `number` is below the ring's size is reused."""
+    """A buffer for one chunk. It is reused if its `number` is below the number of ring buffers."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -62,8 +62,8 @@ class ReadBuffer:
     def fault_in_pages(self, zero_fd: int) -> None:
         """Allocate the buffer's pages by reading from /dev/zero into each.
 
-        A direct read would allocate them under the lock of the address space, for which an import in another thread
-        waits at each library that it maps.
+        A read with direct I/O would allocate them under the kernel's lock of the address space, and delay an import in
+        another thread, which needs that lock for each library that it maps.
         """
         self.is_faulted_in = True
         with memoryview(self.memory) as memory, contextlib.ExitStack() as parts:
@@ -95,7 +95,7 @@ class ReadStats:
 
 
 class FileReader:
-    """Threads that fill buffers. One caller takes chunks, gives them back, and must close the reader."""
+    """Threads that read files into buffers. One caller takes chunks, gives them back, and closes this."""
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class FileReader:
     ) -> FileReader:
         """Open the files and start reading them.
 
-        `read_ahead_bytes` limits what is read, besides the ring, before the first chunk is taken. The default is all
-        files, but at most half of the free memory. `prefetch` are ranges (path, begin, end) that are read into the page
-        cache first; an empty range only opens the file.
+        `read_ahead_bytes` limits what is read before the first chunk is taken, in addition to the `ring` buffers. The
+        default is the size of all files, but at most half of the free memory. `prefetch` are ranges (path, begin, end)
+        that are read into the page cache first; an empty range only opens the file.
         """
         files: list[DirectIOFile] = []
         try:
@@ -183,12 +183,12 @@ class FileReader:
             return self._changed.wait_for(lambda: self._prefetching_threads == 0 or self._closed, timeout_s)
 
     def is_ready(self) -> bool:
-        """Return whether `take` would return or raise without waiting."""
+        """Return whether the next call of `take` will not wait."""
         with self._changed:
             return bool(self._filled) or self._error is not None or self._num_untaken == 0
 
     def take(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
-        """Return the next chunk, in the order in which reads ended, or None after the last chunk.
+        """Return a chunk whose read has ended, or None after the last chunk. Chunks may be out of order.
 
         Raises the error of a reading thread, or ModelFileError if no chunk arrives within the timeout.
         """
@@ -217,12 +217,12 @@ class FileReader:
         )
 
     def will_reuse_buffer(self, chunk: FileChunk) -> bool:
-        """Return whether the chunk's buffer will be filled again after it is given back."""
+        """Return whether the chunk's buffer will be filled again later, so that pinning it pays."""
         with self._changed:
             return chunk.buffer.number < self.ring and bool(self._jobs)
 
     def give_back(self, chunk: FileChunk) -> None:
-        """Return the chunk's buffer, which may then be overwritten."""
+        """Give the chunk's buffer back to the reader, which may then overwrite it."""
         with self._changed:
             if chunk.buffer.number < self.ring:
                 self._free.append(chunk.buffer)
@@ -328,10 +328,10 @@ class FileReader:
 
 
 class DirectIOFile:
-    """A file opened twice: with O_DIRECT if the file system supports it, and normally for unaligned reads."""
+    """A file opened twice: with O_DIRECT if the file system allows it, and normally for unaligned reads."""
 
     def __init__(self, path: Path, *, size: int | None = None, max_read_bytes: int = 0) -> None:
-        """Open the file. `size` is its size, if known. `max_read_bytes` limits one read call; 0: a whole buffer."""
+        """Open the file. `size` is its size, if known. `max_read_bytes` limits one read call; 0 is no limit."""
         self.path = path
         self.max_read_bytes = max_read_bytes
         self.direct_bytes = 0  # a statistic, updated by several threads without a lock
@@ -354,14 +354,14 @@ class DirectIOFile:
             os.close(fd)
 
     def read(self, chunk: FileChunk) -> None:
-        """Read the chunk into its buffer, with direct I/O as far as possible. Raises ModelFileError."""
+        """Read the chunk into its buffer, with direct I/O where possible. Raises ModelFileError on failure."""
         try:
             self._read_plain(chunk, self._read_direct(chunk))
         except OSError as e:
             raise ModelFileError(f"cannot read {self.path}: {e.strerror or e}") from e
 
     def _read_direct(self, chunk: FileChunk) -> int:
-        """Read with direct I/O and return the bytes read: the whole chunk unless a read was short or rejected."""
+        """Read with direct I/O and return how many bytes were read, fewer than the chunk if a read failed."""
         done, step = 0, self.max_read_bytes or chunk.buffer.size
         with memoryview(chunk.buffer.memory) as memory:
             while (

@@ -1,8 +1,8 @@
-"""The child process of a ChildProcessReader, which reads chunks for the parent to copy from its memory.
+"""The child process of a ChildProcessReader: reads chunks, which the parent copies from its memory.
 
     stdin     a line of JSON settings, an empty line to start reading, then the numbers of buffers given back
     stdout    a line with the address of PROBE_BYTES, for a test read; then a line for each chunk: file number, offset,
-              buffer number, buffer address, seconds spent reading and bytes read directly so far; an error comes last
+              buffer number, buffer address, seconds spent reading and bytes read by direct I/O so far; an error is last
 
 The process exits when its parent does: when stdin is closed or its parent process changes.
 """

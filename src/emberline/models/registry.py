@@ -1,7 +1,7 @@
-"""The supported architectures by model_type, as differences from Llama 1.
+"""The supported architectures by model_type. Each is described by its differences from Llama 1.
 
-All of them use the same tensor names except for experts. A rule that is a string names the field of config.json that
-decides. A rule that is True or False is fixed.
+All of them use the same tensor names, except for experts. A rule of an architecture (for example: does a layer have a
+bias?) is True, False, or the name of the config.json field that decides.
 
 This module does not import torch.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The tensor names of a mixture of experts in a layer, and the fields of config.json that describe it."""
+    """The tensor names of a mixture of experts in a layer, and the config.json fields that describe it."""
 
     module: str
     gate: str

@@ -1,11 +1,11 @@
 """The table of rotary cosines and sines by position.
 
-One table serves all requests, because cached keys cannot be rotated again when a sequence grows. Two kinds of scaling
-depend on the sequence's length in transformers; here they depend on the configured context, as if every sequence had
-that length:
-  dynamic   By default the original context is configured, for which nothing is scaled, as in transformers.
-  longrope  Uses the short factors if the configured context is at most the original one, otherwise the long ones. This
-            equals transformers for sequences on the same side of the original context.
+One table serves all requests, because cached keys cannot be rotated again when a sequence grows. In transformers, two
+kinds of scaling depend on the length of the sequence. Here they depend on the configured context instead, as if every
+sequence had that length:
+  dynamic   The default context is the original one, for which nothing is scaled, as in transformers.
+  longrope  If the configured context is at most the original one, the short factors are used, otherwise the long ones.
+            Sequences that transformers would give the other factors get different results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emberline.models.ropeconfig import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, context: int) -> Tensor:
-    """Return float32[context, dim]: the cosines, then the sines."""
+    """Return float32[context, dim]: for each position the cosines, then the sines."""
     angles = torch.arange(context, dtype=torch.float32)[:, None] * inverse_frequencies(rope, context)
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor)
 
@@ -53,9 +53,9 @@ def _ntk_theta(rope: RopeConfig, context: int) -> float:
 
 
 def _llama3_frequencies(rope: RopeConfig) -> Tensor:
-    """Return Llama 3's frequencies: low ones are divided by the factor, high ones kept, and others interpolated.
+    """Return Llama 3's frequencies: low ones are divided by a factor, and high ones are kept.
 
-    The interpolation depends on the number of rotations within the original context.
+    Frequencies between are interpolated, by their number of rotations within the original context.
     """
     plain = _unscaled_frequencies(rope.theta, rope.dim)
     rotations = rope.original_context * plain / (2 * math.pi)
@@ -65,7 +65,7 @@ def _llama3_frequencies(rope: RopeConfig) -> Tensor:
 
 def _yarn_frequencies(rope: RopeConfig) -> Tensor:
     def dimension(rotations: float) -> float:
-        """Return the pair of dimensions that makes this many rotations within the original context."""
+        """Return the index of the pair of dimensions with this many rotations within the original context."""
         return rope.dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

@@ -33,7 +33,7 @@ class RopeConfig:
 
     @staticmethod
     def from_hf(config: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
-        """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier releases)."""
+        """Read rope_parameters (from transformers 5 on), or rope_scaling and rope_theta (before that)."""
         names = [name for name in ("rope_parameters", "rope_scaling") if config.has(name)]
         fields = config.section(names[0] if names else "rope_scaling")
         if len(names) == 2 and fields.values != config.section(names[1]).values:
@@ -49,7 +49,7 @@ class RopeConfig:
         dim = int(head_dim * fraction)
         if dim % 2 or not 2 <= dim <= head_dim:
             raise fields.invalid_error(
-                "partial_rotary_factor", f"such that an even part of head_dim {head_dim} is rotated"
+                "partial_rotary_factor", f"a fraction such that an even number of head_dim {head_dim} is rotated"
             )
         theta = fields.number("rope_theta", config.number("rope_theta", 10000.0, minimum=1.001), minimum=1.001)
         original = fields.size("original_max_position_embeddings", max_position, maximum=MAX_CONTEXT_TOKENS)

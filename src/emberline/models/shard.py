@@ -1,9 +1,9 @@
 """Shard: the part of a model that one device holds under tensor parallelism.
 
-Heads, the inner width of the feed-forward network and the vocabulary are divided among devices. Matrices whose outputs
-these are (q, k, v, gate, up, embedding, head) are divided by rows, and their products are concatenated; matrices that
-consume them (o, down) are divided by columns, and their products are summed. Norms are replicated. Weights are packed
-after they are divided, so each part has its own exponent bases.
+Heads, the inner width of the feed-forward network and the vocabulary are divided among devices. The matrices q, k, v,
+gate, up, embedding and LM head are divided by rows, and their products are concatenated. The matrices o and down are
+divided by columns, and their products are summed. Norms are replicated. Weights are divided before they are compressed,
+so each device compresses its own part.
 
 This module does not import torch.
 """
@@ -54,7 +54,7 @@ class Shard:
         return replace(config, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=len(vocabulary))
 
     def tensor_slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices of a checkpoint tensor that this shard holds."""
+        """Return, for each dimension of a checkpoint tensor, the slice that this shard holds."""
         kind, everything = name.split(".")[-2:][0], (slice(None),) * len(shape)
         if self.world_size == 1 or not shape:
             return everything

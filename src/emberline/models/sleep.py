@@ -1,8 +1,8 @@
 """Sleep mode: frees the device memory of tensors and restores it later into the same Tensor objects.
 
-The content of weights is kept in pinned host memory; scratch tensors are restored as zeros. A tensor may have a
-different address after `wake`. Everything that holds raw addresses (captured CUDA graphs, tensor maps, saved pointers)
-must be dropped before sleep and created again after `wake`, unless `wake` returns True.
+The content of weights is kept in pinned host memory; scratch tensors are restored as zeros. If `wake` returns False,
+some tensors have new addresses, and everything that holds raw addresses (captured CUDA graphs, tensor maps, saved
+pointers) must be created again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _SleepingStorage:
 
 
 class SleepingMemory:
-    """Device memory that was freed, with a copy of its content."""
+    """The freed device memory of some tensors, with a copy of its content in host memory."""
 
     def __init__(self, slept: list[_SleepingStorage]) -> None:
         self._slept = slept
@@ -39,13 +39,13 @@ class SleepingMemory:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the content kept on the host."""
+        """Bytes of the copies in host memory."""
         return sum(entry.size for entry in self._slept if entry.copy is not None)
 
     def wake(self, *, keep_host_copies: bool = False) -> bool:
-        """Restore all memory and return whether every address is the same as before.
+        """Restore all device memory and return whether every tensor has the same address as before.
 
-        If device memory runs out, the memory restored so far stays restored, and `wake` can be called again. With
+        If device memory runs out, this raises; what was restored so far stays, and `wake` can be called again. With
         `keep_host_copies`, the host copies are kept for `sleep_again`.
         """
         waking = [entry for entry in self._slept if entry.storage.nbytes() == 0]
@@ -62,9 +62,9 @@ class SleepingMemory:
         return same
 
     def sleep_again(self) -> None:
-        """Free the memory again without copying it; the host copies from before are kept.
+        """Free the device memory again, and keep the existing host copies instead of making new ones.
 
-        This is for tensors that did not change since, and after a failed `wake`.
+        Use this after a failed `wake`, or if the tensors did not change since `wake`.
         """
         awake = [entry.storage for entry in self._slept if entry.storage.nbytes()]
         _free_storages(awake)
@@ -78,10 +78,10 @@ class SleepingMemory:
 
 
 def sleep(tensors: Iterable[Tensor], *, zeroed_tensors: Iterable[Tensor] = ()) -> SleepingMemory:
-    """Copy tensors to the host and free their device memory; `zeroed_tensors` tensors are freed without a copy.
+    """Copy `tensors` to the host, then free the device memory of `tensors` and of `zeroed_tensors`.
 
-    Tensors that share memory are copied once. Memory is freed after everything is copied. The caller must ensure that
-    no queued work uses the tensors. Views of the memory that are not listed lose their values too.
+    `zeroed_tensors` are not copied; they are zero after `wake`. Tensors that share memory are copied once, and unlisted
+    views of that memory are freed with it. The caller must ensure that no queued work uses the tensors.
     """
     storages = _storages(tensors)
     scratch = {address: storage for address, storage in _storages(zeroed_tensors).items() if address not in storages}

@@ -1,7 +1,4 @@
-"""TensorLoad: copies one tensor of a file to the device.
-
-PendingMatrix: a matrix assembled from several tensors.
-"""
+"""TensorLoad, PendingMatrix: copy tensors of a file to the device, and assemble matrices from them."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ ShardSlices = tuple[slice, ...]  # the part of a tensor that a shard holds
 
 
 def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
-    """Return the views of a stacked matrix that its parts are copied to; gated parts are interleaved."""
+    """Return a view of the stacked matrix for each of its parts; the rows of gated parts are interleaved."""
     if not gated or rows[0] % GATE_GROUP_ROWS:
         return list(stacked.split(list(rows)))
     assert len(rows) == 2 and rows[0] == rows[1]
@@ -69,9 +66,9 @@ class MatrixPart:
 
 
 class TensorLoad:
-    """The copy of a tensor, bytes [start, end) of a file, to `destination` on the device.
+    """The load of one tensor: it copies bytes [start, end) of a file to `destination` on the device.
 
-    The elements keep their order. With `shard_slices`, only that part of the tensor is copied to `destination`.
+    With `shard_slices`, only these slices of the tensor are copied to `destination`.
     """
 
     def __init__(
@@ -94,10 +91,13 @@ class TensorLoad:
         self._staging: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
 
     def verify_part(self, offset: int, part: Tensor) -> None:
-        """Verify bytes of the file on the host before they are copied; `offset` is from the tensor's start."""
+        """Check a part of the tensor in host memory before it is copied.
+
+        It begins at byte `offset` of the tensor. Subclasses may raise ModelFileError. By default nothing is checked.
+        """
 
     def copy_part(self, offset: int, source: Tensor) -> None:
-        """Copy bytes of the tensor to the destination, or to its staging tensor. `offset` is that of the first byte."""
+        """Copy a part of the tensor, from its byte `offset` on, to the destination or a staging tensor."""
         if self._destination is None or self._staging is None:
             self._destination = (
                 self._target
@@ -128,7 +128,7 @@ class TensorLoad:
 
 
 class TensorLoadIndex:
-    """Finds the tensor loads that a chunk of a file has bytes for."""
+    """Finds the tensor loads that need bytes of a given chunk of a file."""
 
     def __init__(self, loads: Sequence[TensorLoad]) -> None:
         self._by_file: dict[Path, list[TensorLoad]] = {}
@@ -146,7 +146,7 @@ class TensorLoadIndex:
 
 
 def overlapping_bytes(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
-    """Return the offset in the tensor, and the bytes, of the part of a chunk that belongs to the load.
+    """Return the part of a chunk that belongs to the load, as (offset in the tensor, bytes).
 
     `memory` holds the bytes of the chunk.
     """
@@ -155,7 +155,7 @@ def overlapping_bytes(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tup
 
 
 def copy_chunk(chunk: FileChunk, loads: Sequence[TensorLoad], memory: Tensor) -> None:
-    """Verify and copy the bytes of a chunk, held in `memory`, for each of the loads."""
+    """Check the bytes of a chunk, which are in `memory`, and copy them to the tensors of all `loads`."""
     for load in loads:
         offset, part = overlapping_bytes(chunk, load, memory)
         load.verify_part(offset, part)

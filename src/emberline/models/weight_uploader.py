@@ -31,13 +31,13 @@ POLL_INTERVAL_S = 1e-3
 class WeightUploader:
     """Copies chunks to the device and gives their buffers back when the copies are done.
 
-    All copies run on one CUDA stream, which is enough to saturate the link, so that a staging tensor is complete before
-    it is used and its memory is freed in order. Buffers that the reader reuses are pinned at their first use. Pinning
-    the others would take longer than copying their bytes to pinned buffers, which several threads do at link speed.
+    All copies run in order on one CUDA stream, which is enough to saturate the link to the device. Buffers that the
+    reader reuses are pinned at their first use. Pinning a buffer that is used once would take longer than copying its
+    bytes to a pinned buffer, which several mover threads do at link speed.
 
-    A chunk with coded tensors is also copied to a pinned buffer first, so that the reader can reuse its own. Then other
-    threads decode it, a run of blocks at a time, each into a pinned buffer. The copying thread waits for the runs of
-    its chunk, which bounds the memory in use.
+    A chunk with coded (compressed) tensors is also copied to a pinned buffer first, so that the reader can reuse its
+    own buffer. Decoder threads then decode runs of blocks, each into another pinned buffer. The mover thread waits
+    until all runs of its chunk are decoded, which bounds the memory in use.
     """
 
     def __init__(self, reader: FileReader, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class WeightUploader:
         self._pinned.clear()
 
     def upload(self, chunk: FileChunk, loads: Sequence[TensorLoad]) -> None:
-        """Start copying the chunk's part of each tensor load to the device."""
+        """Start to copy the bytes of a chunk to the tensors of all `loads`."""
         coded = any(isinstance(arrival, CodedTensorLoad) for arrival in loads)
         used_again = chunk.buffer.number in self._pinned or self._reader.will_reuse_buffer(chunk)
         if coded or (self._stream is not None and not used_again):
@@ -93,9 +93,9 @@ class WeightUploader:
         self._collect_finished()
 
     def wait_for_chunk(self) -> None:
-        """Wait until the reader has a chunk or no copy is running.
+        """Wait until the reader has a chunk or no copy is running, and give back buffers meanwhile.
 
-        The reader itself may wait for a buffer that is still being copied.
+        The reader may have no chunk because all of its buffers are still being copied.
         """
         while not self._reader.is_ready() and (self._in_flight or self._moves):
             if self._in_flight:
@@ -105,7 +105,7 @@ class WeightUploader:
             self._collect_finished()
 
     def flush(self) -> None:
-        """Wait until every buffer has been given back."""
+        """Wait until all copies are done and every buffer has been given back to the reader."""
         while self._moves:
             self._moves.popleft().result()
         while self._in_flight:
@@ -138,7 +138,7 @@ class WeightUploader:
             self._staging_slots.put(slot)
 
     def _decode_runs(self, runs: Sequence[CodedRun]) -> None:
-        """Decode the runs and return when their input is no longer needed."""
+        """Decode the runs in the decoder threads and wait until all of them are decoded."""
         decoding = [self._decoders.submit(self._decode_run, run) for run in runs]
         wait_for(decoding)
         for future in decoding:
@@ -160,7 +160,10 @@ class WeightUploader:
             self._decode_slots.put(slot)
 
     def _enqueue_copy(self, copy: Callable[[], None]) -> torch.cuda.Event | None:
-        """Enqueue a copy on the stream; its source may be overwritten after the returned event."""
+        """Enqueue a copy on the stream.
+
+        Return the event after which the source of the copy may be overwritten.
+        """
         with self._lock:
             if self._stream is None:
                 copy()
@@ -182,12 +185,13 @@ class WeightUploader:
         while not self._is_complete(event):
             if time.monotonic() > deadline:
                 raise ModelError(
-                    f"the GPU accepted no weights for {STALL_TIMEOUT_S:.0f} s", hint="check nvidia-smi and dmesg"
+                    f"no copy of weights to the GPU completed within {STALL_TIMEOUT_S:.0f} s",
+                    hint="check nvidia-smi and dmesg",
                 )
             time.sleep(50e-6)
 
     def _acquire_memory(self, slot: _PinnedSlot, size: int) -> Tensor:
-        """Return the slot's memory after its last copy has completed."""
+        """Wait for the last copy from the slot's pinned memory, then return that memory (`size` bytes)."""
         self._wait_for_event(slot.last_copy)
         if slot.memory is None:
             memory = allocate_host_bytes(size)

@@ -1,6 +1,6 @@
 """Weights: the tensors of a checkpoint, mapped from its files.
 
-Each tensor is loaded once, by name and shape; `finish` raises for tensors that were not used.
+Each tensor is loaded once, by name and shape. `finish` raises an error if the checkpoint has unused tensors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ class Weights:
 
     @property
     def can_decode(self) -> bool:
-        """Whether this source can read packed files."""
+        """Whether tensors of packed files can be decoded on this device."""
         return self.device.type == "cpu"
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, shard: Shard | None = None) -> None:
-        """Prepare to load a checkpoint's tensors. With `shard`, only the shard's part of each tensor is loaded."""
+        """Prepare to load a checkpoint's tensors.
+
+        With `shard`, only the shard's part of each tensor is loaded.
+        """
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
         self.dtype = dtype  # of matrices; None: that of the file, but float32 for float16, which no kernel reads
@@ -51,7 +54,7 @@ class Weights:
         return name in self._unused
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Return a norm or bias as a float32 copy: kernels combine it with float32 values."""
+        """Return a norm or bias as a float32 copy, because kernels compute with it in float32."""
         return self._mark_used(name, self._tensor_view(name, (size,)).to(torch.float32, copy=True))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
@@ -66,27 +69,31 @@ class Weights:
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return matrices (name, rows) stacked into one.
 
-        With `gated`, the parts are a gate and an up matrix. DeviceWeights may interleave their rows; on a CPU, packing
-        does that.
+        With `gated`, the parts are a gate and an up matrix. Here their rows are not interleaved, because packing for
+        the CPU does that; DeviceWeights interleaves them.
         """
         views = [self.matrix(name, rows, columns) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
-        """Return stacked matrices in the format of their kernel."""
+        """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""
         return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.vector(name, size) for name, size in parts])
 
     def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        """Return a matrix for row lookups, as a copy, so that it does not depend on the mapped file."""
+        """Return a copy of the embedding matrix, for lookups of rows.
+
+        The mapped file may be closed afterwards.
+        """
         return self.matrix(name, rows, columns).clone()
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
-        """Return whether tensor `name` equals tensor `original`. If so, `name` counts as used.
+        """Return whether tensor `name` equals tensor `original`.
 
-        Such duplicates are rare, so that reading both tensors twice is acceptable.
+        If so, mark `name` as used without loading it. This reads both tensors. Few checkpoints have duplicates, so the
+        cost is acceptable.
         """
         ours, other = self._tensor_view(original, (rows, columns)), self._tensor_view(name, (rows, columns))
         dtype, step = self.dtype or ours.dtype, max(1, COMPARE_ELEMENTS // max(1, columns))

@@ -1,4 +1,4 @@
-"""WeightCodec: encodes elements to blocks and decodes them, natively or with numpy.
+"""WeightCodec: encodes tensor elements into compressed blocks and decodes them, in C++ or numpy.
 
 Numpy is used if the native library was not built. Both produce the same bytes, release the GIL and are thread-safe.
 """
@@ -22,19 +22,19 @@ class WeightCodec(Protocol):
         """Return the number of occurrences of each symbol (exponent) in the elements."""
 
     def encode(self, elements: Bytes, element_bytes: int, code: PrefixCode) -> tuple[Bytes, Bytes]:
-        """Return the coded blocks, of which the last may be shorter, and their index entries."""
+        """Return the coded blocks and their index entries. The last block may have fewer elements."""
 
     def decode(
         self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
     ) -> int:
-        """Decode blocks into `out`, and return -1 or the number of the first damaged block.
+        """Decode blocks into `out`; return -1, or the index of the first damaged block.
 
-        `out` has the size of the decoded blocks, of which the last may be shorter. With `check`, the CRC-32 of each
-        block is verified.
+        `out` must have the size of the decoded blocks; the last block may have fewer elements. With `verify_crc`, the
+        CRC-32 of each block is verified.
         """
 
     def crc32(self, data: Bytes, start: int = 0) -> int:
-        """Return the CRC-32 of bytes whose CRC-32 is `start`, followed by `data`."""
+        """Return the CRC-32 of `data`, continued from `start`, the CRC-32 of preceding bytes."""
 
 
 class NativeWeightCodec:

@@ -1,4 +1,4 @@
-"""TensorDescription: the metadata of a tensor in a packed file, checked when it is read."""
+"""TensorDescription: the metadata of a tensor in a packed file: its codec, prefix code and checksums."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class TensorDescription:
 
     @staticmethod
     def from_info(info: TensorInfo) -> TensorDescription:
-        """Return the description of a tensor of a packed file. Raises ModelFileError if it is invalid."""
+        """Read the description of a packed file's tensor. Raises ModelFileError if it is invalid."""
         values = info.packing
         assert values is not None
         sha256, crc32, codec, entropy = (values.get(key) for key in ("sha256", "crc32", "codec", "entropy"))
         if not isinstance(sha256, str) or not SHA256.fullmatch(sha256) or type(crc32) is not int:
-            raise ModelFileError(f"{info.file} lacks the checksums of a tensor", hint="pack the model again")
+            raise ModelFileError(f"{info.file} has a packed tensor without checksums", hint="pack the model again")
         if codec == "raw":
             if info.nbytes != info.logical_bytes:
-                raise ModelFileError(f"{info.file} has {info.nbytes} bytes for a raw tensor of {info.logical_bytes}")
+                raise ModelFileError(
+                    f"{info.file} stores {info.nbytes} bytes for an uncompressed tensor of {info.logical_bytes} bytes"
+                )
             return TensorDescription(info.dtype, info.shape, sha256, crc32)
         if codec != "huffman" or info.dtype not in ELEMENT_BYTES:
             raise ModelFileError(
@@ -58,5 +60,5 @@ class TensorDescription:
 
     @property
     def min_bits_per_element(self) -> float:
-        """Lower bound of the coded size in bits per element: the entropy of the symbol plus the raw bits."""
+        """Lower bound of the coded bits per element: the entropy of the exponents plus the other bits."""
         return 8 * (ELEMENT_BYTES[self.dtype] - 1) + self.entropy

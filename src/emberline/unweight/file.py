@@ -1,7 +1,7 @@
-"""ModelFile: reads a safetensors file, packed or not, in parts.
+"""ModelFile: reads tensors of a safetensors file, packed or not, in chunks.
 
-The file is read and not mapped, so that a file that is truncated or overwritten meanwhile causes an error instead of a
-crash or mixed content.
+The file is read, not mapped into memory: if it is truncated or overwritten meanwhile, a read raises an error, whereas a
+mapping would crash or give mixed content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class ModelFile:
         self.tensors = read_tensors(path)
 
     def read(self, info: TensorInfo, begin: int, end: int) -> Bytes:
-        """Return bytes [begin, end) of a tensor as the file stores them. Raises ModelFileError if the file changed."""
+        """Return bytes [begin, end) of a tensor as the file stores them.
+
+        Raises ModelFileError if the file changed.
+        """
         out = np.empty(end - begin, np.uint8)
         try:
             with self.path.open("rb") as file:
@@ -49,7 +52,7 @@ class ModelFile:
         return out
 
     def iter_chunks(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-        """Yield the tensor's original bytes in order. Raises ModelFileError if a CRC-32 does not match."""
+        """Yield the tensor's decoded bytes in order. Raises ModelFileError if a CRC-32 does not match."""
         info = self.tensors[name]
         if is_coded(info):
             fetch = partial(self.read, info)

@@ -1,4 +1,7 @@
-"""Constants of the packed file format (docs/unweight-format.md); kernels/cpu/unweight.cpp repeats them."""
+"""Constants of the packed file format (docs/unweight-format.md).
+
+Kernels/cpu/unweight.cpp repeats them.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,15 @@ def num_blocks(num_elements: int) -> int:
 
 
 def stream_bounds(num_elements: int) -> NDArray[np.int64]:
-    """Return where each stream's part of a block of this many elements begins, and where the last part ends."""
+    """Return the bounds at which a block of this many elements is split into its BLOCK_STREAMS streams.
+
+    Stream i has the elements [bounds[i], bounds[i + 1]).
+    """
     return np.minimum(np.arange(BLOCK_STREAMS + 1) * -(-num_elements // BLOCK_STREAMS), num_elements)
 
 
 def max_coded_bytes(num_elements: int, element_bytes: int) -> int:
-    """Return the most bytes that encoding this many elements writes; a stream is written 8 bytes at a time."""
+    """Return an upper bound of the bytes that encoding writes; it writes streams in units of 8 bytes."""
     return (
         (element_bytes - 1) * num_elements
         + -(-num_elements * MAX_CODE_BITS // 8)

@@ -1,6 +1,6 @@
 """Packs, unpacks and verifies model directories.
 
-The target directory appears complete or not at all. Files other than weights are copied unchanged.
+The target directory is created only when it is complete. Files other than weights are copied unchanged.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 
 def pack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> list[Path]:
-    """Pack a model directory.
+    """Pack the model directory `source` into the new directory `target`.
 
-    Return the weight files that were left out, because they do not belong to the checkpoint.
+    Return the weight files that were not copied, because they do not belong to the checkpoint.
     """
     files = weight_files(source)
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
@@ -40,7 +40,7 @@ def pack(source: Path, target: Path, codec: WeightCodec, report_progress: Report
 
 
 def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> None:
-    """Restore the model directory that was packed, byte for byte."""
+    """Restore the original of the packed directory `source`, byte for byte, in the directory `target`."""
     files = weight_files(source)
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
@@ -49,7 +49,10 @@ def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: Repo
 
 
 def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progress: ReportProgress) -> list[str]:
-    """Return the differences between the packed tensors and their hashes, and the files of `original` if given."""
+    """Return messages about all packed tensors that do not match their hashes.
+
+    With `original`, also compare all tensors and files with that unpacked directory.
+    """
     errors: list[str] = []
     tensors = _open_tensors(packed, codec, packed=True)
     sources = {} if original is None else _open_tensors(original, codec, packed=False)
@@ -74,7 +77,9 @@ def _open_tensors(directory: Path, codec: WeightCodec, *, packed: bool) -> dict[
     for file in files:
         if file.header.is_packed != packed:
             hint = "run emberline unweight pack first" if packed else "compare with the original, unpacked model"
-            raise ModelFileError(f"{file.path} is {'not packed' if packed else 'packed too'}", hint=hint)
+            raise ModelFileError(
+                f"{file.path} is {'not packed' if packed else 'packed, but must be the unpacked original'}", hint=hint
+            )
     return {name: file for file in files for name in file.tensors}
 
 
@@ -96,7 +101,7 @@ def _verify_tensor(
 def _atomic_directory(target: Path, source: Path) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `target` at the end, or removed after an error.
 
-    Files that a killed process left in it are removed first.
+    If a killed process left files in the temporary directory, they are removed first.
     """
     if target.exists() or target.is_symlink():
         raise InvalidRequest(f"{target} exists already", hint="remove it, or choose another target")
@@ -141,7 +146,7 @@ def _remove_files(paths: Iterator[Path]) -> None:
 
 
 def _other_files(directory: Path) -> Iterator[Path]:
-    """Yield the files that do not belong to the checkpoint's weights; hidden files are skipped."""
+    """Yield all files of the directory except the checkpoint's weight files and hidden files."""
     weights = set(weight_files(directory))
     seen: set[str] = set()
     for folder, folders, files in os.walk(directory, onerror=_raise_error, followlinks=True):
@@ -158,7 +163,7 @@ def _raise_error(error: OSError) -> None:
 
 
 def iter_copied_files(directory: Path) -> Iterator[Path]:
-    """Yield the files that are copied unchanged: all but weight files."""
+    """Yield the files that packing copies unchanged: all except weight files and hidden files."""
     return (path for path in _other_files(directory) if path.suffix not in WEIGHT_SUFFIXES)
 
 

@@ -1,6 +1,7 @@
-"""NumpyWeightCodec: the weight codec in numpy, the reference for the native one and its fallback.
+"""NumpyWeightCodec: the weight codec in numpy.
 
-It decodes all streams of all blocks together, with one table lookup per stream and iteration.
+It is the reference and the fallback of the native codec. It decodes all streams of all blocks in parallel: each
+iteration does one table lookup per stream.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class NumpyWeightCodec:
 
 
 def split_symbols(elements: Bytes, element_bytes: int) -> tuple[Bytes, Bytes]:
-    """Return the symbol (exponent) of each element, and the other bits as planes [element_bytes - 1, count]."""
+    """Return the exponent of each element, and its other bits as byte planes [element_bytes - 1, count]."""
     if element_bytes == 1:
         return elements, np.empty((0, len(elements)), np.uint8)
     words, below = elements.view(WORD_DTYPES[element_bytes]), 8 * element_bytes - 9
@@ -91,7 +92,7 @@ def split_symbols(elements: Bytes, element_bytes: int) -> tuple[Bytes, Bytes]:
 
 
 def merge_symbols(symbols: Bytes, planes: Bytes, out: Bytes) -> None:
-    """Join the parts that `split_symbols` returned, and write the elements to `out`."""
+    """Undo `split_symbols`: combine exponents and byte planes to elements, and write these to `out`."""
     width = len(planes) + 1
     if width == 1:
         out[:] = symbols
@@ -117,7 +118,7 @@ def _encode_symbols(symbols: Bytes, code: PrefixCode) -> Bytes:
 def _decode_streams(
     coded: Bytes, starts: NDArray[np.int64], sizes: NDArray[np.int64], counts: NDArray[np.int64], code: PrefixCode
 ) -> tuple[Bytes, NDArray[np.bool_]]:
-    """Return the symbols [block, stream, position], and per block whether its streams have the right size."""
+    """Return the symbols [block, stream, position], and per block whether its stream sizes were valid."""
     begins = (starts[:, None] + np.cumsum(sizes, 1) - sizes).reshape(-1)
     lengths = np.array([np.diff(stream_bounds(n)) for n in counts]).reshape(-1)
     max_length = int(lengths.max(initial=0))

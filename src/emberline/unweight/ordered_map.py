@@ -15,7 +15,10 @@ Result = TypeVar("Result")
 
 
 def map_in_order(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield `work(item)` for each item in order; at most two results per core are pending, to bound memory."""
+    """Yield `function(item)` for each item in order.
+
+    Only two items per core are in progress, to bound memory.
+    """
     rest, max_pending = iter(items), 2 * core_count()
     pending: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(rest, max_pending))
     try:

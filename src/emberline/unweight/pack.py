@@ -1,4 +1,7 @@
-"""pack_file: packs a safetensors file in two passes over each tensor: count its symbols, then encode."""
+"""pack_file: packs a safetensors file.
+
+It reads each tensor twice: to count exponents, then to encode.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class _FilePacker:
         )
 
     def try_encode(self, name: str) -> bool:
-        """Encode the tensor and return True, or write nothing and return False if encoding does not shrink it."""
+        """Write the encoded tensor and return True, or return False if encoding does not make it smaller."""
         info = self._file.tensors[name]
         width = ELEMENT_BYTES.get(info.dtype, 0)
         if not width or len(info.shape) < 2 or info.nbytes < MIN_ELEMENTS * width:

@@ -1,4 +1,4 @@
-"""PrefixCode: a canonical prefix code over byte symbols with limited code length, and its decoding tables."""
+"""PrefixCode: a canonical Huffman code over byte symbols, with limited length, and decoding tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PrefixCode:
 
     @staticmethod
     def from_counts(counts: NDArray[np.uint64]) -> PrefixCode:
-        """Return the code that needs the fewest bits for symbols with these counts."""
+        """Return the code that needs the fewest bits for symbols that occur this often."""
         return PrefixCode(np.array(_optimal_lengths(counts.tolist()), np.uint8))
 
     @staticmethod
     def parse(first: object, text: object) -> PrefixCode:
-        """Parse a code as files store it: the length of each symbol from `first` on, as hexadecimal digits."""
+        """Parse the code of a file: one hexadecimal digit per symbol, from `first` on, with its code length."""
         if type(first) is not int or not isinstance(text, str) or not LENGTH_DIGITS.fullmatch(text):
             raise ModelFileError(f"invalid prefix code in a packed file: first={first!r} lengths={str(text)[:40]!r}")
         if not 0 <= first <= 256 - len(text):
@@ -51,7 +51,7 @@ class PrefixCode:
 
     @cached_property
     def codes(self) -> NDArray[np.uint32]:
-        """The code of each of the 256 symbols, with its first bit lowest, and its length as code | length << 16."""
+        """The code of each of the 256 symbols, as code | length << 16. The first bit of a code is the lowest."""
         out = np.zeros(256, np.uint32)
         code = length = 0
         for symbol in np.lexsort((np.arange(256), self.lengths)).tolist():
@@ -64,7 +64,7 @@ class PrefixCode:
 
     @cached_property
     def first_symbol(self) -> Bytes:
-        """The first symbol that each of the 2048 sequences of 11 bits decodes to."""
+        """Lookup table: for each value of the next 11 bits, the first symbol that they decode to."""
         out = np.zeros(1 << MAX_CODE_BITS, np.uint8)
         for symbol in self.lengths.nonzero()[0].tolist():
             length, code = int(self.lengths[symbol]), int(self.codes[symbol]) & 0xFFFF
@@ -75,7 +75,10 @@ class PrefixCode:
 
     @cached_property
     def decode_table(self) -> NDArray[np.uint64]:
-        """For each of the 2048 sequences of 11 bits: bits used | symbols << 8 | number of symbols << 56."""
+        """Lookup table: for each value of the next 11 bits, all complete symbols that they decode to.
+
+        An entry is: number of bits used | symbols << 8 | number of symbols << 56.
+        """
         ahead, taken, number = (
             np.arange(1 << MAX_CODE_BITS),
             np.zeros(1 << MAX_CODE_BITS, np.int64),
@@ -93,7 +96,7 @@ class PrefixCode:
 
 
 def entropy_bits(counts: NDArray[np.uint64]) -> float:
-    """Return the entropy in bits per symbol, the lower bound of any code's average length."""
+    """Return the entropy of symbols that occur this often, in bits per symbol: the limit of any code."""
     share = counts[counts > 0] / max(1, int(counts.sum()))
     return float(-(share * np.log2(share)).sum()) + 0.0
 

@@ -1,4 +1,4 @@
-"""Reports what packing saved, per tensor and compared with the entropy bound, as a table, a plot or JSON."""
+"""Reports how much packing saved per tensor, compared with the entropy bound: table, plot or JSON."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def savings_as_dict(savings: Sequence[TensorSavings], file_bytes: int) -> dict[s
 
 
 def sum_savings(savings: Sequence[TensorSavings], file_bytes: int) -> dict[str, Any]:
-    """Return the sums over all tensors; `file_bytes`: size of the weight files with their headers."""
+    """Return the savings summed over all tensors.
+
+    `file_bytes` is the size of the weight files with headers.
+    """
     plain, packed = sum(f.bytes for f in savings), sum(f.packed_bytes for f in savings)
     coded = [f for f in savings if f.bound is not None]
     count = max(1, sum(f.count for f in coded))
@@ -95,9 +98,9 @@ def _table_row(savings: TensorSavings) -> tuple[str, ...]:
 
 
 def format_plot(savings: Sequence[TensorSavings]) -> str:
-    """Return a text plot of each coded tensor's bits per element over its lower bound.
+    """Return a text plot with a point per coded tensor: x is its entropy bound, y its bits per element.
 
-    The dotted line is where both are equal; `o` is one tensor, `O` several.
+    On the dotted line both are equal; `o` is one tensor, `O` several.
     """
     points, low, high = _plot_points(savings)
     if not points:
@@ -156,7 +159,7 @@ def format_svg(savings: Sequence[TensorSavings]) -> str:
 
 
 def _plot_points(savings: Sequence[TensorSavings]) -> tuple[list[tuple[float, float, str]], float, float]:
-    """Return (lower bound, bits, name) of each coded tensor, and the plot's range, both ends rounded to 0.25 bits."""
+    """Return (entropy bound, bits, name) of each coded tensor, and the plot's minimum and maximum bits."""
     points = [(f.bound, f.bits_per_element, f.name) for f in savings if f.bound is not None]
     ends = [end for bound, bits, _ in points for end in (bound, bits)] or [0.0]
     low = floor(4 * min(ends)) / 4

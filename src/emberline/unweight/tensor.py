@@ -1,7 +1,7 @@
 """CodedTensor: decodes a tensor of a packed file.
 
-Any range of its blocks can be decoded on its own, by any thread, into memory of the caller. The index at the start of
-the tensor gives the position of each block, so the file may be read in parts.
+Each block can be decoded independently of the others, by any thread, into memory of the caller. The index at the start
+of the tensor has the position of each block, so the file may be read in parts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CodedTensor:
         return len(self.block_starts) - 1
 
     def decoded_span(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of decoded bytes that the blocks [first, last) hold."""
+        """Return the byte range (begin, end) of the blocks [first, last) in the decoded tensor."""
         return first * BLOCK_ELEMENTS * self.element_bytes, min(
             last * BLOCK_ELEMENTS, self.num_elements
         ) * self.element_bytes
@@ -72,7 +72,7 @@ class CodedTensor:
     def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
         """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
 
-        `coded` are the bytes of these blocks in the file. With `check`, the CRC-32 of each block is verified.
+        `coded` are the bytes of these blocks in the file. With `verify_crc`, the CRC-32 of each block is verified.
         """
         begin, end = self.decoded_span(first, last)
         assert len(coded) == self.block_starts[last] - self.block_starts[first] and len(out) == end - begin
@@ -82,7 +82,7 @@ class CodedTensor:
             raise damaged_tensor_error(self.name, self.info, f"block {first + bad} cannot be decoded")
 
     def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
-        """Decode the whole tensor into `out` with the threads of `pool`."""
+        """Decode the whole tensor from its stored bytes into `out`, with the threads of `pool`."""
         runs = [
             (first, min(first + BLOCKS_PER_TASK, self.num_blocks))
             for first in range(0, self.num_blocks, BLOCKS_PER_TASK)
@@ -108,7 +108,7 @@ class CodedTensor:
         return map_in_order(pool, decode_run, range(0, self.num_blocks, BLOCKS_PER_TASK))
 
     def read(self, read_bytes: ReadBytes, begin: int, end: int) -> Bytes:
-        """Return bytes [begin, end) of the decoded tensor."""
+        """Return bytes [begin, end) of the decoded tensor; only blocks with these bytes are read and decoded."""
         if begin == end:
             return np.empty(0, np.uint8)
         step = BLOCK_ELEMENTS * self.element_bytes
@@ -128,7 +128,7 @@ def is_coded(info: TensorInfo) -> bool:
 
 
 def check_raw_crc(name: str, info: TensorInfo, stored: Bytes, codec: WeightCodec) -> None:
-    """Raise ModelFileError if a tensor that a packed file stores uncoded does not match its CRC-32."""
+    """Raise ModelFileError if an uncompressed tensor of a packed file does not match its CRC-32."""
     if codec.crc32(stored) != TensorDescription.from_info(info).crc32:
         raise damaged_tensor_error(name, info, "the checksum of the tensor's bytes does not match")
 

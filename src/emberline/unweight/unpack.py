@@ -1,4 +1,4 @@
-"""unpack_file: restores the original of a packed file, byte for byte, and verifies each tensor's hash."""
+"""unpack_file: restores the original of a packed file byte for byte, and verifies each tensor's hash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpack_file(
         name: _dtype_and_shape(t) for name, t in file.tensors.items()
     }:
         raise ModelFileError(
-            f"{source} has different tensors than the header of the original file lists", hint="pack the model again"
+            f"{source} has different tensors than the stored header of the original file", hint="pack the model again"
         )
     with target.open("xb") as out:
         out.write((data_start - 8).to_bytes(8, "little") + text.encode())
@@ -45,7 +45,10 @@ def unpack_file(
 
 
 def iter_verified_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-    """Yield the tensor's bytes. Raises ModelFileError after the last bytes if their SHA-256 does not match."""
+    """Yield the tensor's decoded bytes.
+
+    After the last, raise ModelFileError if the SHA-256 does not match.
+    """
     info, digest = file.tensors[name], hashlib.sha256()
     for chunk in file.iter_chunks(name, pool):
         digest.update(chunk.data)

@@ -1,7 +1,7 @@
 """PackedFileWriter: writes a packed file tensor by tensor.
 
-The header and each tensor's index precede the data in the file but are known only after the data, so their space is
-reserved first.
+The header and each tensor's index come before the data in the file, but their content is known only after the data is
+written. So space is reserved for them first.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class NativeBuildError(Exception):
 
 
 def build_library(cache_dir: Path) -> Path:
-    """Return the path of the library for these sources, this compiler and this CPU; compile it if it is missing.
+    """Return the path of the library for these sources, this compiler and this CPU.
 
-    Raises NativeBuildError if there is no compiler or the compiler fails.
+    Compile it if it is missing. Raises NativeBuildError if there is no compiler or the compiler fails.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -85,7 +85,7 @@ def _cache_key(command: list[str]) -> str:
 
 
 def _cpu_features() -> bytes:
-    """Return a description of this CPU for the cache key, because several machines may share a cache folder."""
+    """Return this CPU's features as part of the cache key: machines that share a cache folder may differ."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

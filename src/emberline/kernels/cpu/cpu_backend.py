@@ -22,7 +22,7 @@ STORE, ADD, GATED = 0, 1, 2  # what ember_linear does with a product
 class CPUBackend(ReferenceBackend):
     """Runs the native kernels.
 
-    A weight whose layout is a negative number was packed by a different backend; its products run in plain torch.
+    A weight with a negative `WeightLayout` was packed by a different backend; plain torch computes its products.
     """
 
     library: ctypes.CDLL

@@ -1,9 +1,8 @@
-"""multiply: computes y = x w^T with cuBLAS, using the algorithm that `choices` names for the shape.
+"""multiply: computes y = x w^T with the cuBLAS algorithm that the dict `choices` has for the shape.
 
-cuBLAS proposes a few algorithms for every shape, its best guess first. The best guess can be slow, because the number
-of SMs that the last wave of tiles leaves idle depends on every size: for 896 rows and the down projection of Llama 8B,
-the third proposal takes 150 us and the first 173 us. `tuning` measures the proposals that give the same bits as the
-first, and stores the fastest in `choices`.
+cuBLAS proposes a few algorithms for every shape, its best guess first. The first is not always the fastest: for 896
+rows and the down projection of Llama 8B, the third proposal takes 150 us and the first 173 us. `kernels/tuning.py`
+measures the proposals that give the same bits as the first, and stores the fastest in `choices`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class CublasError(Exception):
 
 
 class ProductKind(StrEnum):
-    """What happens to a product: it is stored, added to the output, or combined as silu(gate) * up."""
+    """Whether a product is stored in the output, added to it, or followed by silu(gate) * up."""
 
     STORE, ADD, GATED = "store", "add", "gated"
 
@@ -57,7 +56,7 @@ class _Proposal(ctypes.Structure):
 
 
 class Matmul:
-    """A product described to cuBLAS in column-major order (w^T x^T), and the algorithms that cuBLAS proposes."""
+    """A product described to cuBLAS in column-major order (w^T x^T), and the algorithms it proposes."""
 
     def __init__(self, problem: MatmulProblem) -> None:
         m, n, k = problem.m, problem.n, problem.k
@@ -119,7 +118,7 @@ choices: dict[MatmulProblem, int] = {}  # index of the fastest proposal for each
 
 
 def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = None) -> bool:
-    """Return whether `multiply` can compute this product: it was tuned, and its operands are aligned and contiguous."""
+    """Return whether `multiply` can compute this product: tuned, with aligned and contiguous operands."""
     n, k = w.shape
     if choices.get(MatmulProblem(len(x), n, k, kind), OWN_KERNEL) == OWN_KERNEL:
         return False
@@ -127,7 +126,7 @@ def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = 
 
 
 def multiply(x: Tensor, w: Tensor, *, out: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
-    """Write x [m, k] times w [n, k] transposed into out [m, n]; `can_use_tuned` must have returned True.
+    """Write x [m, k] times w [n, k] transposed into out [m, n]; requires `can_use_tuned_algorithm`.
 
     With kind GATED, the gate and up columns are stored as they are: the caller computes silu(gate) * up afterwards.
     """
@@ -187,7 +186,10 @@ def _cublas_handle() -> ctypes.c_void_p:
 
 @cache
 def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Return the workspace of a stream. The stream's products share it, because they run one after the other."""
+    """Return the cuBLAS workspace of a stream.
+
+    Products on one stream run one after the other, so they share it.
+    """
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -29,7 +29,7 @@ MAX_STAGES = 6
 
 
 class DecodeCache:
-    """TMA tensor maps of one layer's keys and values, whose addresses must not change."""
+    """TMA tensor maps of one layer's keys and values. The tensors must stay at their addresses."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         assert k_cache.shape == v_cache.shape and k_cache.dtype is v_cache.dtype
@@ -44,7 +44,7 @@ class DecodeCache:
 class DecodeWork:
     """A decode work list in device memory.
 
-    `data` keeps its address, so that a captured CUDA graph reads each new list.
+    `load` overwrites `data` in place, so that a captured CUDA graph reads each new list.
     """
 
     def __init__(self, data: Tensor, rows: int, capacity: int) -> None:
@@ -55,14 +55,14 @@ class DecodeWork:
 
     @staticmethod
     def allocate(rows: int, kv_heads: int, device: torch.device) -> DecodeWork:
-        """Return an empty work list that can hold any list of `rows` rows."""
+        """Return an empty work list with memory for any list of `rows` rows."""
         capacity = worklist.item_capacity(rows, kv_heads, count_sms(device))
         return DecodeWork(
             torch.zeros(worklist.num_data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
         )
 
     def load(self, work: WorkList) -> None:
-        """Copy a work list with the same number of rows and the same capacity to the device."""
+        """Copy a new list from the host. It must have the same number of rows and the same capacity."""
         assert (work.rows, work.capacity) == (self.rows, self.capacity)
         self.data.copy_(torch.from_numpy(work.data))
 
@@ -127,13 +127,13 @@ def decode_attention(
 ) -> Tensor:
     """Write the attention of each row into `out` and return it.
 
-    Row b attends to the keys [0, context[b]], or to the last `window` of these keys. The work list must cover them. A
-    list that was made for longer rows, or without the window, gives the same result with some idle work.
+    Row b attends to the keys [0, context[b]], or to the last `window` of these keys. `work` must cover all of them; it
+    may also have been planned for longer rows or without the window, which only costs time.
 
-    With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run. It then reads the
-    work list, the block tables, the contexts and all keys except the newest of each row, so these must be written
-    before the chain of PDL kernels starts. `beside_prefill` says that the preceding launch in the stream is
-    `prefill_attention` of the same step, and that both run at the same time.
+    With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
+    `work`, `block_tables`, `context` and all keys except the newest of each row. These must be written before the
+    first kernel that is launched with `pdl`. `overlaps_prefill` says that the preceding launch in the stream is
+    `prefill_attention` of the same forward pass, and that both run at the same time.
     """
     assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MAX_GROUP_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
@@ -154,7 +154,7 @@ def decode_attention(
 
 
 def shared_bytes(head_dim: int, item_bytes: int) -> int:
-    """Return the bytes of shared memory: tiles of keys and values, the warps' sums, barriers and work items."""
+    """Return the kernel's shared memory in bytes: tiles of keys and values, sums, barriers, work items."""
     stage = 2 * TILE_KEYS * head_dim * item_bytes
     return stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896
 
@@ -165,7 +165,7 @@ def count_sms(device: torch.device) -> int:
 
 
 def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
-    """Return the tensor map for copies of `keys_per_copy` keys, or of one block if a block has fewer keys."""
+    """Return a tensor map whose copies have `keys_per_copy` keys, or one KV block if that is smaller."""
     blocks, kv_heads, block_size, head_dim = cache.shape
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
@@ -175,6 +175,6 @@ def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
 
 @cache
 def _kernel(head_dim: int, item_bytes: int, halves: int) -> CudaKernel:
-    """Return the kernel of this shape. It is compiled on first use, because a model needs one of the variants."""
+    """Return the kernel of this shape. It is compiled on first use, because a model uses only one shape."""
     variant = f"decode<{head_dim}, {item_bytes}, {halves}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))

@@ -89,8 +89,8 @@ class CudaKernel:
         """Launch the kernel on the current stream.
 
         Python ints are passed as 32-bit ints, floats as 32-bit floats, tensors as addresses, None as a null pointer.
-        `pdl` (programmatic dependent launch): the kernel may start before the preceding one in the stream has ended; it
-        waits for that one itself, by griddepcontrol.wait. `shared_bytes`: bytes of dynamic shared memory.
+        `pdl` (programmatic dependent launch): the kernel may start before the preceding kernel in the stream has ended;
+        its code waits for that kernel with griddepcontrol.wait. `shared_bytes`: bytes of dynamic shared memory.
         """
         if self._function is None:
             if _collect_state.on_module is not None:
@@ -118,7 +118,7 @@ class CudaKernel:
 class CudaModule:
     """A source file and the kernels that are compiled from it.
 
-    `kernels` are function names or template instances, as in `nvrtc.compile_kernels`.
+    `kernels` are names of functions or template instances, such as `scale<64>`.
     """
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ class CudaModule:
         return CudaKernel(self, name, shared_bytes)
 
     def compile(self) -> nvrtc.KernelBinary:
-        """Compile the kernels, or read them from disk. Safe from any thread, since no device is needed."""
+        """Compile the kernels, or read them from disk. No GPU is needed, and any thread may call this."""
         if self._binary is None:
             self._binary = nvrtc.compile_cached(self._file, self._kernels)
         return self._binary
@@ -155,10 +155,10 @@ class CudaModule:
 
 @contextlib.contextmanager
 def compile_in_parallel(*modules: CudaModule) -> Iterator[None]:
-    """Compile, in parallel, the kernels that this thread launches for the first time inside the `with` block.
+    """Compile in parallel all kernels that this thread launches inside the `with` block, and `modules`.
 
-    Such a launch does nothing, so only work whose results are not used may run inside. When the block ends, these
-    kernels and `modules` are compiled. The compiler releases the GIL.
+    A launch of a kernel that is not compiled yet does nothing, so run only a warm-up inside the block and discard its
+    results. Compilation is complete when the block ends. The compiler releases the GIL.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
         compiled = {module: pool.submit(module.compile) for module in modules}
@@ -177,9 +177,10 @@ def compile_in_parallel(*modules: CudaModule) -> Iterator[None]:
 
 
 def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:
-    """Return the TMA descriptor for copies of `box` elements; `box` has one number per dimension of the tensor.
+    """Return the TMA descriptor for copies of `box` elements.
 
-    The last dimension must be contiguous. Elements outside the tensor are read as zero.
+    `box` has one number per dimension of the tensor. The last dimension must be contiguous. Elements outside the tensor
+    are read as zero.
     """
     dims = tensor.dim()
     assert tensor.stride(-1) == 1 and len(box) == dims

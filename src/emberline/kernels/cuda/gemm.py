@@ -1,6 +1,7 @@
-"""linear: computes y = x w^T for prompts, where x has more rows than `wide` supports, with a fused epilogue.
+"""linear: computes y = x w^T, with a fused epilogue, for more rows of x than `cuda/wide.py` supports.
 
-`gemm.cu` has the kernel. A row's result does not depend, bit for bit, on the number of rows, its index or the plan.
+`gemm.cu` has the kernel. A row's result is the same, bit for bit, for any number of rows, any index of the row
+and any plan.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SM_FLOP_PER_US, L2_BYTES_PER_US, TILE_OVERHEAD_US = 5.6e6, 7.0e6, 1.0
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
-    """The tile sizes and the work order with which one shape is computed. `band` and `lag` change only the order."""
+    """The tile sizes and the order of tiles with which a product of one shape is computed."""
 
     width: int  # rows of w in a CTA's tile
     cluster: int  # CTAs of a cluster
@@ -54,7 +55,7 @@ class GemmPlan:
         return 1024 + stages * (self.slot_bytes + 16) + 4 * 2 * PANEL_SIZE * PANEL_SIZE
 
     def count_tiles(self, m: int, n: int) -> int:
-        """Return the number of cluster tiles that cover an m x n product."""
+        """Return the number of tiles, each computed by one cluster of CTAs, that cover an m x n product."""
         return -(-m // (TILE_ROWS * self.cluster)) * -(-n // self.width)
 
 
@@ -113,9 +114,9 @@ def choose_plan(m: int, n: int, k: int) -> GemmPlan:
 
 
 def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
-    """Return the estimated microseconds, assuming that device memory is not the limit.
+    """Return the estimated time in microseconds, limited by arithmetic or by L2 cache bandwidth.
 
-    All clusters together fetch their inputs through the L2 cache, whose bandwidth is one of the limits.
+    Reads from device memory are assumed not to be a limit.
     """
     tiles, clusters = plan.count_tiles(m, n), NUM_SMS // plan.cluster
     busy_ctas = min(tiles, clusters) * plan.cluster
@@ -126,5 +127,8 @@ def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
 
 @cache
 def _kernel(variant: str) -> CudaKernel:
-    """Return the kernel of a variant. It is compiled on first use, because a model needs few of the variants."""
+    """Return the kernel with this name.
+
+    It is compiled on first use, because a model needs only a few kernels.
+    """
     return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

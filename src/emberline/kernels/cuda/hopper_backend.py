@@ -1,11 +1,12 @@
 """HopperBackend: runs the ops on an NVIDIA H100 or H200, and chooses a kernel for each shape.
 
-Up to 256 rows, where reading the weights takes most of the time, our own matrix products run, which also add the bias
-and the residual or compute silu(gate) * up: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger
-batches use cuBLAS. Both of our products read uw12 weights (compressed to 12 bits) directly and return the same bits as
-for plain weights. For cuBLAS, uw12 weights are unpacked first, one matrix ahead if the caller passes a
-`WeightUnpacker`. Where a weight is kept in both forms, each product reads the form with which it is faster. All our
-kernels use programmatic dependent launch: they may start before the preceding kernel in the stream has ended.
+Matrix products with up to 256 rows of x, where reading the weights takes most of the time, use our own kernels:
+`cuda/linear.py` up to 32 rows, and `cuda/wide.py` above that where it is faster than cuBLAS. These kernels also add the
+bias and the residual, or compute silu(gate) * up. They read uw12 weights (compressed to 12 bits) directly and return
+the same bits as for plain weights. Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with
+a `WeightUnpacker`, the next matrix is unpacked during the current product. If a weight is kept both plain and as uw12,
+each product reads the faster form. All our kernels use programmatic dependent launch: they may start before the
+preceding kernel in the stream has ended.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 class HopperBackend(OpBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
-        """Return the weight without changing its rows.
+        """Return the weight without rearranging its rows.
 
-        The gate and up rows of a gated weight must be interleaved in groups of `attention_plan.GATE_GROUP_ROWS`, if
-        their number is a multiple of that.
+        With `gated`, the caller must have interleaved groups of `attention_plan.GATE_GROUP_ROWS` gate rows with groups
+        of as many up rows, unless the number of gate rows is not a multiple of the group size.
         """
         n, k = weight.shape
         has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
@@ -50,9 +51,9 @@ class HopperBackend(OpBackend):
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
     def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
-        """Store the values in `empty` and return the bytes that they take.
+        """Store the values in the empty weight and return the device memory used, in bytes.
 
-        They are stored as uw12 (12 bits per weight) if that is smaller.
+        The values are stored as uw12 (12 bits per weight) if that is smaller.
         """
         if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
             empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
@@ -220,7 +221,7 @@ def _apply_norm(x: Tensor, layer: LinearLayer) -> Tensor:
 
 
 def _find_own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
-    """Return our own kernel for this product, or None if no kernel supports the shape or cuBLAS is faster."""
+    """Return one of our kernels, bound to x and w, or None if none supports them or cuBLAS is faster."""
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
@@ -231,9 +232,9 @@ def _find_own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | Non
 
 
 def _uses_gemm(m: int, w: PackedWeight) -> bool:
-    """Return whether our GEMM kernel, which also computes silu(gate) * up, computes this product.
+    """Return whether our GEMM kernel computes this gate-and-up product of m rows, instead of cuBLAS.
 
-    If the shape was not measured, the GEMM kernel is used from MIN_GEMM_ROWS rows on.
+    If tuning did not measure the shape, the GEMM kernel is used from MIN_GEMM_ROWS rows on.
     """
     choice = cublas.choices.get(MatmulProblem(m, w.n, w.k, ProductKind.GATED))
     return gemm.supports(m, w.n, w.k) and (m >= MIN_GEMM_ROWS if choice is None else choice == OWN_KERNEL)
@@ -253,7 +254,7 @@ def _add_product(x: Tensor, weight_rows: Tensor, target: Tensor) -> None:
 
 
 def _max_packed_rows(w: PackedWeight) -> int:
-    """Return the number of rows of x up to which the uw12 copy is faster than the plain weights."""
+    """Return up to how many rows of x the uw12 copy of the weight is faster than its plain form."""
     return next(rows for weights, rows in MAX_PACKED_ROWS if w.n * w.k > weights)
 
 
@@ -273,7 +274,7 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
 
 
 def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
-    """Return a context manager that gives the weight as plain rows for one product launched inside the block."""
+    """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it."""
     if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
     if unpacker is None:

@@ -1,4 +1,4 @@
-"""Shares device memory between processes of one host: exports, opens and copies it by rows.
+"""Shares device memory between the processes of a host through CUDA IPC handles.
 
 The driver exports whole allocations, and torch places tensors inside larger allocations. So a shared tensor is
 described by a handle of its allocation and an offset.
@@ -53,7 +53,10 @@ class _Memcpy2D(ctypes.Structure):
 
 
 def export_memory(tensor: Tensor) -> ExportedMemory:
-    """Export a tensor's memory. Raises CudaDriverError if the allocator's memory cannot be shared."""
+    """Return a handle with which other processes can open the tensor's memory.
+
+    Raises CudaDriverError if memory of torch's allocator cannot be shared.
+    """
     _make_context_current(tensor.device.index)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IPCHandle()
     at = ctypes.c_uint64(tensor.data_ptr())
@@ -86,7 +89,10 @@ class OpenedMemory:
 
 
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
-    """Copy `height` rows of `width` bytes on torch's current stream. A pitch is the bytes from one row to the next."""
+    """Copy `height` rows of `width` bytes on torch's current stream.
+
+    A pitch is the bytes from one row to the next.
+    """
     if max(source_pitch, target_pitch) > MAX_PITCH_BYTES:
         for row in range(height):
             copy_rows(source + row * source_pitch, width, target + row * target_pitch, width, width, 1)
@@ -112,7 +118,7 @@ def _make_context_current(index: int) -> None:
 
 @cache
 def _primary_context(index: int) -> ctypes.c_void_p:
-    """Return the device's primary context, which torch uses too."""
+    """Return the device's primary context, the one that torch uses."""
     torch.cuda.init()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     check_status(driver_library().cuDeviceGet(ctypes.byref(device), index))

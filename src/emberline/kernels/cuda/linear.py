@@ -1,4 +1,4 @@
-"""linear: computes y = x w^T for at most 32 rows of x, where reading the weights takes most of the time.
+"""linear: computes y = x w^T for at most 32 rows of x, where reading the weights is the bottleneck.
 
 `linear.cu` has the kernel. A row's result is the same, bit for bit, for every number of rows that `supports` accepts,
 for every index of the row, and for plain and packed weights. For more rows cuBLAS is used, which sums in a different
@@ -43,7 +43,7 @@ MEASURED_PACKED = {
 
 @dataclass(frozen=True, slots=True)
 class SkinnyPlan:
-    """The tile sizes and the launch parameters with which one shape is computed."""
+    """The tile sizes and the launch parameters with which a product of one shape is computed."""
 
     blocks: int  # blocks of 16 outputs in a CTA's tile
     tiles: int  # tiles of 8 rows of x
@@ -60,15 +60,15 @@ class SkinnyPlan:
 
     @property
     def slot_weight_bytes(self) -> int:
-        """Bytes of weights in one slot of the pipeline."""
+        """Bytes of weights in one stage of the pipeline."""
         return (UNIT_BYTES if self.header_stride else 2048) * self.blocks
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory: the layout in linear.cu with padding for alignment.
 
-        A small layout is enlarged so that no more than `max_ctas_per_sm` fit on an SM. Otherwise the next kernel's CTAs
-        would gather on some SMs while others are idle.
+        A small layout is enlarged so that no more than `max_ctas_per_sm` CTAs fit on an SM. Otherwise several CTAs of
+        the next kernel could start on one SM while other SMs are idle.
         """
         minimum = MAX_SHARED_BYTES // (self.max_ctas_per_sm + 1) + 16 if self.max_ctas_per_sm else 0
         return max(minimum, self._layout_bytes)
@@ -100,7 +100,7 @@ class BF16Weight:
     def tensor_map(self, blocks: int, *, paired: bool = False) -> TensorMap:
         """Return the tensor map for tiles of 16 * `blocks` rows.
 
-        With `paired`, the map is for half of such a tile: 8 of each 16 gate rows, with their up rows.
+        With `paired`, the map is for half a tile of a gated weight: 8 of each 16 gate rows, and the 8 matching up rows.
         """
         if (blocks, paired) not in self._maps:
             if paired:
@@ -112,7 +112,7 @@ class BF16Weight:
 
 
 def supports(m: int, n: int, k: int) -> bool:
-    """Return whether `linear` computes this shape. A gated weight also needs n to be a multiple of 32."""
+    """Return whether `linear` supports this shape. For a gated weight, n must also be a multiple of 32."""
     return 1 <= m <= MAX_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % SLOT_K == 0
 
 
@@ -159,11 +159,10 @@ def linear(
 def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: int = 0) -> SkinnyPlan:
     """Return the plan for a shape.
 
-    It uses the tile size with which the busiest CTA has the fewest rows; of several such sizes, the largest. For the
-    shapes of Llama 8B with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan
-    has only as many CTAs as the tiles need, and as many pipeline stages as fit into shared memory. Packed weights are
-    read so fast that it pays to read x less often, or to leave room for the next kernel, so measured plans come first
-    for them.
+    For packed weights, plans that were measured for some shapes are used first. Otherwise the plan has the tile size
+    with which the busiest CTA has the fewest rows, and of several equal sizes the largest. For the shapes of Llama 8B
+    with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan has only as many
+    CTAs as the tiles need, and as many pipeline stages as fit into shared memory.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
     if header_stride and not gated and (tiles, n, k) in MEASURED_PACKED:
@@ -207,7 +206,8 @@ def make_plan(
 ) -> SkinnyPlan:
     """Return the plan for a tile size, with the work spread evenly over at most `ctas` CTAs.
 
-    Partial sums get their own buffers if the remaining shared memory still holds a deep pipeline.
+    Partial sums get separate buffers in shared memory if enough pipeline stages still fit; otherwise they overwrite
+    stages.
     """
     count = -(-n // (16 * blocks))
     waves = -(-count // ctas)
@@ -253,5 +253,8 @@ VARIANTS = tuple(_list_variants())  # all kernels that `choose_plan` may select
 
 @cache
 def _kernel(variant: str) -> CudaKernel:
-    """Return the kernel of a variant. It is compiled on first use, because a model needs few of the variants."""
+    """Return the kernel with this name.
+
+    It is compiled on first use, because a model needs only a few kernels.
+    """
     return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

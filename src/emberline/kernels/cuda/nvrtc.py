@@ -35,7 +35,7 @@ class KernelBinary:
 
 
 def compile_kernels(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
-    """Compile kernels of a file in SOURCE_DIR; `kernels` are names or template instances."""
+    """Compile kernels of a file in SOURCE_DIR; `kernels` are names of functions or template instances."""
     return _compile_source(_library(), read_source(file), file, kernels, options)
 
 
@@ -54,7 +54,7 @@ def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str] = C
 
 
 def _read_cached(cache_file: Path) -> KernelBinary | None:
-    """Return the cached kernels, or None if the file is missing or damaged, as after a power failure."""
+    """Return the cached kernels, or None if the file is missing or was damaged by a power failure."""
     try:
         head, _, code = cache_file.read_bytes().partition(b"\n")
         symbols, checksum = json.loads(head)
@@ -148,7 +148,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _library_candidates() -> list[str]:
-    """Return the paths where libnvrtc may be, packages of this Python first and then the system."""
+    """Return the paths to try for libnvrtc: those of installed Python packages, then those of the system."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (found.submodule_search_locations or [])] if found else []
     packaged = [str(file) for root in roots for file in sorted(root.glob("*/lib/libnvrtc.so.*"))]

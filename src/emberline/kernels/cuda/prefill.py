@@ -1,4 +1,4 @@
-"""prefill_attention: attention of chunks of new tokens over the paged KV cache, with Hopper's wgmma instructions.
+"""prefill_attention: attention of prompt chunks over the paged KV cache, with wgmma instructions.
 
 `prefill.cu` has the kernel. A query's result depends, bit for bit, only on its own keys: not on other requests of the
 batch, the chunking of its prompt, or the SM that computes it.
@@ -46,10 +46,10 @@ def supports_shape(block_size: int, head_dim: int) -> bool:
 
 
 def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.int32]:
-    """Return tiles (request, index of the tile's first query in its chunk) that cover all new tokens.
+    """Return tiles (row, index of the tile's first query in the row's chunk) that cover all new tokens.
 
-    A tile has up to TILE_QUERIES new tokens of one request. The tiles with the most keys come first. So the last tiles
-    are short, and all SMs finish at about the same time.
+    A tile has up to TILE_QUERIES new tokens of one request. The tiles with the most keys come first, so that the last
+    tiles are short and all SMs finish at about the same time.
     """
     counts, before = np.asarray(query_counts, np.int64), np.asarray(contexts, np.int64)
     tile_counts = -(-counts // TILE_QUERIES)
@@ -76,12 +76,12 @@ def prefill_attention(
     sms: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `OpBackend.paged_attention` does and return it.
+    """Return the attention of the new queries, as `OpBackend.paged_attention` describes it.
 
     The new keys must already be in the cache. `tiles` is the result of `make_tiles`, on the device. `sms` is an int32
     on the device: the number of SMs to use, while a kernel that runs at the same time uses the remaining SMs.
-    `counters` are two int32 that are zero between launches. Launches that share counters must not overlap. By default
-    all launches on one device share their counters.
+    `counters` are from `allocate_counters`; launches that share them must not overlap. By default all launches on
+    one device share them.
     """
     head_dim = cache_maps.head_dim
     assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cache_maps.kv_heads) * head_dim
@@ -121,7 +121,7 @@ def _kernel(head_dim: int) -> CudaKernel:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """Return new counters for `prefill_attention`, which resets them to zero at its end."""
+    """Return two zero int32 counters for `prefill_attention`, which sets them back to zero at its end."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 

@@ -1,9 +1,9 @@
-"""Sampling ops over rows of logits on a GPU, as `kernels/reference.py` defines them.
+"""Sampling ops over rows of logits on a GPU, with the results that `kernels/reference.py` defines.
 
 `sample.cu` has the kernels.
 
-A row's result depends on that row only, bit for bit. No function waits for the device, and none allocates memory if
-`out` is given, so all of them can be captured into a CUDA graph.
+A row's result depends on that row only, bit for bit. All functions can be captured into a CUDA graph if `out` is given:
+they neither wait for the device nor allocate memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sample(
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: LogProbs | None = None) -> LogProbs:
-    """Return the same as `ReferenceBackend.log_probs`, in `out` if given."""
+    """Return the result that `OpBackend.log_probs` describes, written to `out` if given."""
     rows = _check_rows(logits)
     assert ids.dtype is torch.int64 and ids.shape == (rows,) and ids.is_contiguous()
     assert 0 <= top_n <= min(MAX_TOP_LOGPROBS, logits.shape[1])
@@ -67,9 +67,9 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Divide logits[rows[i], ids[i]] by divide[i] if the logit is positive, else multiply it by divide[i]; add add[i].
+    """Scale single logits, logits[rows[i], ids[i]], by divide[i], then add add[i].
 
-    Each (row, id) may occur only once. A row of -1 is padding.
+    Scaling divides a positive logit and multiplies any other. Each (row, id) may occur only once. Row -1 is padding.
     """
     _check_rows(logits)
     count = len(rows)

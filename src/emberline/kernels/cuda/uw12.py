@@ -2,8 +2,8 @@
 
 `uw12.cuh` describes the layout.
 
-The products of `cuda.linear` and `cuda.wide` read it directly. For larger batches it is unpacked first, and embeddings
-are gathered from it. All functions except `pack` can be captured into a CUDA graph.
+The products of `cuda/linear.py` and `cuda/wide.py` read it directly. For products with more rows it is unpacked first.
+`gather_rows` looks up embeddings in it. All functions except `pack` can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ UNPACK_K = 256  # columns (k) that a CTA unpacks
 class UW12Weight:
     """A weight [n, k] in the uw12 format.
 
-    `planes` are the 12-bit codes, as bytes [n / 64, k / 64, 4, 1536]. `headers` are the scales and escapes (weights
-    that have no code) of each 16 rows, as bytes [n / 16, header_stride].
+    `planes` holds the 12-bit codes, as bytes [n / 64, k / 64, 4, 1536]. `headers` holds, for each block of 16 rows, the
+    scales and the escapes (weights without a 12-bit code), as bytes [n / 16, header_stride].
     """
 
     planes: Tensor
@@ -50,7 +50,7 @@ class UW12Weight:
         return self.planes.nbytes + self.headers.nbytes
 
     def slice_rows(self, begin: int, end: int) -> UW12Weight:
-        """Return the rows [begin, end), both multiples of 64, without a copy."""
+        """Return a view of the rows [begin, end), without a copy. Both must be multiples of 64."""
         assert begin % 64 == end % 64 == 0
         planes, headers = self.planes[begin // 64 : end // 64], self.headers[begin // BLOCK_ROWS : end // BLOCK_ROWS]
         return UW12Weight(planes, headers, end - begin, self.k)
@@ -82,7 +82,7 @@ def escapes_offset(k: int) -> int:
 
 
 def header_bytes(k: int, max_escapes: int) -> int:
-    """Return the bytes of a header.
+    """Return the size of the header of 16 rows, in bytes.
 
     `max_escapes` is the largest number of escapes (weights without a 12-bit code) in any block of 16 rows.
     """
@@ -90,16 +90,17 @@ def header_bytes(k: int, max_escapes: int) -> int:
 
 
 def is_worth_packing(n: int, k: int, max_escapes: int, max_bits: float = MAX_BITS) -> bool:
-    """Return whether the packed weight is small enough, and its headers are short enough for the kernels."""
+    """Return whether packing needs fewer than `max_bits` per weight, with headers that kernels support."""
     stride = header_bytes(k, max_escapes)
     size = n * k * 3 // 2 + n // BLOCK_ROWS * stride
     return max_escapes < 1 << 16 and stride <= MAX_HEADER_BYTES and 8 * size < max_bits * n * k
 
 
 def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if the shape is unsupported or it would need `max_bits` or more per element.
+    """Return the packed weight, or None if the shape is unsupported or packing does not save enough.
 
-    This waits for the device, and needs n * k / 128 bytes of scratch memory.
+    The packed weight must need less than `max_bits` bits per element. This waits for the device, and needs n * k / 128
+    bytes of scratch memory.
     """
     n, k = weight.shape
     assert weight.dtype is torch.bfloat16 and weight.is_contiguous()
@@ -124,7 +125,7 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
 def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
     """Write the unpacked rows, bf16 [n, k], into `out` and return it.
 
-    The preceding kernel may still read `out`: writing starts after it has ended.
+    With `pdl`, writing starts only after the preceding kernel in the stream has ended, because it may still read `out`.
     """
     assert out.shape == (packed.n, packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     grid = (-(-packed.k // UNPACK_K), packed.n // 64, 1)

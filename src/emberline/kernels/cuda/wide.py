@@ -2,9 +2,9 @@
 
 In this range reading the weights takes about as long as the arithmetic, or longer. `wide.cu` has the kernel.
 
-A row's result does not depend, bit for bit, on its index. It does not depend on the number of rows m within each of
-these ranges: up to 32, up to 64, up to 128, and above. For the same split of k, plain and packed weights give the same
-result.
+A row's result does not depend, bit for bit, on its index. It depends on the number of rows only through the range in
+which that number is: up to 32, 64, 128 or 256. Plain and packed weights give the same result if k is split into the
+same number of parts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ MEASURED_PACKED: dict[tuple[int, int, int], TileConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class WidePlan:
-    """The tile sizes and the launch parameters with which one shape is computed."""
+    """The tile sizes and the launch parameters with which a product of one shape is computed."""
 
     groups: int  # warpgroups of a CTA, each with 64 rows of w
     columns: int  # rows of x in a tile
@@ -138,7 +138,7 @@ class WidePlan:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of a pipeline slot that its own CTA fetches; the CTAs of a cluster share the rows of x."""
+        """Bytes of a pipeline stage that each CTA fetches itself; it gets other rows of x from its cluster."""
         return self.slot_bytes - 128 * self.columns * (self.share - 1) // self.share
 
     @property
@@ -148,7 +148,7 @@ class WidePlan:
 
     @property
     def fits_exchange(self) -> bool:
-        """Whether CTAs that form no cluster can exchange their partial sums: the memory and the counters suffice."""
+        """Whether CTAs can exchange partial sums through device memory, for plans that do not use clusters."""
         return (
             1 < self.split < 256
             and self.share == 1
@@ -157,10 +157,10 @@ class WidePlan:
 
     @property
     def min_stages(self) -> int:
-        """The number of stages whose memory the exchange of partial sums needs.
+        """The smallest number of pipeline stages whose memory can hold the exchanged partial sums.
 
-        Partial sums overwrite the slots of the pipeline but not its barriers, because a warp may arrive at a barrier
-        after the cluster has synchronised.
+        Partial sums overwrite the data of the pipeline. They must not overwrite its barriers, because a warp may
+        arrive at a barrier after the cluster has synchronised.
         """
         fragments = -(-4 * self.groups // self.split) * self.split
         return -(-64 * self.columns * fragments // self.slot_bytes) if self.split > 1 and not self.unclustered else 1
@@ -176,8 +176,8 @@ VARIANTS = tuple(
 def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
     """Return whether `linear` supports this shape and is the fastest kernel for it.
 
-    For few rows `cuda.linear` may be faster. For more than 128 rows and plain weights cuBLAS is faster. With packed
-    weights cuBLAS would need unpacked rows first, which takes as long again as the product.
+    For few rows, `cuda/linear.py` may be faster. For more than 128 rows, cuBLAS may be faster with plain weights;
+    packed weights would have to be unpacked for cuBLAS first, which takes as long as the product itself.
     """
     if m < MIN_ROWS:
         return supports_shape(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
@@ -211,10 +211,10 @@ def linear(
     plan: WidePlan | None = None,
     exchange_polls: int = EXCHANGE_POLLS,
 ) -> Tensor:
-    """Write x w^T into `out` as `cuda.linear.linear` does, and return it.
+    """Write x w^T into `out` and return it; the arguments are those of `cuda.linear.linear`.
 
-    `plan` and `exchange_polls` override the defaults for benchmarks and tests. Launches on one stream must not overlap,
-    because they share the memory for the exchange of sums.
+    `plan` and `exchange_polls` override the defaults for benchmarks and tests. Launches on one stream share the memory
+    in which CTAs exchange partial sums, so they must not overlap.
     """
     m, k = x.shape
     assert supports_shape(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
@@ -255,9 +255,9 @@ def choose_columns(m: int, *, packed: bool = False) -> int:
 
 @cache
 def choose_plan(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = False) -> WidePlan:
-    """Return the plan with the least estimated time.
+    """Return the measured plan for this shape, or else the plan with the least estimated time.
 
-    The plan must depend on these arguments only, because the split of k determines the last bits of the result.
+    The plan depends on nothing but the arguments, because the split of k determines the last bits of the result.
     """
     row = MEASURED_PACKED.get((columns, n, k)) if packed else MEASURED.get((columns, n, k))
     if row is not None and not (row.unclustered and gated):
@@ -275,7 +275,8 @@ def make_plan(
 ) -> WidePlan:
     """Return the plan for a configuration, with as many pipeline stages as fit into shared memory.
 
-    Without a split, at most `ctas` CTAs share the tiles evenly. With a split, each CTA has one tile.
+    If k is not split, at most `ctas` CTAs share the tiles evenly. If k is split, each CTA computes one part of one
+    tile.
     """
     groups, split, ctas_per_sm, share, unclustered = config
     ctas, shared = ctas_per_sm * NUM_SMS if ctas is None else ctas, SHARED_BYTES_BY_CTAS[ctas_per_sm]
@@ -287,10 +288,10 @@ def make_plan(
 
 
 def estimate_us(plan: WidePlan, n: int, k: int) -> float:
-    """Return the estimated microseconds.
+    """Return the estimated time in microseconds.
 
-    The estimate is the time of the tightest limit plus a tenth of the times of all limits, because the limits
-    interfere.
+    Memory, the L2 cache, the SMs and arithmetic each limit the speed. The estimate is the longest of their times plus a
+    tenth of the sum of all, because they interfere.
     """
     tiles, units = -(-n // (64 * plan.groups)), k // SLOT_K
     waves = -(-tiles * plan.split // plan.grid)
@@ -328,7 +329,7 @@ def _exchange_arguments(plan: WidePlan, device: torch.device, exchange_polls: in
 
 @cache
 def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Return the memory in which CTAs that form no cluster exchange sums, and its counters, initially zero."""
+    """Return device memory in which CTAs without a cluster exchange partial sums, and zeroed counters."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     return torch.empty(MAX_EXCHANGED_SUMS, device=device), torch.zeros(
         MAX_EXCHANGED_FRAGMENTS, dtype=torch.int32, device=device
@@ -337,5 +338,8 @@ def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]
 
 @cache
 def _kernel(variant: str) -> CudaKernel:
-    """Return the kernel of a variant. It is compiled on first use, because a model needs few of the variants."""
+    """Return the kernel with this name.
+
+    It is compiled on first use, because a model needs only a few kernels.
+    """
     return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

@@ -1,8 +1,8 @@
-"""paged_attention: `OpBackend.paged_attention` for any chunks, heads, cache dtype and block size.
+"""paged_attention: `OpBackend.paged_attention` for any chunks, head size, cache dtype and block size.
 
-A program computes one tile: some queries of one request, with all query heads that share one KV head. Its rows are
-pairs (query, head), so that keys and values are read once for the whole group. It loops over spans of keys with an
-online softmax: sums are relative to the largest score so far, and scores are in base 2.
+A Triton program computes one tile: some queries of one request, for all query heads that share one KV head. The rows
+of the tile are pairs (query, head), so that keys and values are read once for the whole group of heads. The program
+loops over spans of keys with an online softmax: sums are relative to the largest score so far, with powers of 2.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _add_keys(
 ) -> tensor:  # fmt: skip
     """Add the contributions of the keys [low, high) to the running sums, and return the sums.
 
-    Without MASKED, all spans are complete, and every query attends to all their keys.
+    MASKED may be False only if every query attends to all of these keys, and their number is a multiple of SPAN.
     """
     d = tl.arange(0, DIM_PADDED)[None, :]
     for at in range(low, high, SPAN):
@@ -117,13 +117,13 @@ def _add_keys(
 
 
 def choose_tile_queries(max_queries: int, group: int) -> int:
-    """Return a fast `block_m` for chunks of up to `max_queries` and `group` query heads per KV head."""
+    """Return a fast `block_m` for chunks of up to `max_queries`, with `group` query heads per KV head."""
     padded = next_power_of_two(group)
     return max(1, min(max(16, next_power_of_two(max_queries * padded)), MAX_PROGRAM_ROWS) // padded)
 
 
 def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -> NDArray[np.int32]:
-    """Return tiles [n, 2] of (request, first query) that cover all queries, with at most `block_m` queries each."""
+    """Return tiles [n, 2] as (row, first query) of at most `block_m` queries, which cover all queries."""
     tiles = -(-query_counts // block_m)
     requests = np.repeat(np.arange(len(tiles)), tiles)
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -142,9 +142,9 @@ def paged_attention(
     block_m: int = BLOCK_M,
     pdl: bool = False,
 ) -> Tensor:
-    """Compute attention as `OpBackend.paged_attention` does and return it, in `out` if given.
+    """Return the result that `OpBackend.paged_attention` describes, written to `out` if given.
 
-    `tiles` come from make_tiles with the same `block_m`, a power of two. A tile with a negative request is padding.
+    `tiles` come from make_tiles with the same `block_m`, a power of two. A tile with a negative row is padding.
     """
     q_heads, kv_heads, head_dim, window = layer.q_heads, layer.kv_heads, layer.head_dim, layer.window
     out = torch.empty((len(qkv), q_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
@@ -168,12 +168,12 @@ def paged_attention(
 
 
 def _max_tile_rows(dim: int, uses_float32: bool) -> int:
-    """Return how many rows of sums fit into registers; a larger tile is computed in parts."""
+    """Return for how many rows the sums fit into registers; a larger tile is computed in several parts."""
     return min(MAX_PROGRAM_ROWS, max(16, (4096 if uses_float32 else 16384) // dim))
 
 
 def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, int, int]:
-    """Return the number of keys in a span, of warps, and of stages of the software pipeline."""
+    """Return (keys per span, warps, pipeline stages) for a launch."""
     if uses_float32:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
     return (64 if dim <= 128 else 32), (8 if rows >= 128 else 4), 3

@@ -1,6 +1,6 @@
 """jit: declares a Triton kernel.
 
-Kernels call `pdl_trigger_and_wait` first, or right after reading their weights.
+A kernel calls `pdl_trigger_and_wait` before it reads the results of earlier kernels.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from triton.language import constexpr
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Return triton.jit(function), typed for mypy. A kernel parameter of type `tensor` is an address or a number."""
+    """Return triton.jit(function), typed for mypy. Kernels annotate pointers and numbers as `tensor`."""
     return triton.jit(function)
 
 
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
-    """With PDL (programmatic dependent launch), let the next kernel start, then wait for the preceding kernel."""
+    """With PDL (programmatic dependent launch), let the next kernel start and wait for the previous one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

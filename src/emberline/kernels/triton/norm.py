@@ -1,4 +1,4 @@
-"""rms_norm: `reference.rms_norm`, with x * scale rounded before the weight is applied, as transformers does."""
+"""rms_norm: RMS norm that, as transformers does, rounds the normalised x before applying the weight."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""rope_and_cache: `OpBackend.rope_and_cache` for a cache that stores keys row by row, like the values.
+"""rope_and_cache: `OpBackend.rope_and_cache` for a cache that stores keys row by row, like values.
 
-A Triton program is one warp, and processes a few heads of one token. It loads all these heads before it stores any, so
-that q can be rotated in place.
+A Triton program is one warp and processes a few heads of one token. It loads all of its heads before it stores any of
+them, so that q can be rotated in place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _load_norm(q_norm: tensor, k_norm: tensor, d: tensor, inside: tensor, is_q: 
 def _store(
     rotated: tensor, plain: tensor, at: tensor, k_at: tensor, v_at: tensor, is_q: tensor, to_k: tensor, to_v: tensor
 ) -> None:
-    """Store each head to `qkv`, the key cache or the value cache; v is not rotated."""
+    """Store rotated q heads in `qkv`, rotated k heads in the key cache, and v heads in the value cache."""
     tl.store(at, rotated.to(at.dtype.element_ty), is_q)
     tl.store(k_at, _round_to_cache(rotated, k_at.dtype.element_ty), to_k)
     tl.store(v_at, _round_to_cache(plain, v_at.dtype.element_ty), to_v)
@@ -72,9 +72,9 @@ def _store(
 
 @jit
 def _round_to_cache(x: tensor, TYPE: constexpr) -> tensor:
-    """Round to the type of the cache. float8 saturates, and values that are not finite become zero.
+    """Round to the dtype of the cache. float8 saturates, and values that are not finite become zero.
 
-    A request that later reuses the block reads stale values with weight zero, and zero times infinity would be NaN.
+    After a KV block is reused, attention multiplies its stale values by zero, and zero times infinity would be NaN.
     """
     if tl.float8e4nv == TYPE:
         x = tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0)

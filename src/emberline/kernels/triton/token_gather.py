@@ -1,4 +1,4 @@
-"""gather_tokens: inserts each row's newest sampled token on the GPU, so that no step waits for the host."""
+"""gather_tokens: inserts the newest sampled tokens into the input on the GPU, without the host."""
 
 from __future__ import annotations
 

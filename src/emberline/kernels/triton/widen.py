@@ -1,4 +1,4 @@
-"""widen_blocks: copies float8 KV blocks as bf16, for a kernel that reads bf16 only."""
+"""widen_blocks: copies float8 KV blocks as bf16, for the prefill kernel, which reads only bf16."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def widen_blocks(
     *,
     pdl: bool = False,
 ) -> None:
-    """Copy KV blocks as bf16 into blocks 0 .. count[0] - 1 of `keys` and `values`.
+    """Copy KV blocks as bf16 into blocks 0 .. count[0] - 1 of `out_keys` and `out_values`.
 
-    The source of block i is tables[sources[i, 0], sources[i, 1]]. All caches are [blocks, heads, size, dim] and
-    contiguous except for the first stride.
+    Block i is copied from block tables[sources[i, 0], sources[i, 1]] of the caches. All four tensors are
+    [blocks, heads, block_size, head_dim], and each block must be contiguous.
     """
     _, heads, size, dim = k_cache.shape
     assert keys.is_contiguous() and values.is_contiguous() and keys.shape[1:] == k_cache.shape[1:]
