@@ -95,7 +95,7 @@ def plan_decode_work(
         else _choose_part_size(tiles, kv_heads, CTAS_PER_SM * sms, 0 if beside_prefill else MAX_ROUNDS_IN_STEP)
     )
     parts = -(-tiles // PART_SIZES[size])
-    while (count := int(parts.sum())) > capacity:  # only if the caller has less than `item_capacity`
+    while (count := int(parts.sum())) > capacity:  # only if `capacity` is less than `max_work_items`
         assert int((tiles > 0).sum()) <= capacity, "the capacity must hold one item for each row"
         size += 1
         parts = -(-tiles // PART_SIZES[size])

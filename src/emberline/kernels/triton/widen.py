@@ -38,7 +38,7 @@ def widen_blocks(
     *,
     pdl: bool = False,
 ) -> None:
-    """Copy KV blocks as bf16 into blocks 0 .. count[0] - 1 of `out_keys` and `out_values`.
+    """Copy KV blocks as bf16 into blocks 0 .. count[0] - 1 of `keys` and `values`.
 
     Block i is copied from block tables[sources[i, 0], sources[i, 1]] of the caches. All four tensors are
     [blocks, heads, block_size, head_dim], and each block must be contiguous.
