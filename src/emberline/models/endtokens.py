@@ -21,7 +21,7 @@ ADDED_TOKENS_PATTERN = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def end_tokens(checkpoint: Checkpoint, vocab: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that end the output; ids that are not below `vocab` are dropped."""
+    """Return the ids of the tokens that end the output; ids that are not below `vocab_size` are dropped."""
     sources = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
     ids = [token for where, values in sources.items() for token in ConfigFields(values, where).id_list("eos_token_id")]
     return tuple(token for token in dict.fromkeys([*ids, *_tokenizer_end_tokens(checkpoint)]) if token < vocab)

@@ -1,6 +1,6 @@
 """Constants of the packed file format (docs/unweight-format.md).
 
-Kernels/cpu/unweight.cpp repeats them.
+`kernels/cpu/unweight.cpp` has the same constants.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def unpack_file(
 def iter_verified_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
     """Yield the tensor's decoded bytes.
 
-    After the last, raise ModelFileError if the SHA-256 does not match.
+    After the last chunk, raise ModelFileError if the SHA-256 does not match.
     """
     info, digest = file.tensors[name], hashlib.sha256()
     for chunk in file.iter_chunks(name, pool):

@@ -44,7 +44,7 @@ class DecodeCache:
 class DecodeWork:
     """A decode work list in device memory.
 
-    `load` overwrites `data` in place, so that a captured CUDA graph reads each new list.
+    `copy_from_host` overwrites `data` in place, so that a captured CUDA graph reads each new list.
     """
 
     def __init__(self, data: Tensor, rows: int, capacity: int) -> None:

@@ -43,7 +43,7 @@ class HopperBackend(OpBackend):
         """Return the weight without rearranging its rows.
 
         With `gated`, the caller must have interleaved groups of `attention_plan.GATE_GROUP_ROWS` gate rows with groups
-        of as many up rows, unless the number of gate rows is not a multiple of the group size.
+        of as many up rows, if the number of gate rows is a multiple of the group size.
         """
         n, k = weight.shape
         has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)

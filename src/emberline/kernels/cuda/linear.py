@@ -98,7 +98,7 @@ class BF16Weight:
         self._maps.clear()
 
     def tensor_map(self, blocks: int, *, paired: bool = False) -> TensorMap:
-        """Return the tensor map for tiles of 16 * `blocks` rows.
+        """Return the tensor map for tiles of 16 * `row_blocks` rows.
 
         With `paired`, the map is for half a tile of a gated weight: 8 of each 16 gate rows, and the 8 matching up rows.
         """

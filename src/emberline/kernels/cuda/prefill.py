@@ -78,10 +78,10 @@ def prefill_attention(
 ) -> Tensor:
     """Return the attention of the new queries, as `OpBackend.paged_attention` describes it.
 
-    The new keys must already be in the cache. `tiles` is the result of `make_tiles`, on the device. `sms` is an int32
-    on the device: the number of SMs to use, while a kernel that runs at the same time uses the remaining SMs.
-    `counters` are from `allocate_counters`; launches that share them must not overlap. By default all launches on
-    one device share them.
+    The new keys must already be in the cache. `tiles` is the result of `make_tiles`, on the device. `num_sms`, an
+    int32 on the device, is the number of SMs to use; a kernel that runs at the same time uses the remaining SMs.
+    `counters` are from `allocate_counters`; launches that share them must not overlap. By default all launches on one
+    device share them.
     """
     head_dim = cache_maps.head_dim
     assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cache_maps.kv_heads) * head_dim
