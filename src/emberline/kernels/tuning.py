@@ -47,8 +47,8 @@ ProductCall = Callable[[Tensor], object]  # computes the product with the given 
 def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int]) -> float:
     """Find and activate the fastest algorithm for each weight and each of the `row_counts`.
 
-    Return the seconds. Products that are not in the cache on disk are measured. `hidden` is the hidden size of the
-    model.
+    Return the seconds that this took. Products that are not in the cache on disk are measured. `hidden` is the hidden
+    size of the model.
     """
     began = time.perf_counter()
     if cublas.is_available():
