@@ -125,7 +125,7 @@ def _check_machine() -> Iterator[DoctorFinding]:
 
 
 def _cpu_flags() -> set[str]:
-    """Return the CPU features that /proc/cpuinfo lists; an empty set on systems without /proc, such as macOS."""
+    """Return the CPU features in /proc/cpuinfo; an empty set on systems without /proc, such as macOS."""
     try:
         lines = (PROC / "cpuinfo").read_text().splitlines()
     except OSError:
@@ -152,7 +152,7 @@ def _check_package(name: str, is_required: bool, purpose: str) -> DoctorFinding:
 
 
 def _detect_gpu() -> DetectedGPU | None:
-    """Return the first GPU as the CUDA driver reports it. This neither imports torch nor allocates GPU memory."""
+    """Return the first GPU that the CUDA driver reports, without importing torch or allocating GPU memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

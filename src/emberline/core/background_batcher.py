@@ -1,4 +1,4 @@
-"""BackgroundBatcher: collects items in a bounded queue and writes them in batches from a background task.
+"""BackgroundBatcher: collects items in a bounded queue; a background task writes them in batches.
 
 The code that adds an item never waits. An item that does not fit into the queue is dropped and counted.
 """

@@ -33,7 +33,7 @@ def kernel_dir() -> Path:
 
 
 def read_secret(name: str) -> str | None:
-    """Return a secret from the environment variable `name`; None if the variable is not set."""
+    """Return a secret from the environment variable `variable_name`; None if the variable is not set."""
     return os.environ.get(name)
 
 

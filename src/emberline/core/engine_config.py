@@ -1,4 +1,4 @@
-"""EngineConfig: the settings of an engine process, in nested groups, with their defaults and help texts."""
+"""EngineConfig: the settings of an engine process in nested groups, with defaults and help texts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SchedulerConfig:
             raise InvalidRequest(message, param="itl_tail", hint="add --itl-target-ms")
 
     def for_model(self, context: int) -> SchedulerConfig:
-        """Return these settings for a model whose context has `context` tokens.
+        """Return these settings for a model with a context of `max_context` tokens.
 
         `max_batch_tokens` is raised to `max_running` if it is lower, so that one step can compute a token of every
         running request."""
@@ -254,7 +254,7 @@ class EngineConfig:
         return config
 
     def with_kv_ports(self, index: int) -> EngineConfig:
-        """Return these settings with a range of ports for engine number `index` of this server.
+        """Return these settings with a range of ports for engine number `engine_index` of this server.
 
         The range of engine 0 begins at `kv_port`. Nothing is changed if `kv_port` is 0."""
         if not (first_port := self.network.kv_port):

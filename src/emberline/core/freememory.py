@@ -17,8 +17,8 @@ CGROUP_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_b
 def free_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still allocate.
 
-    On systems without /proc and control groups, such as macOS, this is half of the machine's memory. `root`: the
-    directory that contains proc and sys; tests pass another one."""
+    On systems without /proc and control groups, such as macOS, this is half of the machine's memory. `filesystem_root`:
+    the directory that contains proc and sys; tests pass another one."""
     limits = []
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()

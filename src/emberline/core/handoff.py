@@ -77,7 +77,7 @@ class Handoff:
 
     @staticmethod
     def parse(data: Any) -> Handoff:
-        """Parse a dict that `as_dict` made; every key may be missing. Raises InvalidRequest for invalid values."""
+        """Parse a dict made by `as_dict`; all keys are optional. Raises InvalidRequest for invalid values."""
         try:
             groups = tuple(_parse_group(*group) for group in data.get("said", ()))
             started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")

@@ -1,4 +1,4 @@
-"""The data between scheduler and runner: a StepPlan says what to compute, a StepResult what was sampled."""
+"""Data between scheduler and runner: StepPlan says what to compute, StepResult what was sampled."""
 
 from __future__ import annotations
 

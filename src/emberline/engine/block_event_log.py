@@ -1,4 +1,4 @@
-"""BlockEventLog: the recent changes to the KV caches of one engine process, for subscribers such as routers.
+"""BlockEventLog: recent changes to the KV caches of one engine process, for subscribers such as routers.
 
 The log keeps the latest numbered batches of changes. A subscriber that missed older batches gets a snapshot."""
 
@@ -83,7 +83,7 @@ class BlockEventLog:
         return self._snapshot_batches()
 
     def heartbeat(self) -> BlockBatch:
-        """Return a batch without changes. It shows subscribers that the log is alive and which number is the latest."""
+        """Return a batch without changes, which shows subscribers the latest number and that the log is alive."""
         return BlockBatch(self.incarnation, self.seq)
 
     async def wait_for_change(self, timeout: float) -> None:

@@ -73,7 +73,7 @@ class LoadedEngine:
 def boot(
     config: EngineConfig, reader: FileReader | None = None, *, default_kv_bytes: int | None = None
 ) -> LoadedEngine:
-    """Load the model and return its engine. Raises EmberlineError if the settings or the model are not usable.
+    """Load the model and return its engine. Raises EmberlineError if settings or model are not usable.
 
     `reader`: for a GPU, a process that has been reading the checkpoint's files since before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""

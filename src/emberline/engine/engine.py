@@ -1,4 +1,4 @@
-"""Engine: a scheduler with a runner. Each `step` plans work, runs it, and applies the result to the requests."""
+"""Engine: a scheduler with a runner. Each `step` plans work, runs it, and updates the requests."""
 
 from __future__ import annotations
 

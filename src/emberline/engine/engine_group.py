@@ -1,4 +1,4 @@
-"""EngineGroup: the engines of one process, by model name. They may share a GPU that cannot hold all of them.
+"""EngineGroup: the engines of one process, which may share a GPU that cannot hold all of them.
 
 A request for a sleeping model waits until the model is awake.
 

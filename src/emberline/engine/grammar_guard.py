@@ -37,7 +37,7 @@ TRIAL_STEPS = 4  # masks to compute; some grammars fail only at the second one
 
 
 class GrammarGuard:
-    """Checks grammars in a child process. `check` blocks, usually up to MAX_CPU_S seconds: call it in a thread."""
+    """Checks grammars in a child process. `check` blocks for up to about MAX_CPU_S: call it in a thread."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         eos = ",".join(map(str, eos_ids))

@@ -29,7 +29,7 @@ class GrammarThread:
         self._futures: WeakValueDictionary[GrammarSpec, Future[GrammarMatcher]] = WeakValueDictionary()
 
     def compile(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
-        """Return a future of a compiled matcher; each request forks the matcher. The future may raise EmberlineError.
+        """Return a future of a compiled matcher, which each request forks. It may raise EmberlineError.
 
         As long as the future exists, the grammar is not compiled again."""
         if (pending := self._futures.get(grammar)) is not None:

@@ -1,4 +1,4 @@
-"""PromptPacer: limits the prompt tokens of a step, so that streams meet their inter-token latency target.
+"""PromptPacer: limits the prompt tokens of a step, so that streams meet the inter-token latency target.
 
 It estimates two costs from the steps that were run: the time of a step without prompts, and the time that each
 prompt token adds. Both change with the number of streams and their contexts, so recent steps have more weight. This

@@ -1,4 +1,4 @@
-"""PeerPairing: connects to other engines before the first KV transfer, with one thread for each engine."""
+"""PeerPairing: connects to other engines before the first KV transfer, in one thread per engine."""
 
 from __future__ import annotations
 

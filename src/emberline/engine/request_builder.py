@@ -99,7 +99,7 @@ class RequestBuilder:
 
 
 def _completion_seed(seed: int, index: int) -> int:
-    """Return the seed of one completion. Completion 0 has the request's seed; other seeds are derived from it."""
+    """Return the seed of one completion. Completion 0 has the request's seed; the others derive theirs from it."""
     if index == 0:
         return seed % (1 << 64)
     return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

@@ -70,9 +70,9 @@ class TorchRunner:
 def allocate_cache(
     model: DecoderModel, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
 ) -> KVCache:
-    """Allocate a KV cache with as many blocks as fit into `memory` bytes, but not more than `max_tokens` need.
+    """Allocate a KV cache of at most `memory_bytes`, with blocks for at most `max_tokens` tokens.
 
-    `shared`: allocate it in shared memory, where other processes can read the blocks. Raises ModelError if memory is
+    `uses_shared_memory`: allocate it where other processes can read the blocks. Raises ModelError if `memory_bytes` is
     too small."""
     config = model.config
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)

@@ -45,7 +45,7 @@ class LogitEdits:
 
 
 class SamplingState:
-    """The sampling state of one request. It follows from the Admission and from the tokens sampled since then."""
+    """The sampling state of one request, built from its Admission and the tokens sampled since then."""
 
     def __init__(self, admission: Admission, eos: frozenset[int], matcher: TokenMasker | None) -> None:
         self.params = admission.params

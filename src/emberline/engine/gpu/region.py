@@ -40,7 +40,7 @@ class StagingSlot:
         self._bytes = self.pinned.view(torch.uint8).numpy()
 
     def read(self, out: memoryview) -> None:
-        """Copy the pinned memory to `out`. This uses numpy, since torch would start extra threads in each caller."""
+        """Copy the pinned memory to `out`. This uses numpy, since torch would start threads for each caller."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[: len(out)])
 
     def write(self, data: memoryview) -> None:

@@ -22,7 +22,7 @@ from emberline.kernels import ops
 
 
 class StepSampling:
-    """The sampling of one step: prepared by the host, launched after the model, with results that are read later."""
+    """The sampling of one step: prepared by the host, launched after the model, and read later."""
 
     def __init__(self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties) -> None:
         self.logits: Tensor | None = None  # one row for each work item, after the model is launched

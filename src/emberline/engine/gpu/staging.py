@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class StagedInputs:
-    """The inputs of one step. Arrays of equal shapes that are put in the same order get the same device addresses."""
+    """The inputs of one step. Arrays of equal shapes, put in the same order, get the same addresses."""
 
     def __init__(self, staging: InputStaging, index: int) -> None:
         self._staging, self._index = staging, index
