@@ -152,7 +152,7 @@ def test_tokens_of_one_step_at_different_times_count_once() -> None:
 
 
 def test_requests_that_never_decode_together_are_an_error() -> None:
-    with pytest.raises(EmberlineError, match="never decoded all at the same time"):
+    with pytest.raises(EmberlineError, match="at no time were all requests of the job decoding"):
         SteadyPhase.from_timeline(BenchJob([[1], [1]], [2, 2]), TokenTimeline([[1.0, 2.0], [3.0, 4.0]]))
 
 

@@ -1,4 +1,4 @@
-"""BenchTask: requests to run, the throughput that is reported for them, and the most that the machine allows."""
+"""BenchTask: a set of requests, the throughput they reached, and the highest possible throughput."""
 
 from __future__ import annotations
 

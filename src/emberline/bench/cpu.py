@@ -151,9 +151,9 @@ def _run_round(entry: MeasuredContender, task: BenchTask, round_index: int, sett
 
 
 def _add_start_times(report: BenchReport, own_entry: MeasuredContender, *peer_entries: MeasuredContender) -> None:
-    """Add the seconds from the start of each engine's process until it is ready for a job.
+    """Add to the report how many seconds each engine's process took from its start until it was ready.
 
-    All files are in the page cache at that time.
+    All files were already in the page cache, so these are warm starts.
     """
     best = min((e.contender.ready_seconds for e in peer_entries if e.contender.spec.same_weights), default=None)
     report.add("ready", own_entry.contender.ready_seconds, "s", peer=best)

@@ -123,7 +123,7 @@ def _measure_server(
 
 
 def _add_worst_delay(report: BenchReport, name: str, delays_ms: list[float], limit: float | None = None) -> None:
-    """Add the largest value of all rounds, not the median, because the limit must hold for every request."""
+    """Report the largest delay of all rounds, not the median: `limit` must hold for every request."""
     report.add(name, max(delays_ms), "ms", limit=limit, spread=(min(delays_ms), max(delays_ms)))
 
 
@@ -216,9 +216,9 @@ def running_router() -> Iterator[int]:
 
 @contextmanager
 def running_engine_server(model: str) -> Iterator[int]:
-    """Run an engine server that is registered with a router, and yield its port.
+    """Run an engine server that is registered with a router (a worker), and yield its port.
 
-    Such a server (a worker) also serves the /cluster paths.
+    Unlike an engine server without a router, a worker also serves the /cluster paths.
     """
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))

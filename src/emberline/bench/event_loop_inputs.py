@@ -1,4 +1,4 @@
-"""The large requests of `emberline bench event-loop`: one for each kind of work that can take a server long."""
+"""The large requests of `emberline bench event-loop`, one for each kind of slow request processing."""
 
 from __future__ import annotations
 
@@ -86,12 +86,15 @@ def gateway_requests(body_bytes: int) -> dict[str, HeavyRequest]:
 
 
 def universal_body(chat_body_json: bytes) -> bytes:
-    """Return a request for the gateway's universal endpoint with one provider to try."""
+    """Return a request body for the gateway's universal endpoint.
+
+    The endpoint takes a list of providers to try in order. This list has one provider.
+    """
     return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + chat_body_json + b"}]"
 
 
 def universal_websocket_message(chat_body_json: bytes) -> bytes:
-    """Return the WebSocket message that sends such a universal request to the gateway."""
+    """Return a WebSocket message that sends the request of `make_universal_body` to the gateway."""
     return b'{"type":"universal.create","request":%b}' % universal_body(chat_body_json)[1:-1]
 
 

@@ -2,7 +2,8 @@
 
 A process that also sent or received the 30 MB of a large request would delay its own /health requests.
 
-python -m emberline.bench.event_loop_probe PORT     repeats requests until stdin ends, then prints seconds
+python -m emberline.bench.event_loop_probe PORT     requests /health until stdin ends, then prints the longest
+                                                    duration in seconds
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A fake provider, also usable as a fake vLLM server, that sends large replies for `emberline bench event-loop`.
+"""A fake provider or fake vLLM server with large replies, for `emberline bench event-loop`.
 
-python -m emberline.bench.event_loop_upstream PORT SIZE
+python -m emberline.bench.event_loop_upstream PORT REPLY_BYTES
 """
 
 from __future__ import annotations

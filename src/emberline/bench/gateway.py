@@ -53,7 +53,7 @@ class GatewayBenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class BenchedProxy:
-    """A proxy between client and provider, or the provider itself."""
+    """The server that the benchmark sends requests to: a proxy, or the provider without a proxy."""
 
     name: str
     url: str
@@ -147,7 +147,8 @@ def _run_on_uvloop(coroutine: Coroutine[Any, Any, T]) -> T:
 class GatewayBenchRound:
     """The measurements of one proxy process.
 
-    `alone` has one request open at a time, sent through the proxy. `base` is the same without the proxy.
+    `loaded` has many requests open at once, and `alone` has one at a time. `base` is measured like `alone`, but the
+    requests go directly to the provider.
     """
 
     loaded: GatewayBenchRun
@@ -220,7 +221,7 @@ def _latency_p50_and_p99(run: GatewayBenchRun) -> tuple[float, float]:
 
 
 def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same_prompt: bool = False) -> GatewayBenchRun:
-    """Send requests one after the other. There are `plan.requests` of them, so that the p99 has enough samples."""
+    """Send `plan.requests` requests one after the other, enough for a meaningful p99 latency."""
     caller = BlockingClient(proxy.url, KEY)
     seconds: list[float] = []
     before, start = _process_usage(proxy), time.perf_counter()

@@ -55,7 +55,10 @@ class LogBenchPlan:
 
     @property
     def timed_rows(self) -> int:
-        """The number of rows that are appended and timed at the end, in batches of the log writer's size."""
+        """The number of rows whose appending is timed after the store has been filled.
+
+        They are appended in batches of the same size as those of the gateway's log writer.
+        """
         return min(50 * MAX_BATCH_RECORDS, self.rows // self.days // 4)
 
 
@@ -118,7 +121,8 @@ def _make_admin_query(store: GatewayStore, now_ms: int, work_dir: Path) -> Admin
 async def _count_pages_until_found(query_admin: AdminQuery, path: str, first_page: Any) -> int:
     """Return how many pages were requested until one contained a row or the log ended.
 
-    A page may be empty because each request stops searching after a time limit.
+    Pages may be empty, because the server stops searching for matching rows after a time limit and returns what it has
+    found so far.
     """
     count = 1
     while not first_page.get("complete", True) and not first_page["items"]:

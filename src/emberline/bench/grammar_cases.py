@@ -128,7 +128,10 @@ def _doubling_schema(levels: int, keyword: str) -> str:
 
 
 def _union_intersection_schema(pairs: int) -> str:
-    """Return a JSON schema that is an intersection of unions, whose product has 2 ** `pairs` members."""
+    """Return a JSON schema that requires all of `pairs` unions, each of two alternatives.
+
+    Fully expanded, it has 2 ** `pairs` alternatives.
+    """
     union = [{"anyOf": [{"properties": {f"p{i}": {"const": bit}}} for bit in (0, 1)]} for i in range(pairs)]
     return json.dumps({"allOf": union})
 

@@ -1,8 +1,8 @@
 """Runs one grammar library for `emberline.bench.grammar`, in its own process.
 
-The process reads cases as JSON lines and prints the cost of each case. A case that takes too long ends the process,
-because a hang or a crash of the library is a result too. All times are CPU time of this thread, so that other work on
-the machine does not count.
+The process reads cases as JSON lines and prints the cost of each case. A case that takes too long ends the process; the
+parent process reports a hang or a crash of the library as the result of the case. All times are CPU time of this
+thread, so that other work on the machine does not count.
 """
 
 from __future__ import annotations

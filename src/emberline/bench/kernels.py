@@ -133,7 +133,7 @@ def _measure_linear(report: BenchReport, name: str, n: int, k: int, limits: Mach
 def _measure_peers(
     report: BenchReport, label: str, implementations: Iterator[tuple[str, Work]], products_per_call: int
 ) -> dict[str, float]:
-    """Return the microseconds of each of torch's implementations, by name.
+    """Return the microseconds of one matrix product with each of torch's implementations, by name.
 
     An implementation that used more cores than configured is left out, because it is not comparable, and is named in
     the report's configuration.
@@ -188,7 +188,7 @@ def _measure_forward_passes(report: BenchReport, limits: MachineLimits) -> None:
 def _time_attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
     """Return the milliseconds of attention in all layers of a step, one value per round.
 
-    Every layer reads the KV cache of the same layer.
+    Only the first layer is measured; its time is multiplied by the number of layers.
     """
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     qkv = torch.randn(len(step.tokens), (heads + 2 * kv_heads) * head_dim)

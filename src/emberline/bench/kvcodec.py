@@ -185,7 +185,10 @@ def _measure_pulls(values_file: Path, options: LinkOptions, rounds: int, send_co
 
 
 def _make_region(keys_and_values: NDArray[np.uint16]) -> HostRegion:
-    """Return a region with this content. The array has the shape [layers, parts, blocks, heads, tokens, dim]."""
+    """Return a region of host memory (the blocks of a KV cache) that holds these keys and values.
+
+    The array has the shape [layers, 2 (keys, values), blocks, heads, tokens, dim].
+    """
     layers, parts, _, heads, tokens, dim = keys_and_values.shape
     layout = KVLayout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
     return HostRegion(layout, [np.ascontiguousarray(keys_and_values[:, i]).view(np.uint8).data for i in range(parts)])

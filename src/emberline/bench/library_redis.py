@@ -67,7 +67,11 @@ async def redis_py_client(url: str, text: str, timeout_s: float) -> RunScript:
 
 
 async def measure(library: str, url: str, commands: int) -> dict[str, float]:
-    """Run commands and then, after SIGSTOP of Redis by the parent process, commands that get no reply."""
+    """Measure one Redis client: connecting, running `commands` commands, memory, and a Redis that hangs.
+
+    CPU seconds are returned for connecting and for the commands. Then the parent process stops Redis with SIGSTOP, and
+    `hung_s` is the wall time of further commands, all of which time out.
+    """
     from importlib import resources
 
     folder = resources.files("emberline.gateway.limits")

@@ -1,4 +1,4 @@
-"""Emberline's engine as one of the compared engines: token ids in and out, without a server and a prefix cache."""
+"""Emberline's engine as one of the compared engines, without an HTTP server or a prefix cache."""
 
 from __future__ import annotations
 

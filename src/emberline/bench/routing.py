@@ -30,10 +30,10 @@ BLOCK_SECONDS = 2e-4  # 16 tokens of 128 KiB each from a store at 10 GB/s
 
 @dataclass(frozen=True, slots=True)
 class RoutingVariant:
-    """One way to route requests.
+    """A routing policy, and the conditions under which it is measured.
 
-    It is a policy, and whether clients send a session header, workers share a KV store, and workers report their cached
-    blocks (KV events).
+    The conditions are whether clients send a session header, whether workers share a KV store, and whether workers
+    report their cached blocks (KV events).
     """
 
     chooser: Callable[[int], WorkerChooser]

@@ -1,4 +1,7 @@
-"""`emberline bench start`: the time from starting `emberline serve` until it is ready, with the model downloaded."""
+"""`emberline bench start`: the time from starting `emberline serve` until it is ready.
+
+The model must be in the local cache; the time does not include a download.
+"""
 
 from __future__ import annotations
 

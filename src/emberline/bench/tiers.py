@@ -46,7 +46,7 @@ OTHERS = 3  # prompts that evict the measured one from the cache
 
 
 def measure_speeds(call: Callable[[], object], num_bytes: int, rounds: int) -> list[float]:
-    """Call the function `rounds` times, which moves `num_bytes` bytes, and return the GB/s of each call."""
+    """Run `call`, which moves `num_bytes` bytes, `rounds` times, and return the GB/s of each run."""
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -81,9 +81,9 @@ def add_copy_speeds(report: BenchReport, engine: Engine, rounds: int) -> None:
 def add_tier_speeds(
     report: BenchReport, block_bytes: int, work_dir: Path, master_address: str | None, rounds: int
 ) -> None:
-    """Add the GB/s of the disk tier and of the store to the report.
+    """Add the GB/s of the disk tier and of the shared store to the report.
 
-    They are compared with one large file of the same bytes, written in order and read in random order.
+    For comparison, the same bytes are written in order to one large file and read from it in random order.
     """
     host = HostTier(block_bytes, (COUNT + 2) * 2 * block_bytes)
     buffers = [host.memory[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]

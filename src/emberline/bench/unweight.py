@@ -1,9 +1,9 @@
-"""`emberline bench unweight`: bits per weight on disk and in memory, compared with the entropy, and the codec's speed.
+"""`emberline bench unweight`: how small and how fast the weight codec is, compared with the entropy.
 
-Real weights are SmolLM2 (published with 4 bits, expanded to bf16) and MiniLM (cast to bf16). Generated weights are rows
-of every matrix of an 8B Llama, drawn from a Gaussian and from Student's t distribution with 5 degrees of freedom. Each
-matrix counts by its number of rows in the model. The format in memory is `uw12`, packed by the reference
-implementation.
+It reports the bits per weight on disk and in memory. Real weights are SmolLM2 (published with 4 bits, expanded to bf16)
+and MiniLM (cast to bf16). Generated weights imitate an 8B Llama: some rows of every matrix are drawn from a Gaussian
+and from Student's t distribution with 5 degrees of freedom, and stand for all rows of the matrix. The format in memory
+is `uw12`, packed by the reference implementation.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def bench(rounds: int, peers_dir: Path) -> BenchReport:
 
 
 def matrices_by_model() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
-    """Yield the name of each model and its bf16 matrices. Each matrix comes with the number of times that it counts."""
+    """Yield the name of each model and an iterator of its bf16 matrices.
+
+    Each matrix comes with the number of model matrices that it stands for, which may be a fraction.
+    """
     for name in ("smollm2", "minilm"):
         yield name, ((matrix, 1.0) for matrix in _checkpoint_matrices(resolve_model(name)))
     yield "llama_8b_gaussian", _llama_matrices(draw_gaussian)

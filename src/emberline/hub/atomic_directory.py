@@ -15,8 +15,8 @@ from typing import IO
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `target` at the end, or removed after an error.
 
-    The caller must hold a lock. A temporary directory that exists already is removed, because only a killed process can
-    have left it.
+    The caller must hold a `file_lock` for `target`. A temporary directory that exists already is removed, because only
+    a killed process can have left it.
     """
     work = target.with_name(f".{target.name}")
     shutil.rmtree(work, ignore_errors=True)
@@ -30,7 +30,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `file` against other processes. The file is deleted with the lock's release."""
+    """Hold an exclusive lock on `file` against other processes. The file is deleted on release."""
     file.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with file.open("w") as handle:

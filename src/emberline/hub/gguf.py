@@ -105,7 +105,7 @@ class _GGUFHeaderReader:
         start = self.position
         if byte_count > self.end - start:
             raise self.damaged_file_error(
-                f"the header ends after byte {self.end}, the end of the file or the limit of a header"
+                f"the header continues past byte {self.end}, the end of the file or the maximum header size"
             )
         self.position += byte_count
         return start

@@ -107,7 +107,7 @@ def build_model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
     head_dim = fields.get_integer("attention.key_length", hidden // heads)
     if (rotated := fields.get_integer("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedModel(
-            f"{file.path} applies rope to {rotated} of {head_dim} dimensions of a head; only all are supported"
+            f"{file.path} applies rope to {rotated} of {head_dim} dimensions of a head, but must apply it to all"
         )
     config = {
         "architectures": [name],
@@ -186,10 +186,10 @@ def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None
 
 
 def _llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
-    """Return Llama 3's rope scaling.
+    """Return the parameters of Llama 3's rope scaling. Raise UnsupportedModel if they are unusual.
 
-    The GGUF file contains only the resulting divisors. They are compared with the divisors of Llama 3's usual
-    parameters.
+    A GGUF file does not contain these parameters, only the frequency divisors that result from them. So the divisors in
+    the file are compared with those of the usual parameters.
     """
     tensor = file.tensors[ROPE_FREQS]
     divisors = dequantise(file.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes)

@@ -156,9 +156,9 @@ def _build_sentencepiece_bpe(vocab: _GGUFVocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocab: _GGUFVocabulary) -> list[tuple[str, str]]:
-    """Return the merges of token pairs, ordered by score.
+    """Return the merges of token pairs in the order in which SentencePiece applies them.
 
-    SentencePiece joins first the pair whose union is the token with the best score.
+    SentencePiece first merges the pair that forms the token with the highest score.
     """
     scores = vocab.get_list("scores", float)
     if len(scores) != len(vocab.tokens):

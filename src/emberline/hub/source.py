@@ -52,7 +52,10 @@ def _resolve_by_kind(name: str, cache: Path, revision: str | None, progress: boo
     if name.startswith("hf:"):
         return _resolve_hub_model(name[3:], cache, revision, progress, fetch)
     if revision is not None:
-        raise ModelError(f"model {name!r} has no revisions", hint="give a revision only with hf:org/name")
+        raise ModelError(
+            f"a revision was given for model {name!r}, which has no revisions",
+            hint="give a revision only with hf:org/name",
+        )
     if name in ALIASES:
         from emberline.hub.pull import checkpoint_path, pull_model
 

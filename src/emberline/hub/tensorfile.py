@@ -127,7 +127,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 def header_sha256(text: bytes, stored_hash: str) -> str:
     """Return the SHA-256 of a packed file's header.
 
-    The header contains its own hash, which is replaced by zeros before hashing. `stored_hash` is that hash.
+    The header contains its own hash, `embedded_hash`, which is replaced by zeros before hashing.
     """
     return hashlib.sha256(text.replace(stored_hash.encode(), b"0" * 64, 1)).hexdigest()
 
@@ -137,7 +137,9 @@ def _read_packed_infos(path: Path, header: SafetensorsHeader, tensors: dict[str,
     if header.metadata.get("version") != PACKED_VERSION:
         version = str(header.metadata.get("version"))[:20]
         hint = f"this release reads version {PACKED_VERSION}: pack the model again, or update Emberline"
-        raise UnsupportedModel(f"{path} has version {version!r} of the packed format", hint=hint)
+        raise UnsupportedModel(
+            f"{path} has version {version!r} of the packed format, which is not supported", hint=hint
+        )
     check = str(header.metadata.get("check"))
     if len(check) != 64 or not check.isascii() or header_sha256(header.text, check) != check:
         raise _damaged_error(path, "the checksum of the header does not match")
@@ -165,9 +167,9 @@ def _parse_stored_info(path: Path, name: str, entry: Any, data_offset: int) -> T
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as e:
-        raise _damaged_error(path, f"the entry of tensor {name!r} is malformed") from e
+        raise _damaged_error(path, f"the header entry of tensor {name!r} is malformed") from e
     if not _are_valid_sizes(shape) or not _are_valid_sizes((start, end)) or not isinstance(dtype, str):
-        raise _damaged_error(path, f"the entry of tensor {name!r} is malformed")
+        raise _damaged_error(path, f"the header entry of tensor {name!r} is malformed")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(
             f"tensor {name!r} in {path} has the unsupported dtype {dtype}", hint=f"supported: {' '.join(DTYPE_BYTES)}"
@@ -180,7 +182,7 @@ def _parse_stored_info(path: Path, name: str, entry: Any, data_offset: int) -> T
 
 
 def _are_valid_sizes(numbers: Sequence[Any]) -> bool:
-    """Return whether the numbers are non-negative integers, few and small enough to multiply."""
+    """Return whether the numbers can be a shape or offsets: few non-negative integers of limited size."""
     return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n <= MAX_DIMENSION for n in numbers)
 
 

@@ -89,8 +89,8 @@ class KVManager:
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         """Allocate blocks for all known tokens of a request and return True.
 
-        Return False if the pool has too few blocks for the request and `reserved_blocks` more. A prefix that is already
-        in the cache is shared, and the request's computed and cached tokens are set to the length of this prefix.
+        Return False if that would leave fewer than `reserved_blocks` blocks available. A prefix that is already in the
+        cache is shared, and the request's computed and cached tokens are set to the length of this prefix.
         """
         assert request.id not in self._block_tables
         shared = self._prefix.find_longest_prefix(self._shareable_hashes(request))
@@ -195,7 +195,11 @@ class KVManager:
         return bool(self._pin_counts)
 
     def release_quarantined_blocks(self) -> None:
-        """Release the blocks of freed requests whose cancelled pull has ended, so that it no longer writes to them."""
+        """Release the quarantined blocks to which no pull can write any more.
+
+        Blocks are quarantined if their request was freed while a pull of KV blocks from a peer was still writing to
+        them.
+        """
         released = [table for pull, table in self._quarantined if pull.ended]
         self._quarantined = [(pull, table) for pull, table in self._quarantined if not pull.ended]
         for table in released:
@@ -203,7 +207,7 @@ class KVManager:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """The number of blocks of freed requests to which a cancelled pull may still write."""
+        """The number of blocks of freed requests to which a cancelled pull from a peer may still write."""
         return sum(len(table) for _, table in self._quarantined)
 
     def _release_blocks(self, blocks: Sequence[int], holder: int = 0) -> None:
@@ -216,9 +220,9 @@ class KVManager:
         return request.id in self._fetches or request.id in self._active_pulls
 
     def keep_source_lease_alive(self, request: Request) -> None:
-        """Keep renewing the lease on the blocks that a peer holds for a new request.
+        """Keep renewing the lease on the blocks that a peer holds for a request that waits for admission.
 
-        If this engine does not pull blocks from peers, forget the peer instead.
+        If this engine does not pull blocks from peers, remove the peer from the request instead.
         """
         if self.pulls is None:
             request.source = None
@@ -305,7 +309,7 @@ class KVManager:
         return loads
 
     def finish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Release the host buffers of a step plan's copies after the copies have been made."""
+        """Release the host buffers of copies that a step plan made. The copies must be complete."""
         if self.tiers is not None:
             for copy in saves:
                 self.tiers.finish_save(copy.digest)
@@ -341,10 +345,10 @@ class KVManager:
         return self._pool.num_exclusive_blocks(self._holders[request.id])
 
     def check_invariants(self) -> None:
-        """Assert that the holder count of each block is correct.
+        """Assert that the number of holders of each block is correct.
 
-        It must equal the number of block tables and pins that contain the block. The tables of freed requests whose
-        blocks are held back for a pull count too.
+        It must equal the number of pins and block tables that contain the block. The block tables of freed requests
+        whose blocks are quarantined (see `release_quarantined_blocks`) are included.
         """
         self._pool.check_invariants()
         assert (
@@ -359,7 +363,10 @@ class KVManager:
             assert self._pool.num_exclusive_blocks(self._holders[name]) == alone
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the request's leading blocks that need not be computed if they are found in a cache."""
+        """Return the hashes of the request's leading blocks that may be taken from a cache.
+
+        The block of the last known token is not included, because the engine must compute that token for its logits.
+        """
         if not self._can_share_blocks(request) or request.params.prompt_logprobs is not None:
             return []  # prompt logprobs need logits, which cached blocks do not have
         full = (request.num_known - 1) // self.block_size  # the last token is always computed, for its logits

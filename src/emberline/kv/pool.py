@@ -94,7 +94,7 @@ class BlockPool:
         self._holder_sums[block] -= holder
 
     def forget_holder(self, holder: int) -> None:
-        """Delete the number of a holder that no longer holds any block exclusively."""
+        """Delete the counter of a holder's exclusive blocks, which must be zero."""
         assert not self._exclusive[holder]
         del self._exclusive[holder]
 

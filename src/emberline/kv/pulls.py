@@ -1,9 +1,9 @@
-"""PullManager: copies (pulls) prompt prefixes from other engines' KV caches into the blocks of requests.
+"""PullManager: copies (pulls) prompt prefixes from other engines' KV caches into requests' blocks.
 
-Each pull runs in its own thread. Tokens that have arrived count as computed, and the other tokens of the prompt are
-computed here, as with a TierFetch. The thread writes directly to the request's blocks, so the blocks must not be reused
-before the pull has ended, even if it is cancelled. The thread writes while engine steps run. It first waits for the
-steps that were running when it started, because they may still read earlier content of these blocks
+Each pull runs in its own thread. Tokens that have arrived count as computed, and this engine computes the remaining
+tokens of the prompt. The thread writes directly to the request's blocks, so the blocks must not be reused before the
+pull has ended, even if it is cancelled. The thread writes while engine steps run. It first waits for the steps that
+were running when it started, because they may still read earlier content of these blocks
 (`Region.wait_for_started_work`). The engine's loop never waits for a pull and gets no exception from it.
 """
 
@@ -35,7 +35,7 @@ LEASE_CHECK_INTERVAL_S = 1.0  # between checks of the leases of waiting requests
 
 
 class PullSource(Protocol):
-    """The methods of Receiver that PullManager uses."""
+    """The part of Receiver's interface that PullManager uses."""
 
     region: Region
 
@@ -144,7 +144,10 @@ class PullManager:
             self._is_renewing = self._is_renewing or self._run_in_background(self._renew_while_waiting)
 
     def peer_block_tokens(self, request: Request) -> int:
-        """Return the number of tokens per block of the request's peer. A pull can only start at a block of the peer."""
+        """Return the number of tokens per KV block at the request's peer.
+
+        A pull can only start at the beginning of one of the peer's blocks.
+        """
         return self._waiting_leases[request.id].ticket.peer.layout.tokens
 
     def start(self, request: Request, target_blocks: Sequence[int]) -> Pull | None:

@@ -111,7 +111,7 @@ def _load_kernel_bench(name: str) -> Callable[[BenchReport], None]:
 
 
 def run_part(part: BenchPart, lines_file: Path) -> None:
-    """Run one part in this process and write its results, or the reason of its failure, to `lines_file`."""
+    """Run one part in this process and write its results, or why it failed, to `lines_file`."""
     from emberline.bench.gpu.engine import run_measurement
 
     report = AppendingReport(part.name, lines_file)

@@ -99,7 +99,10 @@ class DecodeInputs:
 
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return random numbers. They are drawn layer by layer, because float32 values of all layers would not fit."""
+    """Return a tensor of random numbers.
+
+    It is filled one layer at a time, because temporary values for all layers would not fit into GPU memory.
+    """
     numbers = torch.empty(shape, device="cuda", dtype=dtype)
     for part in numbers:
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16).to(dtype))

@@ -1,6 +1,7 @@
-"""Measures the small kernels of a Llama 8B layer and compares each with the time to move its bytes.
+"""Measures the small kernels of a Llama 8B layer.
 
-Inputs of few rows stay in the L2 cache between two calls, as they do between two kernels of a model.
+Each is compared with the shortest time in which GPU memory can move the kernel's inputs and outputs. Inputs of few rows
+stay in the L2 cache between two calls, as they do between two kernels of a model.
 """
 
 from __future__ import annotations

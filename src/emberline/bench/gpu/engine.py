@@ -119,7 +119,7 @@ class SteadyPhase:
         steps = max(sum(begin < t <= end for t in times) for times in timeline.times)
         if steps < 1:
             raise EmberlineError(
-                "the requests of the job never decoded all at the same time", hint="use a larger KV cache"
+                "at no time were all requests of the job decoding at once", hint="use a larger KV cache"
             )
         keys = [
             len(prompt) + i
@@ -214,9 +214,10 @@ def min_prefill_ms(tokens: int, cost: TokenCost) -> float:
 
 
 def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
-    """Return lengths (prompt, output) whose requests end one after the other, for a warm-up.
+    """Return (prompt, output) lengths for a warm-up in which the batch shrinks as requests end.
 
-    The batch then has every size below 16 and every eighth larger size.
+    The batch shrinks by 8 requests at a time down to 16 requests, then by one at a time. So the engine runs every one
+    of these batch sizes once before the measurement.
     """
     wide = max(0, requests - 16)
     steps = [(16, 2 + i // 8) for i in range(wide)]

@@ -103,7 +103,8 @@ def _describe_plan(plan: gemm.GemmPlan) -> str:
 def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPlan | None = None) -> list[Call]:
     """Return one function per weight that calls our GEMM kernel.
 
-    Some shapes add to their output. These outputs grow with every call, but only slightly.
+    In some layers the kernel adds the product to its output. The values of that output grow slightly with every call,
+    which does not affect the time.
     """
     x, n = _random_matrix(m, weights[0].k), weights[0].n
     gated = name == GATED_LAYER

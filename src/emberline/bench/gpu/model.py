@@ -79,7 +79,7 @@ class GPURandomWeights(Weights):
         return self._count_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
-        """Return one random matrix for all parts. The order of its rows does not matter."""
+        """Return one random matrix with the rows of all parts. The order of the rows does not matter."""
         return self.matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:

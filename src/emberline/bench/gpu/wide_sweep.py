@@ -110,7 +110,11 @@ def compare_with_epilogue(
     x: Tensor,
     plan: wide.WidePlan,
 ) -> float:
-    """Return how many times faster our product with its fused final operation is than cuBLAS with separate kernels."""
+    """Return the speedup of our fused matrix product over cuBLAS.
+
+    Our kernel also applies the operation that follows the product (gated activation or addition of the residual). With
+    cuBLAS, a separate kernel applies it where cuBLAS cannot.
+    """
     m, n, name = len(x), plain_weights[0].n, labels["shape"]
     kind = torch.float32 if name == "lm_head" else torch.bfloat16
     out = torch.zeros(m, n // 2 if name == "gate_up" else n, device="cuda", dtype=kind)

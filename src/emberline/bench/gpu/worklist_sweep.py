@@ -1,8 +1,8 @@
-"""Measures decode attention of one layer of Llama 3.1 8B with every part size of the module `worklist`.
+"""Measures decode attention of one layer of Llama 3.1 8B with every possible part size.
 
-The kernel splits each sequence into parts. `worklist` estimates the time of each part size; its estimate is fitted to
-these measurements, which are stored in tests/unit/worklist_timings.json. Run it with `python -m
-emberline.bench.gpu.worklist_sweep FILE`.
+The kernel splits each sequence into parts, and the module `worklist` chooses the part size from an estimate of the
+time. The estimate is fitted to these measurements, which are stored in tests/unit/worklist_timings.json. Run it with
+`python -m emberline.bench.gpu.worklist_sweep FILE`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,10 @@ class BenchContender(Protocol):
     def run(self, job: BenchJob) -> TokenTimeline: ...
 
     def counters(self) -> Mapping[str, float]:
-        """Return counters in seconds. Their increase during a job is reported. Most engines have none."""
+        """Return counters in seconds, by name. Most engines return an empty mapping.
+
+        The benchmark reports by how much each counter increased during a job.
+        """
         ...
 
 

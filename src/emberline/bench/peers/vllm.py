@@ -1,4 +1,7 @@
-"""vLLM's offline engine as one of the compared engines, stepped as vLLM's LLM class does."""
+"""vLLM's offline engine as one of the compared engines.
+
+Its engine steps are run in a loop, in the same way as in vLLM's LLM class.
+"""
 
 from __future__ import annotations
 

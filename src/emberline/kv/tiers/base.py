@@ -41,7 +41,7 @@ class Tier(Protocol):
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         """Copy blocks into the buffers and return how many leading blocks were copied.
 
-        The content of the other buffers is undefined.
+        The content of the buffers after those is undefined.
         """
         ...
 

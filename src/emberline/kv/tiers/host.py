@@ -1,7 +1,8 @@
-"""HostTier: keeps KV blocks in main memory, in page-aligned buffers of one area that a GPU driver can pin.
+"""HostTier: keeps KV blocks in main memory, in page-aligned buffers.
 
-A buffer is free, being filled, or holds a block. Lookups do not find a buffer that is being filled. A block that is
-pinned cannot be evicted. So the bytes of a buffer never change while they are read. All methods are thread-safe.
+All buffers lie in one memory allocation, which a GPU driver can page-lock. A buffer is free, being filled, or holds a
+block. Lookups do not find a buffer that is being filled. A block can be pinned, and is then not evicted. So the bytes
+of a buffer never change while they are read. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class HostTier:
             return self._buffer_at(slot)
 
     def publish_buffer(self, block_hash: bytes, *, pin: bool = False) -> None:
-        """Make the filled buffer visible to lookups. With `pin`, the block is pinned once."""
+        """Make the filled buffer visible to lookups. With `pin`, it is not evicted until `unpin_block`."""
         with self._lock:
             self._kept[block_hash] = self._filling.pop(block_hash)
             self._policy.insert(block_hash)

@@ -1,12 +1,12 @@
-"""RemoteTier: keeps KV blocks in Mooncake's Store, memory that all workers of a cluster contribute and share.
+"""RemoteTier: keeps KV blocks in Mooncake's Store, memory that all workers of a cluster share.
 
-A block that one worker computed can be loaded by every other worker. The key of a block in the store is the hash of the
-cache's layout and the block hash.
+Every worker contributes part of the memory. A block that one worker computed can be loaded by every other worker. The
+key of a block in the store consists of the hash of the cache's layout and the block hash.
 
-The tier must ask the store whether it holds a block. So `lookup_optimistic` counts every block that the store did not
-lack a few seconds ago, and a load ends at the first missing block. After a failure the tier is off. Then only `refresh`
-asks the store, and turns the tier on again when the store answers. So requests wait at most once for a store that is
-down.
+Only the store knows which blocks it holds, and asking takes a network call. So `lookup_optimistic` assumes that the
+store holds every block, except those that were missing a few seconds ago, and a load ends at the first missing block.
+After a failure the tier is off. Then only `refresh` asks the store, and turns the tier on again when the store answers.
+So requests wait at most once for a store that is down.
 """
 
 from __future__ import annotations

@@ -145,9 +145,10 @@ class MessageChannel:
         self.socket.close()
 
     def _send_or_receive(self, timeout_option: int, deadline: float, views: list[memoryview]) -> int:
-        """Send or receive once, depending on `timeout_option`, and return the number of bytes, which is at least 1.
+        """Send or receive once, and return the number of bytes, which is at least 1.
 
-        Raises PeerLost or TransferTimeout.
+        `timeout_option` selects the direction: SO_SNDTIMEO sends, SO_RCVTIMEO receives. Raises PeerLost or
+        TransferTimeout.
         """
         remaining = deadline - time.monotonic()
         try:
@@ -181,9 +182,9 @@ class MessageChannel:
 
 
 def _advance_views(views: list[memoryview], index: int, count: int) -> int:
-    """Return the index of the first view that is not complete after `count` bytes.
+    """Skip `count` transferred bytes from view `index` on; return the index of the first unfinished view.
 
-    A view that is complete in part is replaced by its remaining bytes.
+    A view that was transferred in part is replaced in the list by its remaining bytes.
     """
     while index < len(views) and count >= len(views[index]):
         count -= len(views[index])

@@ -70,7 +70,10 @@ class TransferEndpoint:
         same_host: SameHostAccess | None = None,
         options: TransferOptions | None = None,
     ) -> TransferEndpoint:
-        """Start the servers of a cache and the receiver. If a server cannot start, those that did are stopped again."""
+        """Start the servers of a cache and the receiver.
+
+        If a server cannot start, the servers that were already started are stopped.
+        """
         options = options or TransferOptions()
         sender, layout = (
             Sender(region, config.engine_name, crc=options.crc, publish_checksums=options.publish_checksums),
@@ -106,9 +109,9 @@ class TransferEndpoint:
 
 
 def port_at_offset(base: int, offset: int) -> int:
-    """Return the port of a listener, counted from the setting `--kv-port`.
+    """Return the port of a listener: `base_port`, the setting `--kv-port`, plus the listener's offset.
 
-    With 0, every listener uses any free port.
+    Return 0 (any free port) if `base_port` is 0.
     """
     return base + offset if base else 0
 

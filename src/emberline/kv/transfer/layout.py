@@ -43,10 +43,10 @@ class KVLayout:
         return self.layers * self.layer_bytes
 
     def token_strips(self, part: int) -> tuple[int, int]:
-        """Return how one layer's keys (`part` 0) or values of a block are divided into strips.
+        """Return the number of strips of a block's keys or values in one layer, and their bytes per token.
 
-        A strip holds the same element, or the same head, of consecutive tokens. The first number is the number of
-        strips, the second the bytes of one token in a strip.
+        A strip holds the same element, or the same head, of consecutive tokens. `kv_index` is 0 for keys and 1 for
+        values.
         """
         width = self.turned if part == 0 and self.turned else self.width
         return self.heads * self.width // width, width

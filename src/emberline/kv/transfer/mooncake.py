@@ -262,7 +262,7 @@ class MooncakeLink(StreamLink):
 
 
 class MooncakePieceReader:
-    """A thread that reads the pieces of a fetch in order, at most MAX_READ_AHEAD pieces before the caller takes them.
+    """A thread that reads the pieces of a fetch in order, at most MAX_READ_AHEAD pieces in advance.
 
     The thread may run longer than the caller waits. Then it releases its buffers itself.
     """

@@ -81,12 +81,12 @@ class Receiver:
         include_later_blocks: bool = True,
         first_block: int = 0,
     ) -> PullProgress:
-        """Copy the blocks of the ticket into `target_blocks`.
+        """Copy the blocks of the ticket into `target_blocks` and return the progress.
 
+        `target_blocks` has an entry for every block of the ticket, but only blocks from `first_block` on are copied.
         With `include_later_blocks`, wait for blocks that the sender adds to the ticket later, until the ticket is
-        complete. `target_blocks` has room for all blocks of the ticket, but blocks before `first_block` of the ticket
-        are not copied. A pull can be repeated. After an error, pass the same `progress` to continue. The lease lasts
-        until `acknowledge` or `release`.
+        complete. After an error, call again with the same `progress` to continue. The caller must end the lease with
+        `acknowledge` or `release`.
         """
         progress = progress or PullProgress()
         selected_layers = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]

@@ -1,4 +1,4 @@
-"""Region: the blocks of a KV cache, in host or GPU memory, as transfers access them.
+"""Region: the blocks of a KV cache, in host or GPU memory, with the operations that transfers need.
 
 Each block has a generation number. The owner of the cache calls `bump_generation` before it writes new content to a
 block. If a reader sees the same generation before and after its copy, the content did not change during the copy.
@@ -47,7 +47,7 @@ class Region(ABC):
 
     @abstractmethod
     def wait_for_started_work(self) -> None:
-        """Make later calls of `scatter` wait for the work that has been started on this cache, such as a step."""
+        """Make later `scatter` calls wait for work that was already started on this cache, such as a step."""
 
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
         """Return the memory of the piece, or None if it should be copied with `gather` and `scatter` instead."""
@@ -67,9 +67,10 @@ class Region(ABC):
     def element_indices(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, part: int
     ) -> tuple[int, BlockIds]:
-        """Return the size of an element in bytes, and the index of each element of the piece, in wire order.
+        """Return how to address the bytes of a piece in one layer: bytes per element, and element indices.
 
-        The keys, or the values, of one layer are treated as an array of elements of this size.
+        A layer's keys (`kv_index` 0) or values (1) are treated as an array of equal elements. The indices select the
+        elements of the piece, in the order in which a sender with layout `wire_layout` sends them.
         """
         own_tokens, wire_tokens = self.layout.tokens, wire_layout.tokens
         if own_tokens == wire_tokens:
@@ -125,9 +126,10 @@ class HostRegion(Region):
     def _plane_rows(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview
     ) -> Iterator[tuple[memoryview, NDArray[np.void], int, BlockIds]]:
-        """Yield the memory of each layer's keys and values, with the matching part of `data`.
+        """Yield where each part of `data` lies in this region, for the keys and the values of each layer.
 
-        The size of an element in bytes and the indices of the elements come with them.
+        Each item has the memory of the keys or values, the matching part of `data`, the bytes per element, and the
+        indices of the elements in that memory.
         """
         indices = [self.element_indices(piece, blocks, wire_layout, part) for part in range(self.layout.parts)]
         length = len(data) // ((piece.end_layer - piece.first_layer) * self.layout.parts)

@@ -77,8 +77,10 @@ class Sender:
     ) -> Ticket:
         """Publish blocks under a lease and return the ticket with which a receiver can read them.
 
-        The caller must keep the blocks unchanged until `collect_ended_leases` returns the lease. Renewals cannot extend
-        the lease beyond `deadline`, a time on this process's clock.
+        The caller must keep the blocks unchanged until `collect_ended_leases` returns the lease. `subject` is the hash
+        of the prompt (`compute_ticket_subject`), which receivers compare with their request. If not `complete`, the
+        caller adds more blocks with `extend`. Renewals cannot extend the lease beyond `deadline`, a time on this
+        process's clock.
         """
         assert lease_s > 0
         now, described = self._clock.now(), self._describe_blocks(blocks)
@@ -88,9 +90,9 @@ class Sender:
         return self._make_ticket(new_lease)
 
     def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
-        """Add newly computed blocks to a ticket. The last call sets `complete` and may add a note.
+        """Add newly computed blocks to a ticket. The last call sets `complete`.
 
-        Raises TicketEnded if the lease has ended.
+        `note` is a text for the receiver, such as the result of the prefill. Raises TicketEnded if the lease has ended.
         """
         assert complete or not note
         return self._make_ticket(self._leases.extend(ticket.id, *self._describe_blocks(blocks), complete, note))
@@ -124,7 +126,7 @@ class Sender:
     def end_lease(self, ticket_id: str, reason: LeaseEndReason) -> None:
         """End the lease on behalf of a receiver.
 
-        To release a lease that has ended is no error, because the receiver could not know of its end.
+        Releasing a lease that has already ended is not an error, because the receiver may not know that it ended.
         """
         if reason not in (LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED):
             raise BadTransfer(

@@ -180,7 +180,7 @@ class TransferServer:
         return {}
 
     def _confirm_read(self, ticket_id: str, piece: TransferPiece, staging: StagingBuffer | None) -> dict[str, Any]:
-        """Confirm that the blocks of a piece, which the receiver read from this memory by itself, did not change.
+        """Confirm that the blocks of a piece did not change while the receiver read them from memory.
 
         The reply contains the CRC of the blocks' generation numbers and, if `staging` is given, the CRC of the piece's
         bytes.

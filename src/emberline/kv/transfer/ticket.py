@@ -1,4 +1,4 @@
-"""Peer and Ticket: a sender, and the blocks that it published, as described to receivers in JSON.
+"""Peer and Ticket: describe a sender, and the blocks that it published, to receivers. Sent as JSON.
 
 The id of a ticket is random and secret, because a process that has the id may read the blocks and end the lease.
 """
