@@ -24,7 +24,7 @@ RecordSpan = Callable[[int], None]  # takes the number of the span, and ends the
 
 
 def attributes_of(number: int, padding: int) -> dict[str, Any]:
-    """Return span attributes like those of a gateway request, plus `padding` characters of text."""
+    """Return span attributes like those of a gateway request, plus a text of `padding_chars`."""
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "openai",
@@ -90,7 +90,7 @@ async def record_spans(record_span: RecordSpan, count: int) -> None:
 
 
 async def measure(library: str, url: str, count: int, padding: int) -> dict[str, float]:
-    """Record and export `count` spans, and return the costs by name.
+    """Record and export `num_spans` spans, and return the costs by name.
 
     `start_cpu_s` is the CPU time until the exporter was ready, `cpu_s` the CPU time to record and export the spans, and
     `shutdown_s` the time to stop the exporter. `memory_mb` and `threads` are counted after recording.

@@ -67,7 +67,7 @@ async def redis_py_client(url: str, text: str, timeout_s: float) -> RunScript:
 
 
 async def measure(library: str, url: str, commands: int) -> dict[str, float]:
-    """Measure one Redis client: connecting, running `commands` commands, memory, and a Redis that hangs.
+    """Measure one Redis client: connecting, `num_commands` commands, memory, and a Redis that hangs.
 
     CPU seconds are returned for connecting and for the commands. Then the parent process stops Redis with SIGSTOP, and
     `hung_s` is the wall time of further commands, all of which time out.

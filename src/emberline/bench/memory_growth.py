@@ -24,7 +24,7 @@ class ProcessMemorySamples:
     rss: list[float] = field(default_factory=list)
 
     def after_warm_up(self, seconds: float) -> ProcessMemorySamples:
-        """Return the samples that were taken at least `seconds` after the first sample."""
+        """Return the samples that were taken at least `warm_up_s` after the first sample."""
         late = [i for i, at in enumerate(self.times) if at >= self.times[0] + seconds]
         return ProcessMemorySamples([self.times[i] for i in late], [self.rss[i] for i in late])
 

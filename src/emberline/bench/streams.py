@@ -84,7 +84,7 @@ class ClientProcesses:
             pipe.recv()
 
     def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> StreamsResult:
-        """Run `streams` concurrent streams. Each sends `rounds` requests, one after the other."""
+        """Run `streams` concurrent streams, each with `requests_per_stream` requests one after another."""
         used = self._clients[: min(len(self._clients), streams)]
         began = time.perf_counter()
         for index, (_, pipe) in enumerate(used):

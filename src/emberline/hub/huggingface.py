@@ -22,7 +22,7 @@ def download_snapshot(
 ) -> Path | None:
     """Return the directory of a repository in the cache. The repository is downloaded if necessary.
 
-    With `fetch` False nothing is downloaded; return None if the repository is not in the cache.
+    With `allow_download` False nothing is downloaded; return None if the repository is not in the cache.
     """
     try:
         from huggingface_hub import snapshot_download

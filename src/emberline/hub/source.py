@@ -34,10 +34,10 @@ def resolve_model(
     progress: bool = True,
     fetch: bool = True,
 ) -> Path:
-    """Return the model's checkpoint directory. With `fetch`, a model that is not in the cache is downloaded.
+    """Return the model's checkpoint directory.
 
-    Raise ModelNotPulled if the model is not in the cache and `fetch` is False. Raise ModelError if the name or the
-    model is invalid.
+    With `allow_download`, a model that is not in the cache is downloaded. Without it, raise
+    ModelNotPulled. Raise ModelError if the name or the model is invalid.
     """
     _check_name(name)
     cache = cache or cache_dir()

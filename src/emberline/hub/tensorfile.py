@@ -195,8 +195,8 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file.
 
-    `specs` maps each tensor's name to its dtype and shape. `chunks` yields the bytes of all tensors in this order; a
-    chunk may end anywhere. Tensors with wide dtypes must come first, so that all tensors are aligned.
+    `dtypes_and_shapes` maps each tensor's name to its dtype and shape. `chunks` yields the bytes of all tensors in this
+    order; a chunk may end anywhere. Tensors with wide dtypes must come first, so that all tensors are aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, last = 0, 8

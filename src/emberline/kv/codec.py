@@ -71,8 +71,8 @@ class UnweightKVCodec:
 def select_kv_codec(choice: str, library: ctypes.CDLL | None, dtype: str) -> KVCodec | None:
     """Return the codec for a cache with this torch dtype, or None if blocks are not compressed.
 
-    `choice` is the setting `kv_codec`. Raises InvalidRequest if it is unknown, or if it is "uw" and the codec cannot be
-    used.
+    `codec_setting` is the setting `kv_codec`. Raises InvalidRequest if it is unknown, or if it is "uw" and the codec
+    cannot be used.
     """
     dtype = dtype.removeprefix("torch.")
     if choice not in CODEC_CHOICES:

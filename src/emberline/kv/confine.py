@@ -60,7 +60,7 @@ def resolve_ipv4_address(host: str, setting_name: str) -> str:
 
 @contextmanager
 def confine_new_listeners(host: str) -> Iterator[None]:
-    """Restrict the listeners that are opened within this context to connections to the IPv4 address `host`.
+    """Restrict listeners opened within this context to connections to the address `allowed_host`.
 
     Raises ListenerExposed if a listener still accepts connections at a different address, or accepted one before the
     filter was attached.

@@ -109,7 +109,7 @@ class PullManager:
         stall_timeout_s: float = PULL_STALL_TIMEOUT_S,
         clock: Clock | None = None,
     ) -> None:
-        """Create a manager that pulls through `source`.
+        """Create a manager that pulls through `client`.
 
         A pull that receives no byte for `stall_timeout_s` is cancelled, and the missing blocks are computed.
         """

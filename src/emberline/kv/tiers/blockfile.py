@@ -1,4 +1,4 @@
-"""BlockFiles: writes and reads one KV block per file, in the format of `blockformat.py`.
+"""BlockFileIO: writes and reads one KV block per file, in the format of `blockformat.py`.
 
 Compressed blocks are padded to a multiple of 1/32 of the buffer size. So nearly all files have the same length, and a
 new block can overwrite the file of an old one.

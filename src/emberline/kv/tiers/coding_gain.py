@@ -1,4 +1,4 @@
-"""EncodingBenefit: decides from measured reads whether compressed blocks load faster than uncompressed ones."""
+"""CompressionGainEstimator: decides from measured reads whether compressed blocks load faster."""
 
 from __future__ import annotations
 

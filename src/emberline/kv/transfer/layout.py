@@ -81,7 +81,7 @@ class KVLayout:
             )
 
     def num_blocks_for(self, count: int, other: KVLayout) -> int:
-        """Return how many blocks of this layout are needed for the tokens of `count` blocks of the other layout."""
+        """Return how many blocks of this layout hold the tokens of `num_other_blocks` blocks of `other_layout`."""
         return -(-count * other.tokens // self.tokens)
 
     @staticmethod

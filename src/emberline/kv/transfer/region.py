@@ -92,7 +92,8 @@ class HostRegion(Region):
     def __init__(self, layout: KVLayout, parts: Sequence[BufferLike], generations: Generations | None = None) -> None:
         """Create a region in existing memory.
 
-        `parts` are the buffers of the keys and of the values. Each holds, for every layer, all blocks of that layer.
+        `key_and_value_buffers` are the buffers of the keys and of the values. Each holds, for every layer, all blocks
+        of that layer.
         """
         assert len(parts) == layout.parts
         flat = [memoryview(part).cast("B") for part in parts]

@@ -79,7 +79,7 @@ class Sender:
 
         The caller must keep the blocks unchanged until `collect_ended_leases` returns the lease. `subject` is the hash
         of the prompt (`compute_ticket_subject`), which receivers compare with their request. If not `complete`, the
-        caller adds more blocks with `extend`. Renewals cannot extend the lease beyond `deadline`, a time on this
+        caller adds more blocks with `extend_ticket`. Renewals cannot extend the lease beyond `deadline`, a time on this
         process's clock.
         """
         assert lease_s > 0

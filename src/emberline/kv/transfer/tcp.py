@@ -29,7 +29,7 @@ def serve_tcp(
 ) -> TransferServer:
     """Listen at a TCP port and add the address to the sender's endpoints.
 
-    `advertise` is the host name that peers connect to, if it differs from `host`.
+    `advertised_host` is the host name that peers connect to, if it differs from `host`.
     """
     listener = create_tcp_listener(host, port)
     sender.endpoints["tcp"] = f"{advertise or host}:{listener.getsockname()[1]}"
