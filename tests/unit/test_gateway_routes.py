@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from gateway_requests import call
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
@@ -25,47 +22,8 @@ from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.routes.condition import compile_condition
 from emberline.gateway.routes.facts import CallFacts
 from emberline.gateway.routes.graph import ModelElement, RouteGraph
-from emberline.gateway.routes.pattern_parser import parse_pattern
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
 from emberline.wire.usage import Usage
-
-# -- patterns ----------------------------------------------------------------------------------------------------------
-
-atoms = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\d", r"\.", r"\w", "c"])
-patterns = st.recursive(
-    atoms,
-    lambda inner: st.one_of(
-        st.tuples(inner, inner).map("".join),
-        st.tuples(inner, inner).map(lambda p: f"({p[0]}|{p[1]})"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}", "*?"])).map(
-            lambda p: f"(?:{p[0]}){p[1]}"
-        ),
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(patterns, st.text("abc.1 \n", max_size=10), st.booleans(), st.booleans(), st.booleans())
-def test_patterns_match_like_re(text: str, on: str, start: bool, end: bool, any_case: bool) -> None:
-    pattern = ("(?i)" if any_case else "") + ("^" if start else "") + text
-    found = re.search(pattern + (r"\Z" if end else ""), on) is not None
-    assert parse_pattern(pattern + ("$" if end else "")).is_found_in(on) == found
-
-
-def test_patterns_take_linear_time() -> None:
-    for catastrophic in ("(a+)+$", "(a|a)*b", "(a*)*b", "a*a*a*a*a*a*b", "(?:a?){30}a{30}b"):
-        assert not parse_pattern(catastrophic).is_found_in("a" * 5000 + "!")
-
-
-@pytest.mark.parametrize(
-    "text", [r"(a)\1", "(?=a)", "(?<!a)b", r"\bword", "a**", "*a", "(a", "a)", "[a", "a{2", "a{3,2}", "a{500}", "a^b",
-             "^a|b", "((((a{9}){9}){9}){9})", "((){99}){99}", "x" * 600, "\\"]
-)  # fmt: skip
-def test_unsupported_pattern_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_pattern(text)
-
 
 # -- conditions --------------------------------------------------------------------------------------------------------
 

@@ -120,13 +120,14 @@ TORCH_FREE = [
     "engine.embedder",
 ]
 
-# optional dependency -> its adapter; bench may import anything to compare with
+# dependency -> its adapter; bench may import anything to compare with
 ONE_IMPORTER = {
     "huggingface_hub": "hub/huggingface.py",
     "llguidance": "engine/grammar.py",
     "hiredis": "gateway/redis_client.py",
     "asyncpg": "gateway/store/postgres.py",
     "mooncake": "kv/mooncake.py",
+    "re2": "gateway/routes/pattern.py",
     "gguf": "",
     "transformers": "",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from emberline.gateway.routes.pattern_parser import parse_pattern
+from emberline.gateway.routes.pattern import compile_pattern
 
 
 class FactSource(Protocol):
@@ -62,7 +62,7 @@ def _compile_comparison(operator: str, expected: Any) -> _Comparison:
         case "$contains":
             return lambda actual: _contains(actual, expected)
         case "$regex":
-            pattern = parse_pattern(expected)
+            pattern = compile_pattern(expected)
             return lambda actual: isinstance(actual, str) and pattern.is_found_in(actual)
         case "$gt":
             return lambda actual: _is_comparable(actual, expected) and actual > expected

@@ -13,7 +13,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.limits.rule import DIMENSIONS
-from emberline.gateway.routes.pattern_parser import parse_pattern
+from emberline.gateway.routes.pattern import compile_pattern
 
 MAX_ELEMENTS = 100
 MAX_SHARES = 5  # outputs of a percentage, besides "else"
@@ -251,9 +251,12 @@ def _check_pattern(value: object, element_id: str) -> None:
     try:
         if not isinstance(value, str):
             raise ValueError("the pattern must be a string")
-        parse_pattern(value)
+        compile_pattern(value)
     except ValueError as e:
-        raise _invalid_route(f"$regex {str(value)[:80]!r} of element {element_id!r} is not supported: {e}") from None
+        raise _invalid_route(
+            f"$regex {str(value)[:80]!r} of element {element_id!r} is not supported: {e}",
+            "the syntax is RE2's, without backreferences and lookaround: https://github.com/google/re2/wiki/Syntax",
+        ) from None
 
 
 def _check_quota(quota: QuotaProperties, element_id: str) -> None:

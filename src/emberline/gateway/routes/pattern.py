@@ -1,129 +1,117 @@
-"""Pattern: a regular expression whose matching time is linear in the length of the text.
+r"""Pattern: a regular expression of a route, compiled by RE2.
 
-Matching does not backtrack, so no pattern can take exponential time. The parser (pattern_parser.py) rejects what would
-need backtracking: backreferences, lookaround and word boundaries.
+RE2 does not backtrack: the time of a search is at most proportional to the length of the text times the size of the
+compiled pattern. For that reason RE2 supports neither backreferences nor lookaround.
 
-Each character, dot or class of the pattern is a position of a Glushkov automaton. `follow` maps a position to the
-positions that may come next. A set of positions is stored as the bits of an integer.
+RE2's \d, \w and \s are ASCII only. They are translated to Unicode classes with the same meaning as in Python's `re`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-MAX_POSITIONS = 256  # after {n,m} is expanded
+MAX_PATTERN_CHARS = 512
 MAX_TEXT_CHARS = 16_384  # the rest of a text is not searched
-MAX_CACHED_STEPS = 4096
+MAX_PATTERN_MEMORY_BYTES = 8 << 20  # of the compiled pattern and of the states that RE2 caches; \w{256} fits
 
-CharacterTest: TypeAlias = Callable[[str], bool]
-
-_CLASSES: dict[str, CharacterTest] = {
-    "d": str.isdecimal,
-    "w": lambda c: c.isalnum() or c == "_",
-    "s": str.isspace,
-    "D": lambda c: not c.isdecimal(),
-    "W": lambda c: not (c.isalnum() or c == "_"),
-    "S": lambda c: not c.isspace(),
+# A replacement inside brackets begins and ends with \p{..} or a range, so that a - beside it cannot form a new range.
+_POSITIVE_CLASSES = {
+    "d": r"\p{Nd}",
+    "w": r"\p{L}_\p{N}",
+    "s": r"\p{Zs}\t-\r\x1c-\x1f\x85\p{Zl}\p{Zp}",
 }
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_BRACKETS_OR_ESCAPE = re.compile(r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*(?:\]|\Z)|\\(.)", re.DOTALL)
+_END_OF_LETTERS = 0x40000  # no code point from here on is a letter, a digit or a space
+_COMBINING_IOTA = "\u0345"
 
 
-@dataclass(slots=True)
-class PatternFragment:
-    """A part of the expression, with the sets of positions (as bits) at which it may begin and end."""
-
-    can_be_empty: bool
-    first_positions: int
-    last_positions: int
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pattern:
-    accepts: list[CharacterTest] = field(default_factory=list)  # one test for each position
-    follow: list[int] = field(default_factory=list)
-    whole: PatternFragment = field(default_factory=lambda: PatternFragment(True, 0, 0))
-    anchored_at_start: bool = False
-    anchored_at_end: bool = False
-    _steps: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
+    compiled: Any  # RE2's object, which has no type annotations
 
     def is_found_in(self, text: str) -> bool:
-        """Return whether the pattern matches somewhere in the text, as its anchors ^ and $ require."""
-        if self.whole.can_be_empty and not (self.anchored_at_start and self.anchored_at_end):
-            return True
-        text = text[:MAX_TEXT_CHARS]
-        begin = self.whole.first_positions
-        state, done = begin, self.whole.can_be_empty
-        for character in text:
-            state, done = self._consume_character(state, character)
-            if done and not self.anchored_at_end:
-                return True
-            if not self.anchored_at_start:
-                state |= begin
-            elif not state and not done:
-                return False
-        return done
-
-    def _consume_character(self, active_positions: int, character: str) -> tuple[int, bool]:
-        """Return the positions that are active after this character, and whether a match ends with the character."""
-        cached = self._steps.get((active_positions, character))
-        if cached is not None:
-            return cached
-        following, ends, left = 0, False, active_positions
-        while left:
-            bit = left & -left
-            position = bit.bit_length() - 1
-            if self.accepts[position](character):
-                following |= self.follow[position]
-                ends = ends or bool(bit & self.whole.last_positions)
-            left ^= bit
-        if len(self._steps) >= MAX_CACHED_STEPS:
-            self._steps.clear()
-        self._steps[active_positions, character] = following, ends
-        return following, ends
-
-    # -- for the parser ------------------------------------------------------------------------------------------------
-
-    def add_position(self, accepts: CharacterTest) -> PatternFragment:
-        if len(self.accepts) >= MAX_POSITIONS:
-            raise ValueError(
-                f"the pattern is longer than {MAX_POSITIONS} characters after its repetitions are expanded"
-            )
-        self.accepts.append(accepts)
-        self.follow.append(0)
-        bit = 1 << (len(self.accepts) - 1)
-        return PatternFragment(False, bit, bit)
-
-    def concatenate(self, before: PatternFragment, after: PatternFragment) -> PatternFragment:
-        self._link_positions(before.last_positions, after.first_positions)
-        first = before.first_positions | after.first_positions if before.can_be_empty else before.first_positions
-        last = before.last_positions | after.last_positions if after.can_be_empty else after.last_positions
-        return PatternFragment(before.can_be_empty and after.can_be_empty, first, last)
-
-    def repeat_fragment(self, fragment: PatternFragment) -> PatternFragment:
-        """Return the fragment changed so that it may repeat, once or more."""
-        self._link_positions(fragment.last_positions, fragment.first_positions)
-        return fragment
-
-    def _link_positions(self, end_positions: int, next_positions: int) -> None:
-        while end_positions:
-            bit = end_positions & -end_positions
-            self.follow[bit.bit_length() - 1] |= next_positions
-            end_positions ^= bit
+        """Return whether the pattern matches somewhere in the first MAX_TEXT_CHARS characters of the text."""
+        return self.compiled.search(_encode_text(text[:MAX_TEXT_CHARS])) is not None
 
 
-def character_class(letter: str) -> CharacterTest | None:
-    return _CLASSES.get(letter)
+def compile_pattern(pattern: str) -> Pattern:
+    """Compile a regular expression. Raise ValueError with the reason if it is unsupported or too large."""
+    import re2  # takes 5 ms, and most gateways have no $regex
+
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise ValueError(f"the pattern must have at most {MAX_PATTERN_CHARS} characters, not {len(pattern)}")
+    translated = _translate_to_re2(pattern)
+    options = re2.Options()
+    options.log_errors = False
+    options.never_capture = True  # groups are not read, and a search without them is faster
+    options.max_mem = MAX_PATTERN_MEMORY_BYTES
+    try:
+        return Pattern(re2.compile(translated, options=options))
+    except UnicodeEncodeError:
+        raise ValueError("the pattern contains half of a surrogate pair") from None
+    except re2.error as e:
+        error = e
+    try:
+        re2.compile(pattern, options=options)
+    except re2.error as e:
+        error = e  # quotes the pattern as it was written, not its translation
+    raise ValueError(f"RE2 reports {error.args[0].decode(errors='replace')!r}")
 
 
-def unescape(letter: str) -> str:
-    """Return the character that a backslash and this letter stand for.
+def _encode_text(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # JSON may contain half of a surrogate pair; it is searched as U+FFFD
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
-    Raise ValueError if the escape is not supported.
-    """
-    if letter in _ESCAPES:
-        return _ESCAPES[letter]
-    if letter.isalnum():
+
+def _translate_to_re2(pattern: str) -> str:
+    r"""Return the pattern with Unicode classes instead of \d, \w, \s, \D, \W and \S."""
+
+    def replace(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return _ESCAPE.sub(lambda escape: _translate_in_brackets(escape[1]), found[0])
+        return _translate_escape(found[1])
+
+    return _BRACKETS_OR_ESCAPE.sub(replace, pattern)
+
+
+def _translate_escape(letter: str) -> str:
+    if letter in _POSITIVE_CLASSES:
+        return f"[{_POSITIVE_CLASSES[letter]}]"
+    if letter in ("D", "W", "S"):
+        return f"[^{_POSITIVE_CLASSES[letter.lower()]}]"
+    if letter in ("C", "Q"):  # RE2 knows them: one byte, and text without special characters up to \E
         raise ValueError(f"the escape \\{letter} is not supported")
-    return letter
+    return _keep_escape(letter)
+
+
+def _translate_in_brackets(letter: str) -> str:
+    if letter == "D":
+        return r"\P{Nd}"
+    if letter in ("W", "S"):
+        return _complement_ranges(letter)
+    return _POSITIVE_CLASSES.get(letter) or _keep_escape(letter)
+
+
+def _keep_escape(letter: str) -> str:
+    if letter.isascii() or letter.isalnum():
+        return f"\\{letter}"
+    return letter  # RE2 rejects a backslash before a non-ASCII character
+
+
+@cache
+def _complement_ranges(letter: str) -> str:
+    r"""Return the characters of \W or \S as ranges, because RE2 cannot negate a part of a class."""
+    characters = "".join(map(chr, range(_END_OF_LETTERS)))
+    if letter == "W":
+        # (?i) would add the letter iota to \W, because it is the combining iota's other case.
+        characters = characters.replace(_COMBINING_IOTA, "a")
+    spans = [found.span() for found in re.finditer(rf"\{letter}+", characters)]
+    ranges = "".join(rf"\x{{{start:x}}}-\x{{{end - 1:x}}}" for start, end in spans)
+    edge = r"\p{Zs}" if letter == "W" else r"\p{L}"
+    return rf"{edge}{ranges}\x{{{_END_OF_LETTERS:x}}}-\x{{10ffff}}{edge}"
