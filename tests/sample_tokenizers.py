@@ -48,6 +48,6 @@ def pieces() -> Tokenizer:
 
 def smollm2() -> Path:
     try:
-        return resolve_model("smollm2", progress=False)
+        return resolve_model("smollm2", show_progress=False)
     except DownloadError as e:
         pytest.skip(f"SmolLM2 is not in the cache and cannot be downloaded: {e}")

@@ -51,7 +51,7 @@ def test_widened_blocks_are_contiguous_by_row() -> None:
     widened = planner._assign_widened_blocks(planner._widened, context, fast, torch.from_numpy)
     assert widened.count.tolist() == [5] and widened.first_blocks.tolist() == [0, 0, 1, 4]
     assert widened.sources[:5].tolist() == [[1, 0], [2, 0], [2, 1], [2, 2], [3, 0]] and len(widened.sources) == 9
-    tables = widened.with_tables().tables
+    tables = widened.with_block_tables().tables
     assert tables is not None and tables[2, :3].tolist() == [1, 2, 3] and tables[3, 0] == 4
 
 
@@ -61,11 +61,14 @@ def test_only_rows_that_do_not_fit_use_the_slower_kernel() -> None:
     assert planner._count_prefill_kernel_tokens(context, counts, 1).tolist() == [0, 16, 3, 0]
     padded = counts * np.array([1, 0, 1, 1])
     assert planner._count_prefill_kernel_tokens(context, padded, 1).tolist() == [0, 0, 3, 1], "padding takes none"
-    assert planner.can_widen([16, 33]) and not planner.can_widen([16, 33, 1])
+    assert planner.can_widen_blocks([16, 33]) and not planner.can_widen_blocks([16, 33, 1])
     planner._widened = None
-    assert planner._count_prefill_kernel_tokens(context, counts, 1).tolist() == [0, 16, 3, 1] and planner.can_widen(
-        [10**6]
-    )
+    assert planner._count_prefill_kernel_tokens(context, counts, 1).tolist() == [
+        0,
+        16,
+        3,
+        1,
+    ] and planner.can_widen_blocks([10**6])
 
 
 def test_scratch_buffers_may_be_zeroed_by_sleep() -> None:

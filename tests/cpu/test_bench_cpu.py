@@ -12,7 +12,7 @@ import tiny
 
 from emberline.bench import cpu, machine_limits, workload
 from emberline.bench.contender import ContenderProcess
-from emberline.bench.contenders import BenchEnvironment, emberline_spec, peer_spec
+from emberline.bench.contenders import BenchEnvironment, make_emberline_spec, make_peer_spec
 from emberline.core.errors import InvalidRequest
 
 
@@ -48,7 +48,7 @@ def test_ourselves_and_a_peer_in_one_run(
 
 
 def test_our_engine_makes_every_token_of_a_job(model: Path, tmp_path: Path) -> None:
-    contender = ContenderProcess(emberline_spec(BenchEnvironment(model, None, 1, tmp_path)), tmp_path / "log")
+    contender = ContenderProcess(make_emberline_spec(BenchEnvironment(model, None, 1, tmp_path)), tmp_path / "log")
     job = workload.make_job([(40, 3), (5, 20), (1, 1)], 131)
     run = contender.run_job(job, 60.0)
     contender.stop()
@@ -74,7 +74,7 @@ def test_unknown_peers_and_models_without_a_gguf_are_refused(
     with pytest.raises(InvalidRequest, match="unknown peer 'llama'"), ExitStack() as stack:
         cpu._start_contenders(ground, ["llama"], 131, stack)
     with pytest.raises(InvalidRequest, match="unknown peer 'llama'"):
-        peer_spec("llama", ground)
+        make_peer_spec("llama", ground)
     with pytest.raises(InvalidRequest, match="GGUF"):
-        peer_spec("llamacpp", ground)
-    assert peer_spec("transformers", ground).python == Path(sys.executable)
+        make_peer_spec("llamacpp", ground)
+    assert make_peer_spec("transformers", ground).python == Path(sys.executable)

@@ -10,7 +10,7 @@ import torch
 from emberline.bench import kv8
 from emberline.bench.report import BenchReport
 from emberline.core.plan import WorkItem
-from emberline.engine.batch import build_forward
+from emberline.engine.batch import build_forward_batch
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models import attention
@@ -49,7 +49,7 @@ def test_rounding_equals_storing(model: DecoderModel) -> None:
     for start in range(0, 32, 8):
         chunk = TOKENS[start : start + 8]
         work = [WorkItem("", start, chunk, range(2), samples=True, prompt_logprobs=True)]
-        expected = model.forward(build_forward(work, stored))
+        expected = model.forward(build_forward_batch(work, stored))
         assert torch.equal(ours.compute_logits(chunk, start), expected)
         assert not torch.equal(plain.compute_logits(chunk, start), expected)  # the rounding has an effect
     assert torch.equal(ours.cache.keys, stored.keys.float()) and torch.equal(ours.cache.values, stored.values.float())

@@ -126,10 +126,10 @@ def test_loads_weights_through_child(dtype: torch.dtype | None, ahead: int, tmp_
     pairs = []
     for name in [name for name in checkpoint.tensor_names() if len(checkpoint.tensor_info(name).shape) == 2]:
         rows, columns = checkpoint.tensor_info(name).shape
-        pairs.append((placed.matrix(name, rows, columns), plain.matrix(name, rows, columns)))
+        pairs.append((placed.load_matrix(name, rows, columns), plain.load_matrix(name, rows, columns)))
         pairs[-1][0].fill_(float("nan"))
     for name in [name for name in checkpoint.tensor_names() if len(checkpoint.tensor_info(name).shape) == 1]:
-        pairs.append((placed.vector(name, config.hidden), plain.vector(name, config.hidden)))
+        pairs.append((placed.load_vector(name, config.hidden), plain.load_vector(name, config.hidden)))
         pairs[-1][0].fill_(float("nan"))
     placed.finish(IGNORABLE_TENSORS)
     assert pairs and all(torch.equal(ours, theirs) for ours, theirs in pairs)

@@ -46,7 +46,7 @@ from emberline.models.tensor_load import TensorLoad
 from emberline.models.weights import Weights
 from emberline.unweight import model
 from emberline.unweight.codec import select_weight_codec
-from emberline.unweight.format import BLOCK_ELEMENTS, num_blocks
+from emberline.unweight.format import BLOCK_ELEMENTS, count_blocks
 from emberline.unweight.numpy_codec import NumpyWeightCodec
 from emberline.unweight.tensor import CodedTensor, is_coded
 
@@ -69,7 +69,7 @@ def no_threads_left() -> Iterator[None]:
 
 
 def pack_checkpoint(source: Path, target: Path) -> Path:
-    model.pack(source, target, CODEC, lambda _: None)
+    model.pack_model(source, target, CODEC, lambda _: None)
     assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
     return target
 
@@ -108,7 +108,7 @@ def test_loads_every_dtype_smaller_than_a_block(file: torch.dtype, dtype: torch.
 def test_blocks_split_across_chunks(file: torch.dtype, chunk_bytes: int, tmp_path: Path) -> None:
     write_tensors(tmp_path, MANY, dtype=file)
     info = Checkpoint.open(tmp_path / "packed").tensor_info(EMBEDDING)
-    assert num_blocks(info.logical_bytes // file.itemsize) > 4
+    assert count_blocks(info.logical_bytes // file.itemsize) > 4
     assert_same_as_unpacked(tmp_path, chunk_bytes=chunk_bytes, ring=2)
 
 
@@ -153,7 +153,7 @@ def test_head_equal_to_embedding_is_dropped(tmp_path: Path) -> None:
     tensors[HEAD] = tensors[EMBEDDING].clone()
     directory = pack_checkpoint(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
     placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
-    assert placed.drop_duplicate(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
+    assert placed.drop_duplicate(HEAD, EMBEDDING, 301, 96) and not placed.has_tensor(HEAD)
     config = ModelConfig.from_hf(placed.checkpoint.config)
     found = load_all(placed, config)
     placed.finish(IGNORABLE_TENSORS)
@@ -214,7 +214,7 @@ def test_bytes_may_arrive_in_any_order(tmp_path: Path) -> None:
                 arrival.copy_part(begin, torch.from_numpy(out[: end - begin]))
                 blocks += range(run.first, run.last)
             memory[:] = 255  # kept bytes must be copies
-        assert sorted(blocks) == list(range(num_blocks(place.numel()))) and arrival.remaining_bytes == 0
+        assert sorted(blocks) == list(range(count_blocks(place.numel()))) and arrival.remaining_bytes == 0
         assert torch.equal(place, expected) and not arrival._partial_blocks and not arrival._early_parts
 
 
@@ -307,7 +307,7 @@ def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
         placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
         placed.device = torch.device(device)
         with pytest.raises(UnsupportedModel, match="F8_E4M3"):
-            placed.matrix(EMBEDDING, 301, 96)
+            placed.load_matrix(EMBEDDING, 301, 96)
 
 
 def test_device_weights_read_packed_files(tmp_path: Path) -> None:
@@ -408,11 +408,11 @@ def test_warm_up_while_loading(
 def test_memory_plan_includes_packed_matrices(shape: tuple[int, int]) -> None:
     made = reference_pack((torch.randn(shape) * 0.02).to(BF16))
     assert made is not None
-    assert made.nbytes <= memory.packed_bytes(*shape) < 2 * shape[0] * shape[1]
+    assert made.nbytes <= memory.max_packed_bytes(*shape) < 2 * shape[0] * shape[1]
 
 
 def test_memory_plan_counts_plain_weights() -> None:
-    assert memory.packed_bytes(100, 64) == 2 * 100 * 64 and memory.packed_bytes(64, 100) == 2 * 64 * 100
+    assert memory.max_packed_bytes(100, 64) == 2 * 100 * 64 and memory.max_packed_bytes(64, 100) == 2 * 64 * 100
 
 
 def test_which_weights_are_packed(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_bench_packs_its_random_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done == ["write", "pack"] and target == tmp_path / "model-packed"
     assert cold._ensure_checkpoint(report, plain, packed=True) == target and done == ["write", "pack"]
     assert report.config["codec"] == CODEC.name and report.config["pack_s"] > 0
-    assert model.verify(target, plain, CODEC, lambda _: None) == []
+    assert model.verify_model(target, plain, CODEC, lambda _: None) == []
 
 
 def test_coded_vectors_load(tmp_path: Path) -> None:
@@ -484,6 +484,6 @@ def test_coded_vectors_load(tmp_path: Path) -> None:
     info = checkpoint.tensors["bias"]
     checkpoint.tensors["bias"] = type(info)(info.dtype, (12800,), info.file, info.offset, info.nbytes, info.packing)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    found = placed.vector("bias", 12800)
+    found = placed.load_vector("bias", 12800)
     placed.finish("")
     assert is_coded(info) and torch.equal(found, whole.flatten().float())

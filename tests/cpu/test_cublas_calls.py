@@ -52,11 +52,11 @@ def fake_cublas(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(cublas, "_cublas_handle", ctypes.c_void_p)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
         monkeypatch.setattr(cublas, "choices", {})
-        cublas._cached_matmul.cache_clear()
+        cublas._get_matmul.cache_clear()
         return library
 
     yield install
-    cublas._cached_matmul.cache_clear()
+    cublas._get_matmul.cache_clear()
 
 
 def tensors() -> tuple[torch.Tensor, ...]:

@@ -31,7 +31,7 @@ from emberline.models.device_weights import DeviceWeights
 from emberline.models.layers import load_stacked_bias
 from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.reader import FileReader, weight_file_paths
-from emberline.models.sleep import sleep
+from emberline.models.sleep import put_to_sleep
 from emberline.models.weights import Weights
 
 DTYPES = [None, torch.float32, torch.bfloat16]
@@ -70,13 +70,13 @@ def load_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
             out[f"{at}.gate_up_bias"] = load_stacked_bias(weights, gate_up)
             out[f"{at}.down_bias"] = load_stacked_bias(weights, [(f"{at}.mlp.down_proj", config.hidden)])
         for name in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{at}.{name}"] = weights.vector(f"{at}.{name}.weight", config.hidden)
+            out[f"{at}.{name}"] = weights.load_vector(f"{at}.{name}.weight", config.hidden)
         for name in ("q_norm", "k_norm") if config.qk_norm else ():
-            out[f"{at}.{name}"] = weights.vector(f"{at}.self_attn.{name}.weight", config.head_dim)
-    out["embedding"] = weights.embedding_table("model.embed_tokens.weight", config.vocab, config.hidden)
-    out["norm"] = weights.vector("model.norm.weight", config.hidden)
-    if weights.has("lm_head.weight"):
-        out["head"] = weights.matrix("lm_head.weight", config.vocab, config.hidden)
+            out[f"{at}.{name}"] = weights.load_vector(f"{at}.self_attn.{name}.weight", config.head_dim)
+    out["embedding"] = weights.load_embedding_table("model.embed_tokens.weight", config.vocab, config.hidden)
+    out["norm"] = weights.load_vector("model.norm.weight", config.hidden)
+    if weights.has_tensor("lm_head.weight"):
+        out["head"] = weights.load_matrix("lm_head.weight", config.vocab, config.hidden)
     return out
 
 
@@ -319,7 +319,7 @@ def test_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyP
         checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, config, {**tensors, "lm_head.weight": head}))
         placed = DeviceWeights(checkpoint, dtype, "cpu")
         dropped = placed.drop_duplicate("lm_head.weight", name, 131, 48)
-        assert placed.has("lm_head.weight") is not dropped
+        assert placed.has_tensor("lm_head.weight") is not dropped
         return dropped
 
     assert answer(lambda head: None)
@@ -570,7 +570,7 @@ def test_sleep_and_wake() -> None:
     base = torch.randn(1000)
     head, rows, alone = base[:100], base.view(10, 100)[3:7], torch.randint(0, 100, (7, 5), dtype=torch.int32)
     before = [t.clone() for t in (base, head, rows, alone)]
-    slept = sleep([head, rows, alone, torch.empty(0)])
+    slept = put_to_sleep([head, rows, alone, torch.empty(0)])
     assert slept.nbytes == base.nbytes + alone.nbytes  # shared memory counts once
     assert base.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
     slept.wake()
@@ -583,7 +583,7 @@ def test_sleep_and_wake() -> None:
 def test_failed_wake_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(50) for _ in range(3)]
     before = [t.clone() for t in tensors]
-    slept = sleep(tensors)
+    slept = put_to_sleep(tensors)
     full = slept._slept[1].storage
 
     class Full:

@@ -145,17 +145,17 @@ def test_packed_weights_are_planned_and_kept(
     config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
     directory = tiny.write(tmp_path / "plain", config, dtype=dtype)
     if files == "packed":
-        unweight.pack(directory, tmp_path / "packed", select_weight_codec(find_library()), lambda _: None)
+        unweight.pack_model(directory, tmp_path / "packed", select_weight_codec(find_library()), lambda _: None)
         directory = tmp_path / "packed"
     settled: list[int] = []
     beside: list[int] = []
 
     def keep_packed(weight: ops.PackedWeight) -> int:
-        beside.append(memory.packed_bytes(weight.n, weight.k))
+        beside.append(memory.max_packed_bytes(weight.n, weight.k))
         return beside[-1]
 
     def settle(empty: ops.PackedWeight, values: torch.Tensor) -> int:
-        settled.append(memory.packed_bytes(empty.n, empty.k))
+        settled.append(memory.max_packed_bytes(empty.n, empty.k))
         return settled[-1]
 
     monkeypatch.setattr(ops, "fill_weight", settle)

@@ -20,8 +20,8 @@ from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.engine_group_boot import WeightEstimate, boot_engine_group, kv_bytes_per_model, plan_time_sharing
 from emberline.engine.gpu.boot import BootedGPUEngine
-from emberline.engine.gpu.device import has_hopper
-from emberline.engine.gpu.swap import SwappedEngine, model_memory
+from emberline.engine.gpu.device import has_hopper_gpu
+from emberline.engine.gpu.swap import SwappedEngine, usable_model_bytes
 from emberline.engine.memory import plan_engine_memory
 from emberline.kernels import backend, reference
 
@@ -106,7 +106,7 @@ def test_kv_host_memory_above_free_memory_is_rejected(configs: dict[str, EngineC
         boot_engine_group({"a": configs["a"].with_settings(kv_host_memory=1 << 50)}, TimeSharingConfig())
 
 
-@pytest.mark.skipif(has_hopper(), reason="there is one")
+@pytest.mark.skipif(has_hopper_gpu(), reason="there is one")
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_missing_gpu_is_rejected(configs: dict[str, EngineConfig], names: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no GPU with"):
@@ -148,7 +148,7 @@ def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None
     total = 40 * GIB
     members, space = plan_time_sharing(with_gpu(configs), total, 0, fail_to_load)
     sizes = [member.nbytes for member in members.values()]
-    assert space == model_memory(total) and 0 <= space - sum(sizes) < space / 1000
+    assert space == usable_model_bytes(total) and 0 <= space - sum(sizes) < space / 1000
     kv = [
         plan_engine_memory(WeightEstimate.from_config(c).config, gpu_config(max_running=8), total, "float32").kv_bytes
         for c in configs.values()
@@ -173,7 +173,7 @@ def test_models_that_do_not_fit_get_all_memory_by_turns(configs: dict[str, Engin
 
 def test_configured_kv_memory_is_used(configs: dict[str, EngineConfig]) -> None:
     members, space = plan_time_sharing(with_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, fail_to_load)
-    assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == model_memory(40 * GIB)
+    assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == usable_model_bytes(40 * GIB)
 
 
 @pytest.mark.usefixtures("use_plain_arithmetic")

@@ -15,7 +15,7 @@ from emberline.core.plan import PENDING_TOKEN, Admission, WorkItem
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.graphs import StepGraphs
 from emberline.engine.gpu.rows import DeviceRows
-from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, StepShape, max_step_rows, pad_rows
+from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, StepShape, max_step_rows, pad_row_count
 from emberline.engine.sampler import SamplingState
 
 BLOCK = 16
@@ -32,7 +32,7 @@ def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[Devic
         needed = -(-(w.start + len(w.tokens)) // BLOCK)
         w.blocks = list(range(100 * at, 100 * at + needed))
     rows.assign_rows(work)
-    rows.table_updates(work)
+    rows.take_block_table_updates(work)
     return rows, work
 
 
@@ -85,8 +85,8 @@ def test_tokens_of_chunks_follow_those_of_singles() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 63, 65, 200, 300, 700, 1000])
 def test_padding_is_small_and_within_the_planned_rows(rows: int) -> None:
-    assert rows <= pad_rows(rows) <= max(rows * 1.34, rows + 7)
-    assert pad_rows(rows) <= max_step_rows(rows)
+    assert rows <= pad_row_count(rows) <= max(rows * 1.34, rows + 7)
+    assert pad_row_count(rows) <= max_step_rows(rows)
 
 
 def test_uncapturable_work_has_no_shape() -> None:
@@ -107,7 +107,7 @@ def test_row_of_absent_request_is_reused_and_its_table_sent_again() -> None:
         few.add(w.id, rows[w.id].sampling)
     for pair in ((a, b), (b, c), (c, a), (a, b)):
         few.assign_rows(pair)
-        few.table_updates(pair)
+        few.take_block_table_updates(pair)
         assert len({few[w.id].index for w in pair}) == 2
         for w in pair:
             assert few.host_tables[few[w.id].index, : len(w.blocks)].tolist() == w.blocks
@@ -117,5 +117,5 @@ def test_captured_steps_share_one_logits_tensor() -> None:
     """Separate tensors for all captured steps would take more memory than planned."""
     unused: Any = None
     step_graphs = StepGraphs(unused, unused, unused, max_step_rows(200))
-    few, many = (step_graphs.logits(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
+    few, many = (step_graphs.get_logits_buffer(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
     assert few.data_ptr() == many.data_ptr() and few.shape == (8, 10) and len(many) == max_step_rows(200)

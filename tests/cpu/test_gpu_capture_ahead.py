@@ -53,7 +53,7 @@ def test_capturing_all_shapes_does_not_change_tokens(gpu_engine: BootedGPUEngine
 
 def test_shapes_are_captured_again_after_memory_moved(gpu_engine: BootedGPUEngine) -> None:
     prepare_all(gpu_engine.runner)
-    gpu_engine.runner.forget_addresses()
+    gpu_engine.runner.drop_device_addresses()
     assert gpu_engine.engine.is_preparing and not gpu_engine.runner._graphs.captured
     assert prepare_all(gpu_engine.runner) == len(gpu_engine.runner.shapes)
 
@@ -63,7 +63,7 @@ def test_failed_capture_leaves_steps_uncaptured(gpu_engine: BootedGPUEngine, mon
         raise AssertionError("a buffer was allocated during a capture")
 
     whole = generate(gpu_engine.engine, "whole")
-    gpu_engine.runner.forget_addresses()
+    gpu_engine.runner.drop_device_addresses()
     monkeypatch.setattr(gpu_engine.runner._graphs.stream, "capture", fail)
     prepare_all(gpu_engine.runner)
     assert gpu_engine.runner._graphs.capture_failed and not gpu_engine.runner._graphs.captured

@@ -131,7 +131,7 @@ def test_only_adjacent_rows_are_merged() -> None:
         TransferPiece(2, 3, 2, 4),
         TransferPiece(4, 5, 0, 2),
     ]
-    assert transport.merge_layers(pieces) == [
+    assert transport.merge_adjacent_layers(pieces) == [
         TransferPiece(0, 3, 0, 2),
         TransferPiece(4, 5, 0, 2),
         TransferPiece(0, 1, 2, 4),

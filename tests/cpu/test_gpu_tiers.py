@@ -251,7 +251,7 @@ def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyP
     areas = [memoryview(bytearray(rng.randbytes(16 * size))) for _ in range(2)]
     areas[1][:] = areas[0]
     copier = DeviceCopier(caches[1], device)
-    copier.attach_area(areas[1])
+    copier.attach_host_memory(areas[1])
     device.watch(areas[1], scratch=copier.device_buffers(), cache=[caches[1].keys, caches[1].values])
     with device, device.step_stream.activate():
         under_way = None

@@ -18,10 +18,10 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
-from emberline.engine.gpu.swap import SleepManager, SwappedEngine, model_memory
+from emberline.engine.gpu.swap import SleepManager, SwappedEngine, usable_model_bytes
 from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, plan_memory
 from emberline.kernels import backend, reference
-from emberline.models.sleep import iter_instances, sleep
+from emberline.models.sleep import iter_instances, put_to_sleep
 
 
 @dataclass
@@ -193,9 +193,9 @@ def test_model_memory_matches_the_plans() -> None:
     model = SwappedEngine(whole, lambda: pytest.fail("not yet"))
     block = whole.kv_bytes // whole.kv_blocks
     assert (
-        model_memory(total) - block
+        usable_model_bytes(total) - block
         < model.nbytes
-        <= model_memory(total)
+        <= usable_model_bytes(total)
         == int(total * USABLE_FRACTION) - RESERVE_BYTES
     )
     assert model.idle
@@ -317,7 +317,7 @@ def test_failed_boot_can_be_retried(tmp_path: Path) -> None:
 def test_sleep_keeps_weights_and_zeroes_scratch() -> None:
     weights, scratch = torch.randn(100), torch.randn(50)
     part, before = weights[10:20], weights.clone()
-    slept = sleep([weights, part], zeroed_tensors=[scratch, part])
+    slept = put_to_sleep([weights, part], zeroed_tensors=[scratch, part])
     assert slept.nbytes == weights.nbytes + scratch.nbytes and slept.copied_bytes == weights.nbytes
     for _ in range(3):
         assert weights.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0

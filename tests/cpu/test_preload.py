@@ -60,8 +60,8 @@ def test_used_pages_are_recorded(tmp_path: Path) -> None:
     with file.open("rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as memory:
         memory.madvise(mmap.MADV_RANDOM)
         assert memory[pages * size] >= 0
-        preload.write_record()
-    note = preload.read_record()
+        preload.write_file_record()
+    note = preload.read_file_record()
     assert any(begin <= pages * size < end for begin, end in note[str(file)])
     assert sum(end - begin for begin, end in note[str(file)]) < file.stat().st_size
     module, size = Path(preload.__file__), Path(preload.__file__).stat().st_size
@@ -70,20 +70,20 @@ def test_used_pages_are_recorded(tmp_path: Path) -> None:
     assert not compiled.is_file() or note[str(compiled)] == [(0, compiled.stat().st_size)]
     assert note[str(module.parent)] == []  # a directory that was searched
     before = preload._record_path().stat().st_mtime_ns
-    preload.write_record()  # the record is current
+    preload.write_file_record()  # the record is current
     assert preload._record_path().stat().st_mtime_ns == before
     file.write_bytes(b"another")
-    preload.write_record()
-    assert str(file) not in preload.read_record()
+    preload.write_file_record()
+    assert str(file) not in preload.read_file_record()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": [1, [[2]]]}', "null"])
 def test_damaged_record_is_ignored(text: str) -> None:
     preload._record_path().parent.mkdir(parents=True)
     preload._record_path().write_text(text)
-    assert preload.read_record() == {}
-    preload.write_record()
-    assert preload.read_record()
+    assert preload.read_file_record() == {}
+    preload.write_file_record()
+    assert preload.read_file_record()
 
 
 def test_preload_needs_no_torch_and_uses_the_record(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_products_of_packed_shards_equal_full_product(kind: str, of: int) -> Non
 
 
 def pack_checkpoint(source: Path, target: Path) -> Path:
-    unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
+    unweight.pack_model(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
 
@@ -106,11 +106,11 @@ def test_model_loaded_in_shards(files: str, tmp_path: Path) -> None:
     parts = [load_shard(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]
     again = [DeviceWeights(open_(directory), torch.float32, "cpu", shard=shard) for shard in shards(2)]
     tables = [
-        rows_of(weights.embedding_table("model.embed_tokens.weight", p.config.vocab, 128))
+        rows_of(weights.load_embedding_table("model.embed_tokens.weight", p.config.vocab, 128))
         for weights, p in zip(again, parts, strict=True)
     ]
-    o = [w.matrix("model.layers.1.self_attn.o_proj.weight", 128, 64) for w in again]
-    bias = [w.vector("model.layers.1.self_attn.k_proj.bias", 32) for w in again]
+    o = [w.load_matrix("model.layers.1.self_attn.o_proj.weight", 128, 64) for w in again]
+    bias = [w.load_vector("model.layers.1.self_attn.k_proj.bias", 32) for w in again]
     for weights in again:
         weights.finish(".*")
     assert torch.equal(torch.cat(tables), rows_of(whole.embedding))

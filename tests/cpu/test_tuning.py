@@ -127,16 +127,18 @@ def test_unmeasured_product_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch
     x, w, wide = (
         t.as_strided((rows, 4), (4, 1), -t.data_ptr() % 256 // t.itemsize) for t, rows in ((x, 3), (w, 2), (wide, 3))
     )
-    assert cublas.can_use_tuned(x, w, ProductKind.STORE) and not cublas.can_use_tuned(
+    assert cublas.can_use_tuned_algorithm(x, w, ProductKind.STORE) and not cublas.can_use_tuned_algorithm(
         x.t().contiguous().t(), w, ProductKind.STORE
     )
-    assert not cublas.can_use_tuned(x, w, ProductKind.ADD) and not cublas.can_use_tuned(x, w, ProductKind.GATED)
-    assert not cublas.can_use_tuned(x[:2], w, ProductKind.STORE)
-    assert not cublas.can_use_tuned(wide, w, ProductKind.STORE) and not cublas.can_use_tuned(
+    assert not cublas.can_use_tuned_algorithm(x, w, ProductKind.ADD) and not cublas.can_use_tuned_algorithm(
+        x, w, ProductKind.GATED
+    )
+    assert not cublas.can_use_tuned_algorithm(x[:2], w, ProductKind.STORE)
+    assert not cublas.can_use_tuned_algorithm(wide, w, ProductKind.STORE) and not cublas.can_use_tuned_algorithm(
         x, w, ProductKind.STORE, wide
     ), "of another type"
     askew = x.as_strided(x.shape, x.stride(), x.storage_offset() + 4)
-    assert not cublas.can_use_tuned(askew, w, ProductKind.STORE) and not cublas.can_use_tuned(
+    assert not cublas.can_use_tuned_algorithm(askew, w, ProductKind.STORE) and not cublas.can_use_tuned_algorithm(
         x, w, ProductKind.STORE, askew
     )
 

@@ -29,7 +29,7 @@ PROMPT = "The history of the city begins"
 
 
 def pack_checkpoint(source: Path, target: Path) -> Path:
-    model.pack(source, target, CODEC, lambda _: None)
+    model.pack_model(source, target, CODEC, lambda _: None)
     assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
     return target
 
@@ -48,8 +48,8 @@ def test_packed_model_has_same_weights_and_fingerprint(tmp_path: Path, dtype: to
         plain, ours = Weights(Checkpoint.open(source)), Weights(Checkpoint.open(target))
         for name, info in plain.checkpoint.tensors.items():
             take = (name, *info.shape)
-            a = plain.vector(*take) if len(info.shape) == 1 else plain.matrix(*take)
-            b = ours.vector(*take) if len(info.shape) == 1 else ours.matrix(*take)
+            a = plain.load_vector(*take) if len(info.shape) == 1 else plain.load_matrix(*take)
+            b = ours.load_vector(*take) if len(info.shape) == 1 else ours.load_matrix(*take)
             assert torch.equal(a, b) and a.dtype == b.dtype, name
         ours.finish("")
         assert plain.loaded_bytes == ours.loaded_bytes
@@ -118,7 +118,7 @@ def test_other_device_refuses_packed_files(tmp_path: Path) -> None:
     weights = Weights(Checkpoint.open(pack_checkpoint(tiny.write(tmp_path / "m", LARGER), tmp_path / "packed")))
     weights.device = torch.device("cuda")
     with pytest.raises(UnsupportedModel, match="packed"):
-        weights.matrix("lm_head.weight", 301, 96)
+        weights.load_matrix("lm_head.weight", 301, 96)
 
 
 def test_packed_smollm2_gives_same_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

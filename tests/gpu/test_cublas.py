@@ -39,7 +39,7 @@ def test_usable_proposals_give_the_same_bits(shape: tuple[int, int, int]) -> Non
     assert len(matmul) > 1 or shape[0] == 300
     assert error(outs[0], x, w) <= 2 * error(torch.nn.functional.linear(x, w), x, w)
     same = [i for i, out in enumerate(outs) if torch.equal(out, outs[0])]
-    assert tuning.bitwise_equal_proposals(matmul, x, w) == same
+    assert tuning.find_bitwise_equal_proposals(matmul, x, w) == same
     assert shape[0] == 300 or len(same) == len(matmul)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels import worklist
-from emberline.kernels.cuda.decode import DecodeCache, DecodeScratch, DecodeWork, decode_attention
+from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, decode_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,25 +83,27 @@ class Case:
         return torch.stack(exact), torch.stack(theirs)
 
 
-def work_for(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DecodeWork:
+def work_for(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DeviceWorkList:
     rows, kv_heads = len(case.lengths), case.heads[1]
-    room = worklist.item_capacity(rows, kv_heads, sms)
+    room = worklist.max_work_items(rows, kv_heads, sms)
     made = worklist.plan_decode_work(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
-    return DecodeWork(torch.from_numpy(made.data).cuda(), rows, room)
+    return DeviceWorkList(torch.from_numpy(made.data).cuda(), rows, room)
 
 
-def scratch_of(case: Case, work: DecodeWork) -> DecodeScratch:
+def scratch_of(case: Case, work: DeviceWorkList) -> DecodeScratch:
     made = DecodeScratch(work.rows, work.capacity, *case.heads, torch.device("cuda"))
     made.partials.fill_(torch.nan)
     made.max_and_sum.fill_(torch.nan)
     return made
 
 
-def run(case: Case, work: DecodeWork | None = None, *, window: int = 0, scratch: DecodeScratch | None = None) -> Tensor:
+def run(
+    case: Case, work: DeviceWorkList | None = None, *, window: int = 0, scratch: DecodeScratch | None = None
+) -> Tensor:
     work = work or work_for(case)
     scratch = scratch or scratch_of(case, work)
     out = torch.full((len(case.qkv), case.q_heads * case.heads[2]), torch.nan, device="cuda", dtype=BF16)
-    cached = DecodeCache(case.keys, case.values)
+    cached = DecodeTensorMaps(case.keys, case.values)
     decode_attention(
         case.qkv, cached, case.tables, case.context, work, case.scale, *case.heads, window=window, out=out,
         scratch=scratch, pdl=False,
@@ -202,8 +204,8 @@ def test_cuda_graph_replays_with_changing_lengths(dtype: torch.dtype) -> None:
     longest = Case.random([3000] * rows, 32, 8, 128, dtype=dtype)
     work = work_for(longest)
     scratch = scratch_of(longest, work)
-    cached = DecodeCache(longest.keys, longest.values)
-    swapped = DecodeCache(longest.values, longest.keys)
+    cached = DecodeTensorMaps(longest.keys, longest.values)
+    swapped = DecodeTensorMaps(longest.values, longest.keys)
     qkv, context = torch.zeros_like(longest.qkv), longest.context.clone()
     outs = [torch.empty(rows, 32 * 128, device="cuda", dtype=BF16) for _ in range(4)]
 
@@ -222,7 +224,7 @@ def test_cuda_graph_replays_with_changing_lengths(dtype: torch.dtype) -> None:
     for most in (3000, 5, 700, 64, 1500):
         lengths = [int(n) for n in torch.randint(1, most + 1, (rows,))]
         context.copy_(torch.tensor(lengths) - 1)
-        work.load(worklist.plan_decode_work(np.array(lengths, np.int32), 8, SMS, work.capacity))
+        work.copy_from_host(worklist.plan_decode_work(np.array(lengths, np.int32), 8, SMS, work.capacity))
         longest.qkv.normal_()
         for out in outs:
             out.fill_(torch.nan)

@@ -152,10 +152,10 @@ def test_sleep_frees_device_memory(checkpoints: dict[str, Path], dtype: torch.dt
 
 def test_models_that_fit_stay_awake(checkpoints: dict[str, Path]) -> None:
     """One model sleeps and wakes while the other has open requests."""
-    from emberline.engine.gpu.swap import SleepManager, model_memory
+    from emberline.engine.gpu.swap import SleepManager, usable_model_bytes
 
     models = {name: make_swapped(home, torch.float32) for name, home in checkpoints.items()}
-    sleeper = SleepManager(model_memory(torch.cuda.mem_get_info()[1]))
+    sleeper = SleepManager(usable_model_bytes(torch.cuda.mem_get_info()[1]))
     for name, model in models.items():
         sleeper.add(name, model)
         sleeper.ensure_awake(name)

@@ -39,7 +39,7 @@ def engine(checkpoint: Path, **settings: object) -> Engine:
         checkpoint,
         gpu_config(**chosen),
         dtype=torch.float32,
-        compiler=lambda folder, config: GrammarCompiler(folder / "tokenizer.json", config.vocab, config.eos),
+        make_compiler=lambda folder, config: GrammarCompiler(folder / "tokenizer.json", config.vocab, config.eos),
     ).engine
 
 

@@ -57,7 +57,7 @@ class Batch:
 
     def ours(self, window: int = 0, *, pdl: bool = True) -> Tensor:
         out = self.qkv.new_full((len(self.qkv), self.q_heads * self.head_dim), torch.nan)
-        cached = prefill.PrefillCache(self.k, self.v)
+        cached = prefill.PrefillTensorMaps(self.k, self.v)
         return prefill.prefill_attention(
             self.qkv, cached, self.tables, self.query_start, self.context, self.work, self.scale, self.q_heads,
             window=window, out=out, pdl=pdl,
@@ -132,7 +132,7 @@ def test_same_bits_in_any_batch() -> None:
     row = RAGGED.index((500, 1000))
     first, last = batch.starts[row], batch.starts[row + 1]
     alone = prefill.prefill_attention(
-        batch.qkv[first:last], prefill.PrefillCache(batch.k, batch.v), batch.tables[row : row + 1],
+        batch.qkv[first:last], prefill.PrefillTensorMaps(batch.k, batch.v), batch.tables[row : row + 1],
         torch.tensor([0, 500], dtype=torch.int32, device="cuda"), batch.context[row : row + 1],
         torch.from_numpy(prefill.make_tiles([500], [1000])).cuda(), batch.scale, batch.q_heads,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def test_same_bits_in_any_batch() -> None:
 def test_same_bits_in_chunks(window: int) -> None:
     batch = Batch([(1000, 0)], 8, 2)
     whole = batch.ours(window)
-    cached = prefill.PrefillCache(batch.k, batch.v)
+    cached = prefill.PrefillTensorMaps(batch.k, batch.v)
     parts = []
     for first, last in ((0, 77), (77, 78), (78, 600), (600, 1000)):
         bounds = torch.tensor([0, last - first], dtype=torch.int32, device="cuda")

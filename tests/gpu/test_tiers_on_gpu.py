@@ -45,7 +45,9 @@ def engine(checkpoint: Path, disk: Path | None = None, **settings: object) -> En
 
     chosen = {"max_running": 8, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 2048, "block_size": 16}
     config = gpu_config(**(chosen | settings), kv_host_memory=None if disk is None else 1 << 20)
-    return boot_from_checkpoint(checkpoint, config, dtype=torch.float32, tiers=tiers_on(disk) if disk else None).engine
+    return boot_from_checkpoint(
+        checkpoint, config, dtype=torch.float32, build_tiers=tiers_on(disk) if disk else None
+    ).engine
 
 
 def submissions() -> list[Submission]:
@@ -117,7 +119,7 @@ def test_save_and_load_do_not_wait_for_the_device(dtype: torch.dtype) -> None:
     for half in halves:
         half.copy_(torch.randint(0, 255, half.shape, dtype=torch.uint8))
     host, copier = HostTier(shape.block_bytes, 64 * buffer_bytes_for(shape.block_bytes)), DeviceCopier(cache, device)
-    copier.attach_area(host.memory)
+    copier.attach_host_memory(host.memory)
     buffers = [buffer for i in range(32) if (buffer := host.reserve_buffer(bytes([i]))) is not None]
     copies = [BlockCopy(i, b"", buffer) for i, buffer in enumerate(buffers)]
     before = [half.clone() for half in halves]
@@ -133,4 +135,4 @@ def test_save_and_load_do_not_wait_for_the_device(dtype: torch.dtype) -> None:
     with torch.inference_mode(), device.step_stream.activate():
         copier.launch([], copies)()
     assert all(torch.equal(half, old) for half, old in zip(halves, before, strict=True))
-    copier.detach_area()
+    copier.detach_host_memory()

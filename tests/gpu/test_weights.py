@@ -26,7 +26,7 @@ from emberline.models.device_weights import DeviceWeights
 from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.pinned import allocate_host_bytes, pin, unpin
 from emberline.models.reader import FileReader, weight_file_paths
-from emberline.models.sleep import iter_instances, sleep
+from emberline.models.sleep import iter_instances, put_to_sleep
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec
@@ -50,7 +50,7 @@ READS = (
 
 
 def pack_checkpoint(source: Path, target: Path) -> Path:
-    unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
+    unweight.pack_model(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
 
@@ -66,15 +66,15 @@ def load_all(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
         at = f"model.layers.{layer}"
         qkv = [(f"{at}.self_attn.{name}_proj.weight", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
         out[f"{at}.qkv"] = weights.stack(qkv, hidden)
-        out[f"{at}.o"] = weights.matrix(f"{at}.self_attn.o_proj.weight", hidden, q)
+        out[f"{at}.o"] = weights.load_matrix(f"{at}.self_attn.o_proj.weight", hidden, q)
         gate_up = [(f"{at}.mlp.{name}_proj.weight", ffn) for name in ("gate", "up")]
         out[f"{at}.gate_up"] = weights.stack(gate_up, hidden, gated=True)
-        out[f"{at}.down"] = weights.matrix(f"{at}.mlp.down_proj.weight", hidden, ffn)
+        out[f"{at}.down"] = weights.load_matrix(f"{at}.mlp.down_proj.weight", hidden, ffn)
         norms = [(f"{at}.{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")]
         out[f"{at}.norms"] = weights.stack_vectors(norms)
-    out["embedding"] = weights.embedding_table("model.embed_tokens.weight", config["vocab_size"], hidden)
-    out["head"] = weights.matrix("lm_head.weight", config["vocab_size"], hidden)
-    out["norm"] = weights.vector("model.norm.weight", hidden)
+    out["embedding"] = weights.load_embedding_table("model.embed_tokens.weight", config["vocab_size"], hidden)
+    out["head"] = weights.load_matrix("lm_head.weight", config["vocab_size"], hidden)
+    out["norm"] = weights.load_vector("model.norm.weight", hidden)
     return out
 
 
@@ -225,7 +225,7 @@ def test_sleep_frees_device_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    slept = sleep([part, narrow])
+    slept = put_to_sleep([part, narrow])
     asleep, _ = torch.cuda.mem_get_info()
     assert slept.nbytes == whole.nbytes + narrow.nbytes
     assert asleep - free >= slept.nbytes

@@ -21,8 +21,8 @@ from emberline.kernels.cuda.wide import (
     SHARES,
     TileConfig,
     WidePlan,
-    choose_columns,
     choose_plan,
+    choose_tile_columns,
     linear,
     make_plan,
     supports,
@@ -118,7 +118,7 @@ def test_row_is_independent_of_the_batch(most: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("split", (1, 2, 3, 4))
 def test_every_plan_has_the_same_bits(m: int, split: int) -> None:
     """Results depend on the plan only through the split of k."""
-    n, k, columns = 1600, 1344, choose_columns(m)
+    n, k, columns = 1600, 1344, choose_tile_columns(m)
     x, w, residual = random(m, k), weight(n, k), random(m, n)
     exact = x.double() @ w.data.double().T
     expected = run(x, w, dtype=F32, plan=make_plan(columns, n, k, TileConfig(next(tiles(columns))[0], split)))

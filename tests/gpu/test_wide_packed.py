@@ -23,9 +23,9 @@ from emberline.kernels.cuda.wide import (
     SHARES,
     TileConfig,
     WidePlan,
-    _exchange_memory,
-    choose_columns,
+    _get_exchange_memory,
     choose_plan,
+    choose_tile_columns,
     linear,
     make_plan,
     supports,
@@ -73,7 +73,7 @@ def plain_and_packed(data: Tensor) -> tuple[BF16Weight, UW12Weight]:
 
 
 def width(m: int) -> int:
-    return choose_columns(m, packed=True)
+    return choose_tile_columns(m, packed=True)
 
 
 def plain(plan: WidePlan, n: int, k: int) -> WidePlan:
@@ -256,7 +256,7 @@ def test_unclustered_parts(m: int, split: int, looks: int) -> None:
                 assert torch.equal(ours, first), plan
             linear(x, packed, out=ours, bias=shift, residual=more, plan=cluster, pdl=False)
             assert torch.equal(ours, first) if split <= 8 else torch.allclose(ours, first, atol=0.1, rtol=0.1), plan
-    _, words = _exchange_memory(x.device, torch.cuda.current_stream().cuda_stream)
+    _, words = _get_exchange_memory(x.device, torch.cuda.current_stream().cuda_stream)
     assert not words.any()
 
 
@@ -287,7 +287,7 @@ def test_unclustered_parts_of_consecutive_products() -> None:
             out.fill_(torch.nan)
         graph.replay()
         assert all(map(torch.equal, outs, expected))
-    assert not _exchange_memory(outs[0].device, stream.cuda_stream)[1].any()
+    assert not _get_exchange_memory(outs[0].device, stream.cuda_stream)[1].any()
 
 
 def test_unclustered_parts_of_two_streams_that_compete_for_sms() -> None:
@@ -306,7 +306,7 @@ def test_unclustered_parts_of_two_streams_that_compete_for_sms() -> None:
                 linear(x, packed, out=out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
-    assert not any(_exchange_memory(x.device, stream.cuda_stream)[1].any() for stream in streams)
+    assert not any(_get_exchange_memory(x.device, stream.cuda_stream)[1].any() for stream in streams)
 
 
 def test_gated_weights_use_clusters() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from emberline.core import errors
-from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.errors import render_anthropic_error, render_openai_error
 
 
 def all_errors() -> Iterator[type[errors.EmberlineError]]:
@@ -21,12 +21,12 @@ def all_errors() -> Iterator[type[errors.EmberlineError]]:
 @pytest.mark.parametrize("kind", [*all_errors()])
 def test_every_error_has_its_status_and_code(kind: type[errors.EmberlineError]) -> None:
     error = kind("what went wrong", hint="what to do")
-    reply = openai_error(error)
+    reply = render_openai_error(error)
     assert reply.status == kind.status
     assert reply.body["error"]["code"] == kind.code
     assert reply.body["error"]["message"] == "what went wrong (hint: what to do)"
-    assert anthropic_error(error).status == kind.status
-    assert anthropic_error(error).body["error"]["message"] == "what went wrong (hint: what to do)"
+    assert render_anthropic_error(error).status == kind.status
+    assert render_anthropic_error(error).body["error"]["message"] == "what went wrong (hint: what to do)"
 
 
 TYPES = [
@@ -45,9 +45,9 @@ TYPES = [
 
 @pytest.mark.parametrize(("kind", "for_openai", "for_anthropic"), TYPES)
 def test_error_types(kind: type[errors.EmberlineError], for_openai: str, for_anthropic: str) -> None:
-    assert openai_error(kind("x")).body["error"]["type"] == for_openai
+    assert render_openai_error(kind("x")).body["error"]["type"] == for_openai
     body = {"type": "error", "error": {"type": for_anthropic, "message": str(kind("x"))}}
-    assert anthropic_error(kind("x")).body == body
+    assert render_anthropic_error(kind("x")).body == body
 
 
 def test_error_without_a_hint_has_that_of_its_class() -> None:
@@ -58,11 +58,11 @@ def test_error_without_a_hint_has_that_of_its_class() -> None:
 
 def test_error_names_the_field() -> None:
     error = errors.InvalidRequest("bad", param="messages[0].content")
-    assert openai_error(error).body["error"]["param"] == "messages[0].content"
+    assert render_openai_error(error).body["error"]["param"] == "messages[0].content"
 
 
 def test_retry_after_headers() -> None:
-    for shape in (openai_error, anthropic_error):
+    for shape in (render_openai_error, render_anthropic_error):
         assert shape(errors.Overloaded("full", retry_after=7)).headers == {"retry-after": "7"}
         assert shape(errors.EngineUnavailable("starting")).headers["retry-after"].isdigit()
         assert shape(errors.Unauthorized("no key")).headers == {"www-authenticate": "Bearer"}
@@ -71,7 +71,7 @@ def test_retry_after_headers() -> None:
 
 @pytest.mark.parametrize("error", [KeyError("secret path /etc"), AssertionError("secret path /etc"), RecursionError()])
 def test_internal_error_has_no_details(error: Exception) -> None:
-    for shape in (openai_error, anthropic_error):
+    for shape in (render_openai_error, render_anthropic_error):
         reply = shape(error)
         assert reply.status == 500
         assert "secret" not in str(reply.body)

@@ -34,7 +34,7 @@ from emberline.wire.deltas import (
 )
 from emberline.wire.deltas import ToolCallArguments as Arguments
 from emberline.wire.deltas import ToolCallStart as Call
-from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.errors import render_anthropic_error, render_openai_error
 from emberline.wire.usage import Usage
 
 DOCUMENT = openapi.build_document("1.2.3")
@@ -160,5 +160,5 @@ def test_small_replies_match_their_schemas() -> None:
     for body in (b'{"tokens":[1]}', b'{"tokens":[1],"model":"m"}'):
         check_schema(tokenize.render_detokenized(tokenize.parse_detokenize(body), "a"), replies.DetokenizeReply)
     check_schema(anthropic.render_token_count(3), replies.TokenCount)
-    check_schema(openai_error(InvalidRequest("x")).body, replies.OpenAIError)
-    check_schema(anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)
+    check_schema(render_openai_error(InvalidRequest("x")).body, replies.OpenAIError)
+    check_schema(render_anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)

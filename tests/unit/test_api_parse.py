@@ -14,7 +14,7 @@ from emberline.api.anthropic import request as anthropic
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import completions as openai_completions
 from emberline.api.openai import embeddings as openai_embeddings
-from emberline.api.parse import MAX_JSON_DEPTH, WireStruct, decode, decode_object, encode_text
+from emberline.api.parse import MAX_JSON_DEPTH, WireStruct, decode, decode_json_object, encode_json_text
 from emberline.api.responses import request as responses
 from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
@@ -85,16 +85,16 @@ def test_long_field_name_is_truncated_in_error() -> None:
 
 
 def test_decode_object_in_text() -> None:
-    assert decode_object('{"a":[1]}', "x") == {"a": [1]}
+    assert decode_json_object('{"a":[1]}', "x") == {"a": [1]}
     for text in ("", "[]", '"a"', "{", "[" * 5000, '{"a":' * 100 + "1" + "}" * 100):
         with pytest.raises(InvalidRequest) as caught:
-            decode_object(text, "tool_calls[0].arguments")
+            decode_json_object(text, "tool_calls[0].arguments")
         assert caught.value.param == "tool_calls[0].arguments"
 
 
 def test_large_integers_are_preserved() -> None:
     huge = {"maximum": 10**30}
-    assert decode_object(encode_text(huge), "x") == huge
+    assert decode_json_object(encode_json_text(huge), "x") == huge
 
 
 PARSERS = [
@@ -123,7 +123,7 @@ JSON = st.recursive(
 @given(st.sampled_from(PARSERS), JSON | st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=8))
 def test_any_json_parses_or_is_rejected(parse: Any, value: Any) -> None:
     with contextlib.suppress(InvalidRequest):
-        parse(encode_text(value).encode())
+        parse(encode_json_text(value).encode())
 
 
 @settings(deadline=None)
@@ -136,7 +136,7 @@ def test_any_bytes_parse_or_are_rejected(parse: Any, body: bytes) -> None:
 def test_warm_up_fills_parser_caches() -> None:
     for cached in (fields._find_field_rules, fields._resolve_type_hints):
         cached.cache_clear()
-    assembly.preload_parts(ServerConfig(models={"m": "m"}, embedder=None), {})
+    assembly.preload_resources(ServerConfig(models={"m": "m"}, embedder=None), {})
     tables, hints = fields._find_field_rules.cache_info(), fields._resolve_type_hints.cache_info()
     for each in protocols.PROTOCOLS.values():
         each.parse(each.smallest_body)

@@ -168,7 +168,7 @@ class BudgetHarness:
         assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
     def finished(self) -> int:
-        text = render_exposition(self.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
+        text = render_exposition(self.metrics.families(Stats(), restart_count=0, is_ready=True, block_size=16))
         lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
         return sum(int(line.rpartition(" ")[2]) for line in lines)
 
@@ -311,7 +311,7 @@ def test_timing_covers_both_parts() -> None:
     harness = BudgetHarness()
     harness.engine.before_step = lambda: harness.clock.advance(1.0)
     harness.reply(12)
-    text = render_exposition(harness.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
+    text = render_exposition(harness.metrics.families(Stats(), restart_count=0, is_ready=True, block_size=16))
     sums = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
     steps = 12 + len(ANSWER) + 1
     assert sums["vllm:e2e_request_latency_seconds_sum"] == steps and sums["vllm:time_to_first_token_seconds_sum"] == 1.0

@@ -108,7 +108,7 @@ def test_submission_while_the_process_dies_fails(short_timeouts: None, run: Run)
         async with running_engine(READY_WITHOUT_READING) as engine:
             ends = await asyncio.gather(*(submit_one(engine, turns) for turns in range(8)))
         assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first one was sent without an error
-        assert engine.num_open == 0
+        assert engine.num_open_submissions == 0
 
     run(main())
 

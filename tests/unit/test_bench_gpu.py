@@ -21,16 +21,16 @@ from emberline.bench.gpu.engine import (
     EngineBench,
     SteadyPhase,
     is_measurement_selected,
+    make_warm_up_lengths,
     run_job,
     run_measurement,
-    warm_up_lengths,
 )
 from emberline.bench.gpu.model import (
     LLAMA_8B,
     WEIGHT_STD,
     GPURandomWeights,
+    list_tensor_shapes,
     split_shapes,
-    tensor_shapes,
     write_checkpoint,
 )
 from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, latency_percentiles, run_open_loop
@@ -175,7 +175,7 @@ def test_cpu_percent_counts_only_steps_within_the_bounds() -> None:
 def test_warm_up_reaches_the_batch_sizes_of_a_shrinking_batch() -> None:
     clock = ManualClock()
     served = fake_engine(clock, batch_tokens=4096, running=100)
-    run_job(served, workload.make_job(warm_up_lengths(100), engine.VOCAB), clock=clock.now)
+    run_job(served, workload.make_job(make_warm_up_lengths(100), engine.VOCAB), clock=clock.now)
     assert isinstance(served.runner, SlowRunner)
     seen = set(served.runner.batches)
     assert set(range(1, 17)) <= seen
@@ -186,21 +186,23 @@ def test_warm_up_reaches_the_batch_sizes_of_a_shrinking_batch() -> None:
 
 
 def test_model_has_the_shape_of_llama_8b() -> None:
-    shapes = tensor_shapes(engine.CONFIG)
+    shapes = list_tensor_shapes(engine.CONFIG)
     assert sum(map(prod, shapes.values())) == 8_030_261_248
     assert engine.CONFIG.rope.kind == "llama3"
     assert engine.CONFIG.max_context == 131072
 
 
 def test_limits_follow_from_bandwidth_and_flops() -> None:
-    whole = engine.token_cost({})
+    whole = engine.compute_token_cost({})
     weights = 2 * (32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 128256 * 4096)
     kv = 32 * 2 * 8 * 128 * 2
     assert engine.min_decode_step_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
     assert engine.min_decode_step_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
     for kept in ("packed", "both"):  # a step reads only the packed weights
-        assert engine.token_cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
-    half = engine.token_cost({"kv_dtype": "float8_e4m3fn"})
+        assert engine.compute_token_cost({"weights": kept}).weight_bytes == pytest.approx(
+            whole.weight_bytes * 12.03 / 16
+        )
+    half = engine.compute_token_cost({"kv_dtype": "float8_e4m3fn"})
     assert engine.min_decode_step_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
     n = 8192
     linears = 2 * n * (weights // 2 - 128256 * 4096) + 2 * 128256 * 4096
@@ -313,14 +315,14 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
 
     report = BenchReport("engine")
     bench = EngineBench(
-        report, partial(run_job, served, clock=clock.now, cpu_clock=cpu_now), engine.token_cost({}), rounds=2
+        report, partial(run_job, served, clock=clock.now, cpu_clock=cpu_now), engine.compute_token_cost({}), rounds=2
     )
     for name in ("decode_b8", "prefill_2048", "chat40"):
         bench.measure_by_name(name)
     got = report.results
     assert got["decode_b8_ms"].value == pytest.approx(1e3 * STEP)
     assert got["decode_b8_ms"].peer == 5.13
-    assert got["decode_b8_ms"].limit == pytest.approx(engine.min_decode_step_ms(8, 30, engine.token_cost({})))
+    assert got["decode_b8_ms"].limit == pytest.approx(engine.min_decode_step_ms(8, 30, engine.compute_token_cost({})))
     assert got["decode_b8_tok_s"].value == pytest.approx(8 / STEP)
     assert got["decode_b8_cpu"].value == pytest.approx(25.0)
     assert got["prefill_2048_ms"].value == pytest.approx(1e3 * (STEP + 2048 * TOKEN))
@@ -354,19 +356,19 @@ def test_missing_peers_are_skipped_and_reported(capsys: pytest.CaptureFixture[st
 
 def test_random_weights_replace_a_checkpoint() -> None:
     weights = GPURandomWeights("cpu", torch.bfloat16, seed=1)
-    matrix = weights.matrix("a.weight", 300, 200)
+    matrix = weights.load_matrix("a.weight", 300, 200)
     assert (matrix.shape, matrix.dtype) == ((300, 200), torch.bfloat16)
     assert matrix.float().std().item() == pytest.approx(WEIGHT_STD, rel=0.05)
     stack = weights.stack([("gate", 30), ("up", 20)], 64, gated=True)
     assert stack.shape == (50, 64)
-    assert torch.equal(weights.vector("norm.weight", 9), torch.ones(9))
+    assert torch.equal(weights.load_vector("norm.weight", 9), torch.ones(9))
     assert weights.loaded_bytes == 2 * (300 * 200 + 50 * 64) + 4 * 9
-    assert weights.has("a.weight") and not weights.has("a.bias")
+    assert weights.has_tensor("a.weight") and not weights.has_tensor("a.bias")
     weights.finish()
 
 
 def test_shards_are_about_equal() -> None:
-    shapes = tensor_shapes(engine.CONFIG)
+    shapes = list_tensor_shapes(engine.CONFIG)
     shards = split_shapes(shapes, 4)
     assert [name for shard in shards for name in shard] == list(shapes)
     sizes = [2 * sum(map(prod, shard.values())) for shard in shards]
@@ -383,11 +385,11 @@ def test_written_checkpoint_can_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
     checkpoint = Checkpoint.open(tmp_path)
     config = ModelConfig.from_hf(checkpoint.config)
     weights = Weights(checkpoint)
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in list_tensor_shapes(config).items():
         if len(shape) == 1:
-            assert torch.equal(weights.vector(name, *shape), torch.ones(shape))
+            assert torch.equal(weights.load_vector(name, *shape), torch.ones(shape))
         else:
-            matrix = weights.matrix(name, *shape)
+            matrix = weights.load_matrix(name, *shape)
             assert matrix.float().std().item() == pytest.approx(WEIGHT_STD, rel=0.1)
     weights.finish("")
 

@@ -24,7 +24,7 @@ def lived(
 
 def test_each_life_has_its_own_height() -> None:
     lives = [lived(0, 100, 500.0, 1.5), lived(110, 80, 300.0, 1.5), lived(200, 20, 100.0, 1.5)]
-    assert fit_memory_slope([life.after_warm_up(30.0) for life in lives[:2]]) == pytest.approx((1.5, 0.0), abs=1e-6)
+    assert fit_memory_slope([life.drop_warm_up(30.0) for life in lives[:2]]) == pytest.approx((1.5, 0.0), abs=1e-6)
     assert fit_memory_slope(lives)[0] > 10  # what starts up does grow
     report = BenchReport("churn")
     MemoryGrowth(30.0, {"worker": dict(enumerate(lives)), "short": {1: lives[2]}}).add_results(report)
@@ -43,7 +43,7 @@ def test_noise_is_not_growth(grows: float) -> None:
         noise = np.zeros(900)
         for i in range(1, 900):
             noise[i] = 0.8 * noise[i - 1] + rng.normal()
-        found = fit_memory_slope([lived(0, 1800, 200.0, grows, noise).after_warm_up(30.0)])
+        found = fit_memory_slope([lived(0, 1800, 200.0, grows, noise).drop_warm_up(30.0)])
         held += abs(found[0] - grows) <= found[1]
     assert held >= 88
 

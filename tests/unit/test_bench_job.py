@@ -27,13 +27,13 @@ SMOLLM2 = {
 
 
 def test_chat_is_the_set_of_the_anchors() -> None:
-    sizes = workload.chat_lengths(1000)
+    sizes = workload.draw_chat_lengths(1000)
     assert (sum(p for p, _ in sizes), sum(o for _, o in sizes)) == (247_095, 222_584)
 
 
 def test_mix_is_seeded_and_within_its_bounds() -> None:
-    job = workload.mixed_job(64, 49152)
-    assert job == workload.mixed_job(64, 49152)
+    job = workload.make_mixed_job(64, 49152)
+    assert job == workload.make_mixed_job(64, 49152)
     assert len(job.prompts) == 64
     assert all(8 <= len(prompt) <= 512 for prompt in job.prompts)
     assert all(8 <= output <= 128 for output in job.outputs)
@@ -41,7 +41,7 @@ def test_mix_is_seeded_and_within_its_bounds() -> None:
 
 
 def test_a_decode_job_gives_as_many_steps_as_it_says() -> None:
-    job = workload.decode_job(3, 1000, context_tokens=10, decode_steps=4)
+    job = workload.make_decode_job(3, 1000, context_tokens=10, decode_steps=4)
     assert [len(prompt) for prompt in job.prompts] == [10, 10, 10]
     assert job.outputs == [5, 5, 5]  # the first comes with the prefill
     assert len({tuple(prompt) for prompt in job.prompts}) == 3
@@ -68,7 +68,7 @@ def test_limits_follow_from_bytes_and_operations() -> None:
     one = 10e9 / (2 * cost.layers)
     assert cost.max_prefill_rate(slow, 512) < one
     assert cost.max_prefill_rate(slow, 512) > cost.max_prefill_rate(slow, 2048)  # attention grows
-    job = workload.mixed_job(8, 1000)
+    job = workload.make_mixed_job(8, 1000)
     assert cost.max_output_rate(slow, job) < 10e9 / (2 * (cost.layers + cost.head))
 
 
@@ -77,7 +77,7 @@ def test_ceilings_keep_the_best_of_each_method() -> None:
         MachineLimits({"read_sum": 3.0, "matmul_float32": 5.0}),
         MachineLimits({"read_sum": 4.0, "matmul_float32": 4.0}),
     )
-    both = one.max_with(two)
+    both = one.merge_maximum(two)
     assert (both.bandwidth, both.flops) == (4e9, 5e9)
 
 

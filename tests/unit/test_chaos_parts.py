@@ -275,7 +275,9 @@ def test_missing_model_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 def test_interrupted_run_prints_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: object, ledger: ChaosReport, *_: object) -> None:
         ending = RequestOutcome(Verdict.ANSWERED, "", 0.0, 1.5)
-        ledger.record_fault("kill router", "queued", ending, move_count=0, detection_count=0, is_error_excused=False)
+        ledger.record_fault(
+            "kill router", "queued", ending, migration_count=0, detection_count=0, is_error_expected=False
+        )
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60)
 

@@ -15,7 +15,7 @@ from emberline.cli.options import format_size, given_options, option_flag, parse
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.gateway_config import GatewayConfig
-from emberline.core.options import nested_configs, option_info
+from emberline.core.options import nested_config_classes, option_info
 
 SERVICE_CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "serve": (ServerConfig, EngineConfig, TimeSharingConfig, WorkerConfig),
@@ -56,7 +56,7 @@ PARSERS = dict(parsers())
 
 def option_fields(config_class: type[Any]) -> Iterator[str]:
     for each in config_class.__dataclass_fields__.values():
-        nested = nested_configs(config_class).get(each.name)
+        nested = nested_config_classes(config_class).get(each.name)
         if nested is not None:
             yield from option_fields(nested)
         elif option_info(each) is not None:

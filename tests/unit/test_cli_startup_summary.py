@@ -44,7 +44,7 @@ def test_summary_lists_urls_key_file_and_example(capsys: pytest.CaptureFixture[s
     told = capsys.readouterr().err
     url = f"http://127.0.0.1:{port}"
     assert f"Playground   {url}/" in told and f"Dashboard    {url}/" in told
-    assert str(GatewayConfig().admin_file) in told
+    assert str(GatewayConfig().admin_key_file) in told
     assert f"curl {url}/v1/chat/completions" in told and '"model": "smollm2"' in told
     assert "Authorization" not in told
 

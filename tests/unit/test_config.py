@@ -19,7 +19,7 @@ from emberline.core.engine_config import (
     TransferConfig,
 )
 from emberline.core.errors import InvalidRequest
-from emberline.core.options import nested_configs, setting_owners, update_config
+from emberline.core.options import nested_config_classes, setting_owners, update_config
 
 MODULES = ("config", "engine_config", "gateway_config")
 # A setting of the same name in two classes, where both names are in use: the server loads the embedder, the gateway
@@ -134,5 +134,5 @@ def test_config_survives_the_way_to_the_engine_process() -> None:
 
 
 def test_nested_configs_are_found_by_type() -> None:
-    assert list(nested_configs(EngineConfig)) == ["scheduler", "gpu", "kv_cache", "tiers", "network"]
-    assert {each.name for each in fields(EngineConfig)} > set(nested_configs(EngineConfig))
+    assert list(nested_config_classes(EngineConfig)) == ["scheduler", "gpu", "kv_cache", "tiers", "network"]
+    assert {each.name for each in fields(EngineConfig)} > set(nested_config_classes(EngineConfig))

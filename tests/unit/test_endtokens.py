@@ -11,14 +11,14 @@ import sample_tokenizers as made
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.endtokens import end_tokens
+from emberline.models.endtokens import collect_end_tokens
 
 VOCAB = 300
 
 
 def end_ids(folder: Path, config: Any = None, generation: Any = None, tokenizer: Any = None) -> tuple[int, ...]:
     ids = [{} if given is None else {"eos_token_id": given} for given in (config, generation)]
-    return end_tokens(Checkpoint(folder, *ids, {"eos_token": tokenizer}, {}), VOCAB)
+    return collect_end_tokens(Checkpoint(folder, *ids, {"eos_token": tokenizer}, {}), VOCAB)
 
 
 @pytest.fixture
@@ -59,5 +59,5 @@ def test_damaged_tokenizer_is_an_error(tmp_path: Path, added: str) -> None:
 
 def test_smollm2() -> None:
     checkpoint = Checkpoint.open(made.smollm2())
-    assert end_tokens(checkpoint, 49152) == (2,)
-    assert end_tokens(Checkpoint(checkpoint.directory, {}, {}, checkpoint.tokenizer_config, {}), 49152) == (2,)
+    assert collect_end_tokens(checkpoint, 49152) == (2,)
+    assert collect_end_tokens(Checkpoint(checkpoint.directory, {}, {}, checkpoint.tokenizer_config, {}), 49152) == (2,)

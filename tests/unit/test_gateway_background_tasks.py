@@ -13,7 +13,7 @@ from emberline.core.clock import ManualClock, SystemClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.logs import retention
-from emberline.gateway.logs.retention import Retention
+from emberline.gateway.logs.retention import LogRetention
 from emberline.gateway.redis_client import RedisClient
 
 
@@ -40,7 +40,7 @@ def test_retention_retries_after_a_store_failure(monkeypatch: pytest.MonkeyPatch
 
     async def run() -> None:
         store = Store()
-        task = asyncio.create_task(Retention(store, {}, ManualClock(1e9)).run())  # type: ignore[arg-type]
+        task = asyncio.create_task(LogRetention(store, {}, ManualClock(1e9)).run())  # type: ignore[arg-type]
         await asyncio.wait_for(store.dropped.wait(), 10)
         task.cancel()
 

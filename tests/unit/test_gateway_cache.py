@@ -19,7 +19,7 @@ from emberline.core.clock import ManualClock
 from emberline.gateway.cache import sqlite as sqlite_cache
 from emberline.gateway.cache.base import CacheStore
 from emberline.gateway.cache.entry import CacheEntry
-from emberline.gateway.cache.key import cache_key, canonical_body
+from emberline.gateway.cache.key import cache_key, canonicalize_body
 from emberline.gateway.cache.memory import ENTRY_OVERHEAD_BYTES, MemoryCache
 from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.core.errors import UpstreamBroken
@@ -53,17 +53,17 @@ JSON = st.recursive(
 @given(JSON, st.booleans(), st.integers(0, 3))
 def test_canonical_json_ignores_formatting(value: Any, ascii_: bool, indent: int) -> None:
     written = json.dumps(value, ensure_ascii=ascii_, indent=indent or None).encode("utf-8", "surrogatepass")
-    compact = canonical_body(json.dumps(value).encode())
-    if canonical_body(written).startswith(b"json:") and compact.startswith(b"json:"):
-        assert canonical_body(written) == compact
+    compact = canonicalize_body(json.dumps(value).encode())
+    if canonicalize_body(written).startswith(b"json:") and compact.startswith(b"json:"):
+        assert canonicalize_body(written) == compact
     else:  # lone surrogate, or a quote in an escape
-        assert canonical_body(written) == b"bytes:" + written or compact.startswith(b"bytes:")
+        assert canonicalize_body(written) == b"bytes:" + written or compact.startswith(b"bytes:")
 
 
 @given(JSON, JSON)
 def test_canonical_json_differs_for_different_values(one: Any, two: Any) -> None:
     texts = [json.dumps(value, sort_keys=True).encode() for value in (one, two)]
-    assert (canonical_body(texts[0]) == canonical_body(texts[1])) == (texts[0] == texts[1])
+    assert (canonicalize_body(texts[0]) == canonicalize_body(texts[1])) == (texts[0] == texts[1])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_canonical_json_differs_for_different_values(one: Any, two: Any) -> None
     ],
 )
 def test_ambiguous_json_counts_as_its_bytes(tricky: bytes) -> None:
-    assert canonical_body(tricky) == b"bytes:" + tricky
+    assert canonicalize_body(tricky) == b"bytes:" + tricky
 
 
 def test_parts_of_the_cache_key() -> None:

@@ -25,7 +25,7 @@ from emberline.gateway.streams.continuation import (
     CONTINUE_INSTRUCTION,
     build_continuation,
     claude_accepts_prefill,
-    parse_continuable,
+    parse_continuable_request,
 )
 from emberline.gateway.streams.continued_stream import ContinuedStream
 from emberline.gateway.streams.repetition_filter import MIN_REPEATED_CHARACTERS, RepetitionFilter
@@ -117,7 +117,7 @@ def test_restart_at_any_word_is_removed(count: int, data: st.DataObject) -> None
 @pytest.mark.parametrize("prefill", ["", "bare"])
 def test_sent_text_is_last_message(dialect: ChatDialect, prefill: AssistantPrefill) -> None:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
-    request = parse_continuable(body, dialect)
+    request = parse_continuable_request(body, dialect)
     assert request is not None
     again = build_continuation(body, request, "x" * 40 + " ", prefill)
     read = CODECS[dialect].parse_request(json.loads(again))
@@ -143,19 +143,22 @@ def test_sent_text_is_last_message(dialect: ChatDialect, prefill: AssistantPrefi
     ids=str,
 )
 def test_requests_that_cannot_be_continued(more: dict[str, Any]) -> None:
-    assert parse_continuable(json.dumps({"model": "m", **ASKED["openai-chat"], **more}).encode(), "openai-chat") is None
+    assert (
+        parse_continuable_request(json.dumps({"model": "m", **ASKED["openai-chat"], **more}).encode(), "openai-chat")
+        is None
+    )
 
 
 def test_reasoning_budget_is_kept() -> None:
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 90}}
     body = json.dumps({"model": "m", **ASKED["anthropic"], **thinking}).encode()
-    request = parse_continuable(body, "anthropic")
+    request = parse_continuable_request(body, "anthropic")
     assert request is not None and not claude_accepts_prefill("claude-sonnet-4-5", request)
     assert json.loads(build_continuation(body, request, "x" * 400, ""))["max_tokens"] == 91
 
 
 def test_claude_versions_that_accept_prefill() -> None:
-    request = parse_continuable(json.dumps({"model": "m", **ASKED["anthropic"]}).encode(), "anthropic")
+    request = parse_continuable_request(json.dumps({"model": "m", **ASKED["anthropic"]}).encode(), "anthropic")
     assert request is not None
     accepts = {
         model: claude_accepts_prefill(model, request) for model in ("claude-3-5-haiku", "claude-sonnet-4-5-20250929")

@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.core.cost import LongPrice, Price, compute_cost
+from emberline.gateway.core.cost import LongContextPrice, Price, compute_cost
 from emberline.wire.usage import Usage
 
 MINI = Price(input=750_000, cached_read=75_000, output=4_500_000)
@@ -51,7 +51,7 @@ def test_every_kind_has_its_own_price() -> None:
 
 
 def test_long_prompt_has_long_price() -> None:
-    price = Price(input=1_250_000, output=10_000_000, long=LongPrice(200_000, Price(2_500_000, 15_000_000)))
+    price = Price(input=1_250_000, output=10_000_000, long=LongContextPrice(200_000, Price(2_500_000, 15_000_000)))
     assert compute_cost(Usage(input=200_000, output=100), price) == 250_000 + 1000
     assert compute_cost(Usage(input=200_001, output=100), price) == 500_003 + 1500  # 500,002.5, rounded half up
 

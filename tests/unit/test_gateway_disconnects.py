@@ -86,7 +86,7 @@ class Providers:
         )
         if call.stream:
             reply.headers["content-type"] = "text/event-stream"
-            reply.body = Pieces(sse.data_event(ANSWER), sse.DONE_EVENT, reply=reply)
+            reply.body = Pieces(sse.encode_data_event(ANSWER), sse.DONE_EVENT, reply=reply)
         else:
             reply.body, reply.ended = sse.dumps(ANSWER), "complete"
         self.opened += 1

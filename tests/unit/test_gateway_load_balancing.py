@@ -31,7 +31,7 @@ ABC = (A, B, C)
 def first(balance: LoadBalancer, choose: Any, costs: Any = (None, None, None), seed: Any = 1, now: float = 0.0) -> str:
     pool = ModelPool(members=ABC, choose=choose)
     chance = random.Random(seed).random
-    return balance.order_members(pool, ABC, costs, chance, stream=True, now=now)[0].provider
+    return balance.order_members(pool, ABC, costs, chance, is_streamed=True, now=now)[0].provider
 
 
 def test_weighted_pool_follows_weights() -> None:
@@ -43,7 +43,7 @@ def test_member_with_weight_zero_is_last() -> None:
     pool = ModelPool(members=(PoolMember(provider="z", model="m", weight=0), A))
     for seed in range(50):
         order = LoadBalancer().order_members(
-            pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0
+            pool, pool.members, (None, None), random.Random(seed).random, is_streamed=True, now=0
         )
         assert [member.provider for member in order] == ["a", "z"]
 
@@ -52,7 +52,7 @@ def test_cheapest_pool_puts_unknown_prices_last() -> None:
     balance = LoadBalancer()
     assert {first(balance, "cheapest", (30, 20, None), i) for i in range(50)} == {"b"}
     order = balance.order_members(
-        ModelPool(members=ABC, choose="cheapest"), ABC, (None, 20, 10), random.random, stream=True, now=0
+        ModelPool(members=ABC, choose="cheapest"), ABC, (None, 20, 10), random.random, is_streamed=True, now=0
     )
     assert [member.provider for member in order] == ["c", "b", "a"]
 
@@ -61,19 +61,19 @@ def test_fastest_pool_explores_other_members_sometimes() -> None:
     balance = LoadBalancer()
     for seconds, member in ((0.5, A), (0.1, B), (0.3, C)):
         for _ in range(5):
-            balance.record_success(member.member_key, seconds, stream=True)
+            balance.record_success(member.member_key, seconds, is_streamed=True)
     counts = Counter(first(balance, "fastest", seed=i) for i in range(4000))
     elsewhere = 4000 - counts["b"]
     assert 0.4 * EXPLORATION_SHARE < elsewhere / 4000 < EXPLORATION_SHARE and counts["a"] > counts["c"] > 0
     for _ in range(30):
-        balance.record_success(B.member_key, 2.0, stream=True)
+        balance.record_success(B.member_key, 2.0, is_streamed=True)
     assert Counter(first(balance, "fastest", seed=i) for i in range(200)).most_common(1)[0][0] == "c"
 
 
 def test_untried_member_is_tried() -> None:
     balance = LoadBalancer()
-    balance.record_success(A.member_key, 0.01, stream=True)
-    balance.record_success(B.member_key, 0.01, stream=False)  # durations of whole replies are separate
+    balance.record_success(A.member_key, 0.01, is_streamed=True)
+    balance.record_success(B.member_key, 0.01, is_streamed=False)  # durations of whole replies are separate
     assert "a" not in {first(balance, "fastest", seed=i) for i in range(2, 20)}
 
 
@@ -85,7 +85,7 @@ def test_failed_member_has_growing_backoff_and_recovers() -> None:
     assert first(balance, "cheapest", costs, now=101.0) == "b"
     balance.record_failure(B.member_key, 0, 101.0)
     assert first(balance, "cheapest", costs, now=102.5) == "a"
-    balance.record_success(B.member_key, 0.1, stream=True)
+    balance.record_success(B.member_key, 0.1, is_streamed=True)
     assert first(balance, "cheapest", costs, now=102.5) == "b"
     balance.record_failure(B.member_key, 400, 103.0)
     assert first(balance, "cheapest", costs, now=103.0) == "b", "the request itself was invalid"
@@ -97,12 +97,12 @@ def test_failed_member_has_growing_backoff_and_recovers() -> None:
 def test_slow_latency_is_95th_percentile() -> None:
     balance = LoadBalancer()
     for i in range(MIN_SAMPLES - 1):
-        balance.record_success(A.member_key, i / 100, stream=True)
-    assert balance.hedge_delay(A, True) is None, "too few samples"
+        balance.record_success(A.member_key, i / 100, is_streamed=True)
+    assert balance.hedge_delay_s(A, True) is None, "too few samples"
     for i in range(MIN_SAMPLES - 1, 100):
-        balance.record_success(A.member_key, i / 100, stream=True)
-    assert balance.hedge_delay(A, True) == pytest.approx(0.94)
-    assert balance.hedge_delay(A, False) is None
+        balance.record_success(A.member_key, i / 100, is_streamed=True)
+    assert balance.hedge_delay_s(A, True) == pytest.approx(0.94)
+    assert balance.hedge_delay_s(A, False) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway_requests import call
 
-from emberline.gateway.admin.logs import record_view
+from emberline.gateway.admin.logs import build_record_view
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.costs.billing import set_cost
@@ -48,6 +48,6 @@ def test_reply_without_usage_has_no_cost() -> None:
         reply = GatewayReply(200, {}, b"", usage=usage, provider=request.provider, ended="complete")
         set_cost(request, reply, prices)
         made = make_record(request, reply, 1.0)
-        assert made.micros is None and record_view(made)["cost"] is None
+        assert made.micros is None and build_record_view(made)["cost"] is None
         for counts in count_records([made]).values():
             assert (counts[COUNTERS.index("unpriced")], counts[COUNTERS.index("micros")]) == (1, 0)

@@ -14,7 +14,7 @@ from emberline.core.errors import InvalidRequest, NotFound
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
 from emberline.gateway.core.identity import ANONYMOUS
-from emberline.gateway.core.log_record import created_ms
+from emberline.gateway.core.log_record import parse_created_ms
 from emberline.gateway.core.options import NO_OPTIONS, CustomCost, RequestOptions
 from emberline.gateway.core.paths import RequestTarget, parse_path
 from emberline.gateway.core.request_body import read_body_fields, replace_fields
@@ -136,7 +136,7 @@ def test_invalid_options_are_refused(name: str, text: str) -> None:
 
 def test_step_options_override_the_request() -> None:
     below = RequestOptions(cache_ttl=60, max_attempts=2, skip_cache=True)
-    assert RequestOptions(max_attempts=5, skip_cache=False).merged_over(below) == RequestOptions(
+    assert RequestOptions(max_attempts=5, skip_cache=False).with_defaults(below) == RequestOptions(
         cache_ttl=60, max_attempts=5, skip_cache=False
     )
 
@@ -200,7 +200,7 @@ def test_request_ids_are_record_ids() -> None:
     ids = RequestIDGenerator()
     made = [ids.next_id(1_700_000_000_000 + i) for i in range(1000)]
     assert len(set(made)) == 1000 and made == sorted(made) and all(len(id) == 32 for id in made)
-    assert created_ms(made[5]) == 1_700_000_000_005
+    assert parse_created_ms(made[5]) == 1_700_000_000_005
 
 
 @pytest.mark.parametrize(

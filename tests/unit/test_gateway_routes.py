@@ -20,7 +20,7 @@ from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.routes.condition import compile_condition
-from emberline.gateway.routes.facts import CallFacts
+from emberline.gateway.routes.facts import RequestAttributes
 from emberline.gateway.routes.graph import ModelElement, RouteGraph
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
 from emberline.wire.usage import Usage
@@ -73,7 +73,7 @@ def test_condition(condition: dict[str, Any], holds: bool) -> None:
     graph({"c": {"type": "conditional", "properties": {"condition": condition}}})
     identity = Identity("k", "k", "virtual", user="ada", metadata={"team": "core"})
     request = call(BODY, headers={**HEADERS, "cf-aig-metadata": '{"team": "forged", "age": 7}'}, identity=identity)
-    assert compile_condition(condition)(CallFacts(request)) is holds
+    assert compile_condition(condition)(RequestAttributes(request)) is holds
 
 
 def graph(elements: Mapping[str, Any]) -> RouteGraph:
@@ -168,7 +168,7 @@ def test_percentages_split_calls_and_follow_the_seed() -> None:
     plan = CompiledRoute.compile("r", RouteGraph.parse({"elements": rows}))
 
     def selected_model(seed: str) -> str:
-        found = RouteTraversal.start(plan, CallFacts(call()), seed).next_action()
+        found = RouteTraversal.start(plan, RequestAttributes(call()), seed).next_action()
         assert isinstance(found, ModelElement)
         return found.id
 

@@ -15,7 +15,7 @@ from emberline.gateway.cache.entry import CacheEntry
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.question import MAX_QUESTION_CHARS, UserQuestion
 from emberline.gateway.cache.question_index import QuestionIndex, cosine_similarity, normalize_vector
-from emberline.gateway.cache.semantic import SemanticCache, reply_text
+from emberline.gateway.cache.semantic import SemanticCache, extract_reply_text
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.layers.caching import CacheLayer
@@ -255,9 +255,11 @@ def test_reply_text() -> None:
     def entry(*chunks: bytes, stream: bool = False) -> CacheEntry:
         return CacheEntry(200, {}, "", "", None, stream, list(chunks))
 
-    assert reply_text(entry(b'{"content": [{"type": "text", "text": "hello"}], "role": "assistant"}')) == "hello"
+    assert (
+        extract_reply_text(entry(b'{"content": [{"type": "text", "text": "hello"}], "role": "assistant"}')) == "hello"
+    )
     events = entry(
         b'event: x\ndata: {"delta": {"text": "he"}}\n\n', b'data: {"delta": "llo"}\n\ndata: [DONE]\n\n', stream=True
     )
-    assert reply_text(events) == "hello"
-    assert reply_text(entry(b"\xff")) == ""
+    assert extract_reply_text(events) == "hello"
+    assert extract_reply_text(entry(b"\xff")) == ""

@@ -15,7 +15,7 @@ from emberline.gateway.upstream.ssrf import (
     ResolveHost,
     is_public_address,
     resolve_host,
-    resolve_public,
+    resolve_public_addresses,
     validate_provider_url,
 )
 
@@ -166,10 +166,10 @@ def fake_resolver(*addresses: str) -> ResolveHost:
 
 def test_one_private_address_rejects_name() -> None:
     async def do() -> None:
-        assert len(await resolve_public("a.example", 443, fake_resolver("8.8.8.8", "1.1.1.1"))) == 2
+        assert len(await resolve_public_addresses("a.example", 443, fake_resolver("8.8.8.8", "1.1.1.1"))) == 2
         for addresses in (["127.0.0.1"], ["8.8.8.8", "10.0.0.1"]):
             with pytest.raises(OSError, match="not public"):
-                await resolve_public("a.example", 443, fake_resolver(*addresses))
+                await resolve_public_addresses("a.example", 443, fake_resolver(*addresses))
 
     asyncio.run(do())
 
@@ -185,10 +185,10 @@ def test_connection_address_is_checked() -> None:
         listener.settimeout(0.05)
         port = listener.getsockname()[1]
         attempts = [
-            ("127.0.0.1", resolve_public),
+            ("127.0.0.1", resolve_public_addresses),
             ("127.0.0.1", resolve_host),  # only the check of the connection's address is left
             ("a.example", fake_resolver("127.0.0.1")),
-            ("a.example", partial(resolve_public, resolve=fake_resolver("127.0.0.1"))),
+            ("a.example", partial(resolve_public_addresses, resolve=fake_resolver("127.0.0.1"))),
         ]
         for host, resolve in attempts:
             with pytest.raises(OSError, match="public"):

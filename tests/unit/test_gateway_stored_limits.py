@@ -174,11 +174,11 @@ def test_live_journals_are_kept_and_damaged_lines_skipped(location: StorageLocat
         wall = ManualClock(NOW)
         async with GatewayProcess(location, wall) as one, GatewayProcess(location, wall) as other:
             await one.use(claim(DAILY), 1)
-            assert not list(other.journal.abandoned_batches())
+            assert not list(other.journal.read_abandoned_batches())
             one.journal.append_line(b'["default/default","daily",1,\0\0,3]\n')  # a page was not written
             one.journal.append_line(b'["default/default","daily')
             await one.kill()
-            assert [[each.used for each in changes] for _, changes in other.journal.abandoned_batches()] == [[1]]
+            assert [[each.used for each in changes] for _, changes in other.journal.read_abandoned_batches()] == [[1]]
             await other.stop()
 
     asyncio.run(run())
@@ -206,7 +206,7 @@ def test_journal_file_grows_and_ends_with_zeros(tmp_path: Path) -> None:
     journal.append_line(line)  # a call that ends late: the write neither fails nor is stored
     size = (tmp_path / f"{name}.journal").stat().st_size
     assert size == 3 * GROWTH_BYTES
-    [(found, changes)] = CounterJournal(tmp_path).abandoned_batches()
+    [(found, changes)] = CounterJournal(tmp_path).read_abandoned_batches()
     assert (
         found == name and len(changes) == count and set(changes) == {LimitCounter("default/default", "daily", 1, 2, 3)}
     )

@@ -116,7 +116,7 @@ def test_fork_rollback_and_count_valid(compiler: GrammarCompiler) -> None:
     walk(matcher, "ab")
     other = matcher.fork()
     assert other.accept(encode("d")[0]) and other.is_complete and not matcher.is_complete
-    assert matcher.count_valid(encode("cx")) == 1 and not matcher.is_complete
+    assert matcher.count_valid_prefix(encode("cx")) == 1 and not matcher.is_complete
     assert matcher.accept(encode("c")[0]) and matcher.is_complete
     matcher.rollback(2)
     assert walk(matcher, "bd") == 2 and matcher.is_complete

@@ -69,7 +69,7 @@ def run_layer(
 
 def chunks(*texts: str) -> list[bytes]:
     return [
-        *(sse.data_event({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts),
+        *(sse.encode_data_event({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts),
         sse.DONE_EVENT,
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emberline.gateway.core.guardrail_policy import PatternRule
-from emberline.gateway.guardrails.patterns import FINDERS, entropy_bits, iban_remainder, passes_luhn_check
+from emberline.gateway.guardrails.patterns import FINDERS, entropy_bits_per_character, iban_remainder, passes_luhn_check
 from emberline.gateway.guardrails.scanner import PatternScanner, redact_text
 
 KEY = "Zk3v9Qw8Lp2Xr7Tn5Yb1Hc6Md4Fs0Jg"
@@ -168,7 +168,7 @@ def test_patterns_take_linear_time(kind: str) -> None:
 def test_checksums_and_entropy() -> None:
     assert passes_luhn_check("79927398713") and not passes_luhn_check("79927398710")
     assert iban_remainder("GB82WEST12345698765432") == 1
-    assert entropy_bits("aaaa") == 0 and entropy_bits("abcd") == 2
+    assert entropy_bits_per_character("aaaa") == 0 and entropy_bits_per_character("abcd") == 2
 
 
 def test_redaction_and_findings() -> None:

@@ -83,7 +83,7 @@ class RecordingGuard:
         self.judged_texts.append(text)
         return self.stop
 
-    def blocked_event(self, finding: GuardrailFinding) -> bytes:
+    def end_with_error_event(self, finding: GuardrailFinding) -> bytes:
         return b"data: blocked %b\n\n" % finding.entry.encode()
 
 
@@ -122,41 +122,47 @@ def assert_redacts_like_whole(text: str, positions: list[int]) -> None:
         pieces.append(WindowPiece(JsonText(holders[-1], "text", part, ())))
         window.add_piece(pieces[-1])
         window.scan()
-        assert window.decided_end >= released, "released text is final"
-        released = window.decided_end
+        assert window.releasable_end >= released, "released text is final"
+        released = window.releasable_end
     window.scan(is_last=True)
-    assert window.decided_end == len(text)
+    assert window.releasable_end == len(text)
     for piece in pieces:
         piece.apply_redactions()
     assert "".join(holder["text"] for holder in holders) == expected
 
 
 def chat(text: str, index: int = 0, field: str = "content") -> bytes:
-    return sse.data_event({"id": "c", "choices": [{"index": index, "delta": {field: text}, "finish_reason": None}]})
+    return sse.encode_data_event(
+        {"id": "c", "choices": [{"index": index, "delta": {field: text}, "finish_reason": None}]}
+    )
 
 
 def message(text: str, index: int = 0, kind: str = "text") -> bytes:
     delta = {"type": "text_delta", "text": text} if kind == "text" else {"type": "input_json_delta", kind: text}
-    return sse.named_event("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
+    return sse.encode_named_event(
+        "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+    )
 
 
 def response(text: str) -> bytes:
     event = {"type": "response.output_text.delta", "item_id": "i", "output_index": 0, "content_index": 0, "delta": text}
-    return sse.named_event("response.output_text.delta", event)
+    return sse.encode_named_event("response.output_text.delta", event)
 
 
 def response_done(text: str) -> bytes:
     event = {"type": "response.output_text.done", "item_id": "i", "output_index": 0, "content_index": 0, "text": text}
-    return sse.named_event("response.output_text.done", event)
+    return sse.encode_named_event("response.output_text.done", event)
 
 
 def gemini(text: str) -> bytes:
-    return sse.data_event({"candidates": [{"content": {"parts": [{"text": text}], "role": "model"}, "index": 0}]})
+    return sse.encode_data_event(
+        {"candidates": [{"content": {"parts": [{"text": text}], "role": "model"}, "index": 0}]}
+    )
 
 
 def tool(arguments: str) -> bytes:
     call = {"index": 0, "function": {"arguments": arguments}}
-    return sse.data_event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+    return sse.encode_data_event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
 
 
 EVENTS: dict[str, Any] = {
@@ -259,22 +265,24 @@ def test_choices_are_scanned_separately() -> None:
 def response_part(text: str, part: int, kind: str = "delta") -> bytes:
     field = "delta" if kind == "delta" else "text"
     event = {"type": f"response.output_text.{kind}", "output_index": 0, "content_index": part, field: text}
-    return sse.named_event(event["type"], event)
+    return sse.encode_named_event(event["type"], event)
 
 
 def response_completed(*parts: str) -> bytes:
     content = [{"type": "output_text", "text": text} for text in parts]
     event = {"type": "response.completed", "response": {"output": [{"type": "message", "content": content}]}}
-    return sse.named_event("response.completed", event)
+    return sse.encode_named_event("response.completed", event)
 
 
 def gemini_parts(*parts: str) -> bytes:
-    return sse.data_event({"candidates": [{"content": {"parts": [{"text": text} for text in parts]}, "index": 0}]})
+    return sse.encode_data_event(
+        {"candidates": [{"content": {"parts": [{"text": text} for text in parts]}, "index": 0}]}
+    )
 
 
 def block_edge(kind: str, index: int) -> bytes:
     edge = {"type": kind, "index": index}
-    return sse.named_event(
+    return sse.encode_named_event(
         kind, {**edge, "content_block": {"type": "text", "text": ""}} if kind.endswith("start") else edge
     )
 
@@ -317,7 +325,7 @@ def test_parts_without_a_joint_match_pass_unchanged() -> None:
 
 def tool_at(index: int, arguments: str) -> bytes:
     call = {"index": index, "function": {"arguments": arguments}}
-    return sse.data_event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+    return sse.encode_data_event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
 
 
 @pytest.mark.parametrize(
@@ -360,7 +368,7 @@ def test_repeated_text_at_the_end_is_redacted_too() -> None:
 
 def test_logprobs_of_redacted_text_are_removed() -> None:
     choice = {"index": 0, "delta": {"content": f"{CARD} "}, "logprobs": {"content": [{"token": "4111"}]}}
-    assert b"4111" not in b"".join(run([sse.data_event({"choices": [choice]})]))
+    assert b"4111" not in b"".join(run([sse.encode_data_event({"choices": [choice]})]))
 
 
 def test_reply_too_large_for_a_judge_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def _online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
-    folder = download_snapshot("org/name", "v1", tmp_path, progress=False, endpoint=site.url)
+    folder = download_snapshot("org/name", "v1", tmp_path, show_progress=False, endpoint=site.url)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
     assert Checkpoint.open(folder).tensor_names() == ["a"]
@@ -236,42 +236,45 @@ def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
 def test_cached_hub_repository_works_offline(tmp_path: Path) -> None:
     with serving() as site:
         hub(site, FILES)
-        folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        folder = download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url)
         url = site.url
-    assert download_snapshot("org/name", None, tmp_path, progress=False, endpoint=url) == folder
+    assert download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=url) == folder
     with pytest.raises(DownloadError, match="cannot reach the Hugging Face hub"):
-        download_snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
+        download_snapshot("org/other", None, tmp_path, show_progress=False, endpoint=url)
 
 
 def test_no_download_without_fetch(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
-    assert download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
+    assert (
+        download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url, allow_download=False)
+        is None
+    )
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
         with pytest.raises(ModelNotPulled, match=f"{name} is not in the local cache") as raised:
-            resolve_model(name, tmp_path, fetch=False)
+            resolve_model(name, tmp_path, allow_download=False)
         assert raised.value.hint == f"run emberline pull {name}"
     assert not site.seen
-    folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
-    assert download_snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
+    folder = download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url)
+    assert download_snapshot("org/name", None, tmp_path, show_progress=False, allow_download=False) == folder
 
 
 def test_missing_hub_repository(site: Site, tmp_path: Path) -> None:
     site.fallback = lambda path: Page(b"", status=404, headers={"X-Error-Code": "RepoNotFound"})
     with pytest.raises(ModelError, match="has no model hf:org/name"):
-        download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url)
 
 
 def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
     hub(site, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     with pytest.raises(ModelError, match="safetensors"):
-        download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url)
 
 
 def test_hub_names_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
     monkeypatch.setattr(huggingface, "download_snapshot", lambda *args, fetch: seen.append(args) or tmp_path)
     assert resolve_model("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
-    assert resolve_model("hf:org/name", tmp_path, revision="v1", progress=False) == tmp_path
+    assert resolve_model("hf:org/name", tmp_path, revision="v1", show_progress=False) == tmp_path
     assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]
 
 

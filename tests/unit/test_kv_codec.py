@@ -114,7 +114,7 @@ def test_faster_way_is_chosen() -> None:
         pace, taken = LinkCodecChooser(), []
         for _ in range(3 * RETRY_AFTER_TRANSFERS):
             taken.append(coded := pace.should_encode(MIN_MEASURED_BYTES))
-            pace.record(coded, MIN_MEASURED_BYTES, 1.0 if coded is wins else 2.0)
+            pace.record_transfer(coded, MIN_MEASURED_BYTES, 1.0 if coded is wins else 2.0)
         assert taken[:2] == [False, True] and 1 <= taken[2:].count(not wins) <= 3
         assert pace.should_encode(1) is wins
 
@@ -125,7 +125,7 @@ def test_link_speed_change_is_noticed() -> None:
         if now == 3 * RETRY_AFTER_TRANSFERS:
             seconds = {True: 2.0, False: 9.0}
         coded = pace.should_encode(MIN_MEASURED_BYTES)
-        pace.record(coded, MIN_MEASURED_BYTES, seconds[coded])
+        pace.record_transfer(coded, MIN_MEASURED_BYTES, seconds[coded])
     assert pace.should_encode(MIN_MEASURED_BYTES) is True
 
 
@@ -133,7 +133,7 @@ def test_small_transfers_are_not_measured() -> None:
     pace = LinkCodecChooser()
     for _ in range(5):
         assert pace.should_encode(MIN_MEASURED_BYTES - 1) is False
-        pace.record(False, MIN_MEASURED_BYTES - 1, 1.0)
+        pace.record_transfer(False, MIN_MEASURED_BYTES - 1, 1.0)
 
 
 BIG = small(heads=8, tokens=64, width=128)

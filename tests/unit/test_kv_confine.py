@@ -11,7 +11,7 @@ from tcp_listeners import listening_ports
 
 from emberline.core.errors import InvalidRequest
 from emberline.kv import confine
-from emberline.kv.confine import ListenerExposed, confine_new_listeners, resolve_ipv4_address
+from emberline.kv.confine import ListenerExposed, resolve_ipv4_address, restrict_new_listeners
 from emberline.kv.transfer.mooncake import MooncakeEngine
 
 
@@ -35,7 +35,7 @@ def accepts(host: str, port: int) -> bool:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
 def test_only_configured_address_answers(open_listener: list[socket.socket], family: int, host: str) -> None:
     other = socket.create_server(("", 0))
-    with closing(other), confine_new_listeners(host):
+    with closing(other), restrict_new_listeners(host):
         both = family == socket.AF_INET6
         open_listener.append(socket.create_server(("", 0), family=family, dualstack_ipv6=both))
     port = open_listener[0].getsockname()[1]
@@ -45,13 +45,13 @@ def test_only_configured_address_answers(open_listener: list[socket.socket], fam
 
 def test_earlier_listeners_are_unchanged(open_listener: list[socket.socket]) -> None:
     open_listener.append(socket.create_server(("", 0)))
-    with confine_new_listeners("127.0.0.1"):
+    with restrict_new_listeners("127.0.0.1"):
         pass
     assert accepts("127.0.0.2", open_listener[0].getsockname()[1])
 
 
 def test_earlier_connection_is_detected(open_listener: list[socket.socket]) -> None:
-    with pytest.raises(ListenerExposed, match=r"127\.0\.0\.3"), confine_new_listeners("127.0.0.1"):
+    with pytest.raises(ListenerExposed, match=r"127\.0\.0\.3"), restrict_new_listeners("127.0.0.1"):
         open_listener.append(socket.create_server(("", 0)))
         open_listener.append(socket.create_connection(("127.0.0.3", open_listener[0].getsockname()[1]), 5))
 
@@ -60,7 +60,7 @@ def test_ineffective_filter_is_detected(open_listener: list[socket.socket], monk
     monkeypatch.setattr(confine, "_attach_socket_filter", lambda *_: None)
     with (
         pytest.raises(ListenerExposed, match=r"accepts connections at 127\.0\.0\.2"),
-        confine_new_listeners("127.0.0.1"),
+        restrict_new_listeners("127.0.0.1"),
     ):
         open_listener.append(socket.create_server(("", 0)))
 

@@ -17,7 +17,7 @@ from emberline.router.kvindex import KVIndex, KVIndexState
 from emberline.router.prefix_block_map import BlockPosition, PrefixBlockMap
 from emberline.router.prefixmap import PromptPrefix
 from emberline.router.stream_tracker import StreamTracker
-from emberline.tokens.blockhash import block_hash, last_full_block, root_hash
+from emberline.tokens.blockhash import block_hash, hash_last_full_block, root_hash
 
 SIZE = 4  # tokens of a block
 
@@ -77,7 +77,7 @@ class LossyConnection:
         if self.rng.random() < self.faults:
             self.index.mark_disconnected("w")
             self.at = self.index.last_applied_batch("w")
-        batches = self.ledger.batches_after(*self.at) or [self.ledger.heartbeat()]
+        batches = self.ledger.batches_after(*self.at) or [self.ledger.make_heartbeat()]
         if batches[-1].has_changes or batches[-1].parts:
             self.at = batches[-1].incarnation, batches[-1].seq
         self.sent = [*self.sent, *batches][-64:]
@@ -241,8 +241,8 @@ def test_prefix_map_is_bounded_and_ignores_unknown_blocks() -> None:
 
 def test_block_position_round_trips() -> None:
     root, tokens = root_hash("t"), list(range(10))
-    assert last_full_block(root, tokens, 4) == (block_hash(block_hash(root, tokens[:4]), tokens[4:8]), 2)
-    assert last_full_block(root, tokens[:3], 4) is None
+    assert hash_last_full_block(root, tokens, 4) == (block_hash(block_hash(root, tokens[:4]), tokens[4:8]), 2)
+    assert hash_last_full_block(root, tokens[:3], 4) is None
     link = BlockPosition(b"\x01" * 16, 12)
     assert BlockPosition.parse(str(link)) == link
     for wrong in ("", "zz 1", "00 0", "00 x", "00"):

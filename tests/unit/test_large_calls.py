@@ -12,19 +12,19 @@ from emberline.api.call import ChatCall, CompletionCall
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, WorkTooLarge
 from emberline.core.offload import offload
 from emberline.router.request_summary import RequestSummary
-from emberline.worker.protocols import MAX_MESSAGES, parse_large
+from emberline.worker.protocols import MAX_MESSAGES, parse_large_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def parse_in_child(path: str, body: dict[str, Any], context: int = 1000) -> ChatCall | CompletionCall:
-    return parse_large(path, json.dumps({"model": "m", **body}).encode(), {"m": context})
+    return parse_large_body(path, json.dumps({"model": "m", **body}).encode(), {"m": context})
 
 
 def test_large_call_parses_the_same_in_child_process() -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 40_000}]}).encode()
-    here = parse_large(CHAT, body, {"m": 100_000})
-    assert asyncio.run(offload.run(len(body), parse_large, CHAT, body, {"m": 100_000})) == here
+    here = parse_large_body(CHAT, body, {"m": 100_000})
+    assert asyncio.run(offload.run(len(body), parse_large_body, CHAT, body, {"m": 100_000})) == here
     assert asyncio.run(offload.run(len(body), RequestSummary.parse, body, "s")) == RequestSummary.parse(body, "s")
 
 

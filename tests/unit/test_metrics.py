@@ -14,7 +14,7 @@ LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
 
 
 def render(metrics: ModelMetrics, **stats: int) -> str:
-    return render_exposition(metrics.families(Stats(**stats), restarts=2, ready=True, block_size=16))  # type: ignore[arg-type]
+    return render_exposition(metrics.families(Stats(**stats), restart_count=2, is_ready=True, block_size=16))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ def render(metrics: ModelMetrics, **stats: int) -> str:
 def test_cache_info_equals_engine_settings(device: str, tiers: dict[str, int], gpu: int, cpu: int) -> None:
     stats = Stats(blocks_total=100, tiers={name: TierStats(capacity=size) for name, size in tiers.items()})
     cache = CacheInfo(device, "float8_e4m3fn", False)
-    text = render_exposition(ModelMetrics("m").families(stats, restarts=0, ready=True, block_size=64, cache=cache))
+    text = render_exposition(
+        ModelMetrics("m").families(stats, restart_count=0, is_ready=True, block_size=64, cache=cache)
+    )
     (line,) = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
     assert dict(re.findall(r'([a-z_]+)="([^"]*)"', line)) == {
         "model_name": "m",
@@ -43,7 +45,7 @@ def test_exposition_is_well_formed() -> None:
     replies.count("/v1/models", 200)
     described = set()
     text = render(metrics, blocks_total=4) + render_exposition(
-        [*metrics.sleep_families(SleepStats(), True), replies.family()]
+        [*metrics.build_sleep_metrics(SleepStats(), True), replies.family()]
     )
     for line in text.splitlines():
         if line.startswith("#"):
@@ -102,8 +104,8 @@ def test_several_models_share_families() -> None:
     turns = {"a": SleepStats(wakes=2, wake_bytes=30), "b": SleepStats(wakes=1, sleeps=1, sleep_seconds=0.5)}
     families = []
     for name, one in metrics.items():
-        families += [*one.families(Stats(running=len(name)), restarts=0, ready=True, block_size=16)]
-        families += [*one.sleep_families(turns[name], is_awake=name == "a")]
+        families += [*one.families(Stats(running=len(name)), restart_count=0, is_ready=True, block_size=16)]
+        families += [*one.build_sleep_metrics(turns[name], is_awake=name == "a")]
     lines = render_exposition(families).splitlines()
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names)) == sum(line.startswith("# HELP") for line in lines)

@@ -37,11 +37,11 @@ from emberline.gateway.layers.fallbacks import call_for_step
 from emberline.gateway.layers.load_balancing import _affinity_seed
 from emberline.gateway.providers.cohere_reply import CohereChatDecoder
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.routes.facts import CallFacts, evaluate_body_conditions
+from emberline.gateway.routes.facts import RequestAttributes, evaluate_body_conditions
 from emberline.gateway.routes.graph import RouteGraph
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
 from emberline.gateway.routes.universal import read_steps
-from emberline.gateway.run.run_handler import read_batch, read_native_body, read_outline, read_run_request
+from emberline.gateway.run.run_handler import encode_run_input, read_batch, read_outline, read_run_request
 from emberline.gateway.run.run_replies import to_run_reply
 from emberline.gateway.run.run_request import EncodedRequest
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter
@@ -53,7 +53,7 @@ from emberline.router.upstream_request import UpstreamRequest as RouterCall
 from emberline.router.vllm import VLLMDialect
 from emberline.wire import event_splitter
 from emberline.worker.cluster_handler import parse_forwarded_request
-from emberline.worker.protocols import parse_large, parse_within_pickle_cost
+from emberline.worker.protocols import parse_large_body, parse_with_result_limit
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import StoredResponses
 
@@ -166,7 +166,7 @@ def test_conditions_on_a_large_body_run_in_a_child(used: Any, text: str, expecte
     plan = CompiledRoute.compile("r", RouteGraph.parse({"elements": ROUTE}))
     answers = asyncio.run(evaluate_body_conditions(request, plan.conditions))
     assert used() == 1 and answers == {"c": expected == "a"}
-    unread = CallFacts(request.with_changes(body=b"not read again"))
+    unread = RequestAttributes(request.with_changes(body=b"not read again"))
     chosen = RouteTraversal.start(plan, unread, "seed", answers).next_action()
     assert chosen is not None and chosen.id == expected
     assert asyncio.run(evaluate_body_conditions(call(chat("small")), plan.conditions)) == {} and used() == 1
@@ -196,7 +196,7 @@ def test_run_reads_a_body_with_functions_of_bytes() -> None:
     assert request.path == "/v1/chat/completions" and json.loads(request.body)["model"] == "fake/m"
     named = json.dumps({"model": "m", "input": {"prompt": "x"}, "options": {"queueRequest": True}}).encode()
     assert (
-        read_outline(named, "").options == {"queueRequest": True} and read_native_body(named, "") == b'{"prompt":"x"}'
+        read_outline(named, "").options == {"queueRequest": True} and encode_run_input(named, "") == b'{"prompt":"x"}'
     )
     assert read_batch(json.dumps({"requests": [{"prompt": "x"}] * 3}).encode(), "m").count == 3
     with pytest.raises(InvalidRequest, match="unknown field 'more' in a batch"):
@@ -326,7 +326,7 @@ class RecordingGuard:
     async def judge_reply(self, text: str) -> None:
         return None
 
-    def blocked_event(self, finding: GuardrailFinding) -> bytes:
+    def end_with_error_event(self, finding: GuardrailFinding) -> bytes:
         return b"blocked"
 
 
@@ -390,7 +390,7 @@ def test_window_scans_a_long_text_in_pieces() -> None:
     while window.has_unscanned_text:
         spans, scans = spans + window.scan(is_last=True), scans + 1
     assert scans == 3 and [span.end - span.start for span in spans] == [len("ada@example.com")]
-    assert piece.is_decided and piece.apply_redactions() and "[email]" in holder[0] and "ada" not in holder[0]
+    assert piece.can_be_released and piece.apply_redactions() and "[email]" in holder[0] and "ada" not in holder[0]
 
 
 def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,10 +461,10 @@ def test_request_with_too_many_values_is_rejected_in_the_child() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
     with pytest.raises(WorkTooLarge, match="without its prompt"):
-        parse_large("/v1/chat/completions", json.dumps(body).encode(), {"m": 10**6})
+        parse_large_body("/v1/chat/completions", json.dumps(body).encode(), {"m": 10**6})
     with pytest.raises(WorkTooLarge, match="contains more than"):
-        parse_within_pickle_cost(json.loads, b"[" + b"1," * 1_000_000 + b"1]")
-    assert parse_within_pickle_cost(json.loads, b"[1,2]") == [1, 2]
+        parse_with_result_limit(json.loads, b"[" + b"1," * 1_000_000 + b"1]")
+    assert parse_with_result_limit(json.loads, b"[1,2]") == [1, 2]
     check_pickle_cost({"a": [1, "x"]}, max_cost=20)
     with pytest.raises(WorkTooLarge):
         check_pickle_cost([[]] * 6, max_cost=20)

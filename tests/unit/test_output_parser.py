@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from emberline.api.output_parser import MIN_MARKER_CHARS, OutputParser, Piece, merge_pieces
+from emberline.api.output_parser import MIN_MARKER_CHARS, OutputParser, Piece, merge_adjacent_deltas
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
 from emberline.api.tool_call_parser import MAX_HEAD_CHARS
 from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
@@ -24,7 +24,7 @@ def make_parser(
 def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
     """Return the pieces as short tuples without ids."""
     short: list[tuple[str, ...]] = []
-    for piece in merge_pieces(pieces):
+    for piece in merge_adjacent_deltas(pieces):
         match piece:
             case TextDelta(text=text):
                 short.append(("text", text))
@@ -217,7 +217,7 @@ def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
     for end in range(len(calls) - len(first) + 1 if not style.allows_bare_call else len('{"name":'), len(calls) + 1):
         parser = make_parser(style)
         pieces = [p for at in range(0, end, size or end) for p in parser.push(calls[at : min(end, at + (size or end))])]
-        pieces = merge_pieces([*pieces, *parser.flush(was_cut_off=True)])
+        pieces = merge_adjacent_deltas([*pieces, *parser.flush(was_cut_off=True)])
         assert not [p for p in pieces if isinstance(p, TextDelta)], (calls[:end], pieces)
         names = [p.name for p in pieces if isinstance(p, ToolCallStart)]
         assert names == ["get_weather", "f"][: len(names)], "a call is repeated"
@@ -236,7 +236,7 @@ def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
 )
 def test_cut_off_text_is_kept(style: ToolStyle, text: str) -> None:
     parser = make_parser(style)
-    assert merge_pieces([*parser.push(text), *parser.flush(was_cut_off=True)]) == [TextDelta(text)]
+    assert merge_adjacent_deltas([*parser.push(text), *parser.flush(was_cut_off=True)]) == [TextDelta(text)]
 
 
 def test_call_head_ended_by_model_is_text() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_output_parser import make_parser
 
-from emberline.api.output_parser import Piece, merge_pieces
+from emberline.api.output_parser import Piece, merge_adjacent_deltas
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
 from emberline.api.tool_style import TOOL_STYLES, ToolStyle
 from emberline.api.tools import format_tool_calls
@@ -58,7 +58,7 @@ def pieces_of(
     chunks: list[str], style: ToolStyle | None, reasoning: ReasoningStyle | None, inside: bool
 ) -> list[Piece]:
     parser = make_parser(style, reasoning, inside)
-    return merge_pieces([*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.flush()])
+    return merge_adjacent_deltas([*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.flush()])
 
 
 def split_at(text: str, cuts: list[int]) -> list[str]:

@@ -26,7 +26,7 @@ def test_pacer_learns_the_chunk_that_meets_the_target(base: float, per_token: fl
     pacer = PromptPacer(target, TAIL)
     for step in range(200):
         chunk = 0 if step % 4 == 0 else pacer.prompt_token_budget(8) or 0
-        pacer.learn(chunk, base + per_token * chunk)
+        pacer.record_step_time(chunk, base + per_token * chunk)
     chunk = pacer.prompt_token_budget(8)
     assert chunk is not None
     wanted = (target - base) / per_token

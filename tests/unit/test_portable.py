@@ -112,7 +112,7 @@ def test_processes_connect_without_abstract_sockets(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(unix, "HAS_ABSTRACT_NAMES", False)
     listener, address = unix.create_unix_listener()
     assert Path(address).stat().st_mode & 0o077 == 0 and len(address.encode()) < 104, "macOS's longest"
-    with unix.unix_connector(address)(5.0) as caller:
+    with unix.make_unix_connector(address)(5.0) as caller:
         taken, _ = listener.accept()
         caller.sendall(b"hello")
         assert taken.recv(5) == b"hello"

@@ -33,7 +33,7 @@ from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.ticket import Ticket, ticket_subject
+from emberline.kv.transfer.ticket import Ticket, compute_ticket_subject
 
 BLOCK = 8
 
@@ -128,7 +128,7 @@ class PullingEngine:
         self.pulls = 0
 
     def ticket(self, name: str, submission: Submission, token: int) -> dict[str, object]:
-        subject = ticket_subject(self.source.region.layout, "", submission.prompt)
+        subject = compute_ticket_subject(self.source.region.layout, "", submission.prompt)
         self.source.prompts[name] = submission.prompt, token
         return Ticket(self.sender.peer, name, (), (), False, 10.0, subject=subject).as_dict()
 

@@ -183,6 +183,6 @@ def test_handover_only_for_many_tokens(prompt: int, said: int, worth: bool) -> N
     dispatch.set_draining("old", True)
     answering = dispatch.choose_worker(ask, set())
     assert answering.worker.name == "new"
-    decision = dispatch.choose_handover_source(ask, said, answering, dispatch.workers["old"])
+    decision = dispatch.choose_kv_source_for_moved_stream(ask, said, answering, dispatch.workers["old"])
     assert (decision is not None) == worth
     assert decision is None or decision.worker.name == "old"

@@ -343,7 +343,7 @@ def test_own_blocks_after_preemption_do_not_count_as_cached() -> None:
 
 def victim_by_scanning(e: Engine, request: Request) -> Request:
     """Return the victim by definition: lower rank, batch first, then the fewest unshared blocks, then the latest."""
-    kv, rank = e.kv, e.scheduler.waiting.rank
+    kv, rank = e.kv, e.scheduler.waiting.sort_key
     in_use = Counter(block for r in e.scheduler.running for block in kv.block_table(r))
 
     def private(r: Request) -> int:

@@ -14,7 +14,7 @@ def test_server_starts_without_network_except_embeddings(monkeypatch: pytest.Mon
         raise DownloadError(f"{name} cannot be downloaded")
 
     monkeypatch.setattr(assembly, "resolve_model", resolve)
-    assert assembly.preload_parts(ServerConfig(embedder=None), {}).embedding_model is None
-    assert assembly.preload_parts(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embedding_model is None
+    assert assembly.preload_resources(ServerConfig(embedder=None), {}).embedding_model is None
+    assert assembly.preload_resources(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embedding_model is None
     with pytest.raises(DownloadError):
-        assembly.preload_parts(ServerConfig(embedder="hf:org/requested"), {})
+        assembly.preload_resources(ServerConfig(embedder="hf:org/requested"), {})

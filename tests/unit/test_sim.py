@@ -9,7 +9,7 @@ import pytest
 from emberline.core.plan import StepPlan, WorkItem
 from emberline.router.kvindex import KVIndexState
 from emberline.sim.agents import AgentWorkload, create_sessions
-from emberline.sim.cluster import SimCluster, SimClusterConfig, SimResult, choose_by_policy, make_random_chooser
+from emberline.sim.cluster import SimCluster, SimClusterConfig, SimResult, choose_worker_by_policy, make_random_chooser
 from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import PrefixOracle
 from emberline.sim.sharedstore import SharedStore
@@ -23,7 +23,7 @@ CLUSTER = SimClusterConfig(workers=3, kv_tokens=4096, max_running=8, batch_token
 
 @pytest.fixture(scope="module")
 def run_without_events() -> SimResult:
-    return SimCluster(CLUSTER, choose_by_policy).run(create_sessions(WORKLOAD, 1))
+    return SimCluster(CLUSTER, choose_worker_by_policy).run(create_sessions(WORKLOAD, 1))
 
 
 def test_every_turn_is_answered_once(run_without_events: SimResult) -> None:
@@ -33,7 +33,7 @@ def test_every_turn_is_answered_once(run_without_events: SimResult) -> None:
 
 
 def test_same_seed_gives_the_same_run(run_without_events: SimResult) -> None:
-    assert SimCluster(CLUSTER, choose_by_policy).run(create_sessions(WORKLOAD, 1)) == run_without_events
+    assert SimCluster(CLUSTER, choose_worker_by_policy).run(create_sessions(WORKLOAD, 1)) == run_without_events
 
 
 def test_affinity_caches_more_than_random_routing(run_without_events: SimResult) -> None:
@@ -51,7 +51,7 @@ def test_shared_system_prompt_does_not_overload_one_worker(begin_s: float) -> No
         workers=3, kv_tokens=16_384, max_running=16, batch_tokens=256, cost=CostModel(0.03, 1.5e-3, 2e-6)
     )
     plain, named = (
-        SimCluster(slow, choose_by_policy, sends_session_ids=header).run(
+        SimCluster(slow, choose_worker_by_policy, sends_session_ids=header).run(
             create_sessions(replace(talks, over_seconds=begin_s), 1)
         )
         for header in (False, True)
@@ -65,8 +65,8 @@ def test_kv_events_increase_cache_hits() -> None:
     crowd, small = replace(WORKLOAD, sessions=30, systems=3), replace(CLUSTER, kv_tokens=1024)
     margins = []
     for seed in (1, 2, 3):
-        run_without_events = SimCluster(small, choose_by_policy).run(create_sessions(crowd, seed))
-        aware = SimCluster(small, choose_by_policy, kv_events=True)
+        run_without_events = SimCluster(small, choose_worker_by_policy).run(create_sessions(crowd, seed))
+        aware = SimCluster(small, choose_worker_by_policy, kv_events=True)
         seen = aware.run(create_sessions(crowd, seed))
         assert seen.cached_share <= seen.oracle_cached_share
         margins.append(seen.cached_share - run_without_events.cached_share)
@@ -93,8 +93,8 @@ def test_full_store_evicts_least_recently_used_blocks() -> None:
 
 def test_step_costs_the_maximum_of_reading_and_multiplying() -> None:
     cost = CostModel(step=1.0, token=0.01, context=0.001)
-    assert cost.step_seconds(_plan(tokens=1, start=99)) == pytest.approx(1.1)
-    assert cost.step_seconds(_plan(tokens=200, start=0)) == pytest.approx(2.2)
+    assert cost.estimate_step_seconds(_plan(tokens=1, start=99)) == pytest.approx(1.1)
+    assert cost.estimate_step_seconds(_plan(tokens=200, start=0)) == pytest.approx(2.2)
 
 
 def test_oracle_counts_full_blocks_without_the_last_token() -> None:

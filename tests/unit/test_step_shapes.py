@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.plan import WorkItem
-from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, ShapeGrid, StepShape, captured_shapes, order_by_use
+from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, ShapeGrid, StepShape, captured_shapes, order_by_expected_use
 
 SMOLLM2, LLAMA_8B = 106_000_000, 6_980_000_000  # weights in the layers
 
@@ -47,7 +47,7 @@ def test_every_captured_step_has_a_planned_shape(parameters: int, running: int, 
 @pytest.mark.parametrize("parameters", [SMOLLM2, LLAMA_8B])
 def test_shapes_of_a_first_request_come_first(parameters: int) -> None:
     found = captured_shapes(256, 8192, ShapeGrid.for_model(parameters, 8192))
-    order = order_by_use(found)
+    order = order_by_expected_use(found)
     assert set(order) == found and len(order) == len(found)
     prompt = StepShape.for_work([], [work(200)], ShapeGrid.for_model(parameters, 8192))
     assert {StepShape(1, 0, 0), prompt} <= set(order[:6])

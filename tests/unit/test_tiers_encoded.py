@@ -13,7 +13,7 @@ from emberline.core.config import kernel_dir
 from emberline.kernels.cpu.build import build_library
 from emberline.kernels.cpu.library import load_library
 from emberline.kv.codec import UnweightKVCodec
-from emberline.kv.tiers.coding_gain import BlockReadTiming, EncodingBenefit
+from emberline.kv.tiers.coding_gain import BlockReadTiming, CompressionGainEstimator
 from emberline.kv.tiers.disk import DiskTier
 
 SIZE = 131072
@@ -112,7 +112,7 @@ def test_damaged_block_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_encoding_is_worthwhile_on_slow_disk() -> None:
-    slow, fast = EncodingBenefit(SIZE), EncodingBenefit(SIZE)
+    slow, fast = CompressionGainEstimator(SIZE), CompressionGainEstimator(SIZE)
     assert slow.is_encoding_faster()
     for _ in range(30):
         slow.record_read(BlockReadTiming(90_000, 1e-3, 5e-5))

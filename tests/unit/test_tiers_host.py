@@ -29,7 +29,7 @@ def test_block_being_filled_is_not_found() -> None:
     room = host.reserve_buffer(name)
     assert room is not None and name in host and host.lookup([name]) == 0 and host.pin_block(name) is None
     assert host.reserve_buffer(name) is None, "the block is being filled"
-    host.release_reserved(name)
+    host.release_reserved_buffer(name)
     assert name not in host and host.reserve_buffer(name) is not None
     host.publish_buffer(name)
     assert host.lookup([name]) == 1
@@ -78,7 +78,7 @@ def test_content_is_right_for_any_operations(actions: list[tuple[str, int]], pol
             host.publish_buffer(name)
         elif action == "abandon" and name in filling:
             filling.pop(name)
-            host.release_reserved(name)
+            host.release_reserved_buffer(name)
         elif action == "pin" and (read := host.pin_block(name)) is not None:
             pinned.setdefault(name, []).append(read)
         elif action == "unpin" and pinned.get(name):

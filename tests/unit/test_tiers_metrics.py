@@ -11,7 +11,7 @@ def test_metrics_by_tier() -> None:
     tier_stats = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
     (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=tier_stats))))
     assert isinstance(message, EngineUpdate) and message.stats.tiers == tier_stats
-    text = render_exposition(ModelMetrics("m").families(message.stats, restarts=0, ready=True, block_size=16))
+    text = render_exposition(ModelMetrics("m").families(message.stats, restart_count=0, is_ready=True, block_size=16))
     for line in (
         'emberline:kv_tier_hit_tokens_total{model_name="m",tier="host"} 32.0',
         'emberline:kv_tier_hit_tokens_total{model_name="m",tier="disk"} 16.0',
@@ -21,5 +21,5 @@ def test_metrics_by_tier() -> None:
     ):
         assert line in text.splitlines()
     assert Stats.total([message.stats, message.stats]).tiers == {}
-    without = render_exposition(ModelMetrics("m").families(Stats(), restarts=0, ready=True, block_size=16))
+    without = render_exposition(ModelMetrics("m").families(Stats(), restart_count=0, is_ready=True, block_size=16))
     assert "kv_tier" not in without

@@ -16,12 +16,12 @@ from emberline.api.reasoning import select_reasoning_style as reasoning_for
 from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, TOOL_STYLES, ToolStyle, select_tool_style
 from emberline.api.tools import (
     MAX_CALLS_PER_REPLY,
+    build_tool_call_grammar,
     format_tool_calls,
     inject_tools,
     shorten_call_ids,
     template_supports_tools,
-    tool_call_grammar,
-    tools_for_template,
+    to_template_tools,
 )
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
@@ -90,7 +90,7 @@ def test_template_support_for_tools_and_reasoning() -> None:
 
 
 def test_tools_for_template() -> None:
-    assert tools_for_template([WEATHER, TIME]) == [
+    assert to_template_tools([WEATHER, TIME]) == [
         {"type": "function", "function": {"name": "weather", "description": "Says the weather.", "parameters": PLACE}},
         {"type": "function", "function": {"name": "time", "description": "", "parameters": NOTHING}},
     ]
@@ -137,7 +137,7 @@ def test_mistral_call_ids_have_nine_characters() -> None:
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_required_forces_calls(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("required"), style, True, special_ids(style))
+    grammar = build_tool_call_grammar([WEATHER, TIME], ToolChoice("required"), style, True, special_ids(style))
     assert accepts(compiler, grammar, format_tool_calls([ROME], style))
     assert accepts(compiler, grammar, format_tool_calls([ROME, NOW, ROME], style))
     assert accepts(compiler, grammar, format_tool_calls([NOW] * MAX_CALLS_PER_REPLY, style))
@@ -155,14 +155,14 @@ def test_required_forces_calls(compiler: GrammarCompiler, style: ToolStyle) -> N
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_single_call_without_parallel(compiler: GrammarCompiler, style: ToolStyle) -> None:
     for choice, parallel in ((ToolChoice("required"), False), (ToolChoice("named", "weather"), True)):
-        grammar = tool_call_grammar([WEATHER, TIME], choice, style, parallel, special_ids(style))
+        grammar = build_tool_call_grammar([WEATHER, TIME], choice, style, parallel, special_ids(style))
         assert accepts(compiler, grammar, format_tool_calls([ROME], style))
         assert not accepts(compiler, grammar, format_tool_calls([ROME, ROME], style))
         assert accepts(compiler, grammar, format_tool_calls([NOW], style)) == (choice.mode == "required")
 
 
 def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
-    grammar = tool_call_grammar([TIME], ToolChoice("named", "time"), HERMES, True)
+    grammar = build_tool_call_grammar([TIME], ToolChoice("named", "time"), HERMES, True)
     assert grammar is not None
     matcher = compiler.compile(grammar)
     assert (
@@ -173,7 +173,7 @@ def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_auto_enforces_strict_tools_and_allows_text(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special_ids(style))
+    grammar = build_tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special_ids(style))
     text = "It is <tool_cal or {so} [x].\n"
     lead = "" if style.allows_bare_call else text
     assert accepts(compiler, grammar, text) and accepts(compiler, grammar, "")
@@ -181,30 +181,30 @@ def test_auto_enforces_strict_tools_and_allows_text(compiler: GrammarCompiler, s
     assert accepts(compiler, grammar, lead + format_tool_calls([ROME, NOW], style))
     assert not accepts(compiler, grammar, lead + format_tool_calls([("weather", '{"city": "Oslo"}')], style))
     assert not accepts(compiler, grammar, lead + format_tool_calls([("other", "{}")], style))
-    tagged = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True, special_ids(LLAMA3))
+    tagged = build_tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True, special_ids(LLAMA3))
     assert accepts(compiler, tagged, "Well. <|python_tag|>" + format_tool_calls([ROME], LLAMA3))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_auto_without_parallel_allows_one_call(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("auto"), style, False, special_ids(style))
+    grammar = build_tool_call_grammar([WEATHER, TIME], ToolChoice("auto"), style, False, special_ids(style))
     assert accepts(compiler, grammar, "Hello") and accepts(compiler, grammar, format_tool_calls([NOW], style))
     assert not accepts(compiler, grammar, format_tool_calls([NOW, NOW], style))
 
 
 def test_no_grammar_without_constraint() -> None:
-    assert tool_call_grammar([WEATHER], ToolChoice("none"), HERMES, True) is None
-    assert tool_call_grammar([WEATHER], ToolChoice("auto"), HERMES, True) is None
-    assert tool_call_grammar([], ToolChoice("auto"), HERMES, False) is None
+    assert build_tool_call_grammar([WEATHER], ToolChoice("none"), HERMES, True) is None
+    assert build_tool_call_grammar([WEATHER], ToolChoice("auto"), HERMES, True) is None
+    assert build_tool_call_grammar([], ToolChoice("auto"), HERMES, False) is None
     with pytest.raises(InvalidRequest) as caught:
-        tool_call_grammar([WEATHER], ToolChoice("named", "nope"), HERMES, True)
+        build_tool_call_grammar([WEATHER], ToolChoice("named", "nope"), HERMES, True)
     assert caught.value.param == "tool_choice"
 
 
 def test_only_strict_tools_reject_unknown_keywords(compiler: GrammarCompiler) -> None:
     for strict in (False, True):
         tool = Tool("t", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, strict)
-        grammar = tool_call_grammar([tool], ToolChoice("required"), HERMES, True)
+        grammar = build_tool_call_grammar([tool], ToolChoice("required"), HERMES, True)
         if strict:
             with pytest.raises(InvalidRequest, match="uniqueItems"):
                 accepts(compiler, grammar, "")
@@ -237,7 +237,7 @@ def test_constraint_applies_after_reasoning(
 
 
 def test_forced_calls_allow_reasoning(compiler: GrammarCompiler) -> None:
-    grammar = tool_call_grammar([WEATHER], ToolChoice("required"), HERMES, True)
+    grammar = build_tool_call_grammar([WEATHER], ToolChoice("required"), HERMES, True)
     assert grammar is not None
     constrained = constrain_after_reasoning(grammar, THINK, True, {})
     assert accepts(compiler, constrained, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
@@ -261,7 +261,7 @@ def test_markers_as_special_or_added_tokens(tmp_path: Path, style: ToolStyle, fl
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [EOS])
     for choice in (ToolChoice("required"), ToolChoice("auto")):
         for calls, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
-            grammar = tool_call_grammar([STRICT, TIME], choice, style, True, ids)
+            grammar = build_tool_call_grammar([STRICT, TIME], choice, style, True, ids)
             assert grammar is not None
             matcher = compiler.compile(grammar)
             tokens = tokenizer.encode(format_tool_calls(calls, style)).ids
@@ -269,6 +269,6 @@ def test_markers_as_special_or_added_tokens(tmp_path: Path, style: ToolStyle, fl
 
 
 def test_markers_without_tokens_match_by_text(compiler: GrammarCompiler) -> None:
-    grammar = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True)
+    grammar = build_tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True)
     assert accepts(compiler, grammar, format_tool_calls([ROME, ROME], LLAMA3)) and accepts(compiler, grammar, "Well")
     assert not accepts(compiler, grammar, format_tool_calls([("weather", "{}")], LLAMA3))

@@ -103,7 +103,7 @@ def test_pull_follows_growing_ticket() -> None:
     thread.start()
     for block in (1, 2, 3):
         sent += fill(pair.sender.region, [block], block)
-        pair.sender.extend(ticket, [block], complete=block == 3)
+        pair.sender.extend_ticket(ticket, [block], complete=block == 3)
     thread.join(20)
     assert not thread.is_alive() and content(receiver.region, [0, 1, 2, 3]) == sent
 
@@ -120,7 +120,7 @@ def test_copies_overlap_with_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     def later(*asked: Any) -> Any:
         blocks, complete = computed.pop(0)
         pair.clock.advance(10.0)
-        pair.sender.extend(ticket, blocks, complete=complete)
+        pair.sender.extend_ticket(ticket, blocks, complete=complete)
         return state(*asked)
 
     def slow(fetch: Any, copy: Any = link.fetch) -> None:
@@ -215,7 +215,7 @@ def test_ticket_cannot_be_replayed(how: str) -> None:
     with pytest.raises(TicketEnded, match=how[:5]):
         pair.receiver.pull(ticket, [0], FAR)
     with pytest.raises(TicketEnded):
-        pair.sender.extend(ticket, [2])
+        pair.sender.extend_ticket(ticket, [2])
     assert len(pair.sender.collect_ended_leases()) == 1
     with pytest.raises(TicketEnded, match="no such"):
         pair.receiver.pull(replace(ticket, id="0" * 32), [0], FAR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode_message
 from emberline.server.metrics import ModelMetrics, render_exposition
-from emberline.worker.transfer_metrics import transfer_families
+from emberline.worker.transfer_metrics import build_transfer_metrics
 
 EXPECTED = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
@@ -19,7 +19,7 @@ def test_each_statistic_has_a_metric() -> None:
     (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(transfer=EXPECTED))))
     assert isinstance(message, EngineUpdate) and message.stats.transfer == EXPECTED
     metrics = ModelMetrics("m")
-    lines = render_exposition(transfer_families(metrics.labels, message.stats.transfer)).splitlines()
+    lines = render_exposition(build_transfer_metrics(metrics.labels, message.stats.transfer)).splitlines()
     for line in (
         'vllm:nixl_xfer_time_seconds_sum{model_name="m"} 0.5',
         'vllm:nixl_xfer_time_seconds_count{model_name="m"} 4',
@@ -40,7 +40,7 @@ def test_each_statistic_has_a_metric() -> None:
         'emberline:kv_transfer_quarantined_blocks{model_name="m"} 7',
     ):
         assert line in lines
-    sources = render_exposition(metrics.families(message.stats, restarts=0, ready=True, block_size=16))
+    sources = render_exposition(metrics.families(message.stats, restart_count=0, is_ready=True, block_size=16))
     assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="external_kv_transfer"} 64' in sources
 
 

@@ -85,7 +85,7 @@ class TransferStateMachine(RuleBasedStateMachine):
         published = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
         blocks, sent = self.write_new_content(min(1, 4 - len(published.blocks)))
         try:
-            published.ticket = self.sender.extend(published.ticket, blocks, complete=complete)
+            published.ticket = self.sender.extend_ticket(published.ticket, blocks, complete=complete)
         except TicketEnded:
             assert self.has_ended(published)
             self.free.update(blocks)

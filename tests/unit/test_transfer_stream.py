@@ -153,7 +153,7 @@ def test_pull_follows_growing_ticket(host: Host, kind: str) -> None:
     thread.start()
     for block in (1, 2, 3):
         sent += fill(host.sender.region, [block], block)
-        host.sender.extend(ticket, [block], complete=block == 3)
+        host.sender.extend_ticket(ticket, [block], complete=block == 3)
         time.sleep(0.01)
     thread.join(20)
     assert progress.complete and content(receiver.region, [5, 3]) == sent

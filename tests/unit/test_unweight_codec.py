@@ -121,7 +121,7 @@ def test_golden_bytes() -> None:
     elements = np.array([0x3F80, 0xC07F, 0x3F81], "<u2").view(np.uint8)
     for codec in (NATIVE, PLAIN):
         code = fit_code(codec, elements, 2)
-        assert (code.first, str(code)) == (127, "11")
+        assert (code.first_coded_symbol, str(code)) == (127, "11")
         coded, index = codec.encode(elements, 2, code)
         assert coded.tobytes() == bytes.fromhex("00 01 00 00 ff 01")
         assert index.tobytes() == bytes.fromhex("0100 0100 0100 0000") + zlib.crc32(coded).to_bytes(4, "little")
@@ -156,7 +156,7 @@ def test_single_symbol_code_accepts_both_bits(codec: WeightCodec) -> None:
     coded, index = codec.encode(elements, 1, code)
     for bits in (coded, ~coded):
         out = np.zeros_like(elements)
-        assert codec.decode(bits, index, 1, code, out, check=False) == -1 and np.array_equal(out, elements)
+        assert codec.decode(bits, index, 1, code, out, verify_crc=False) == -1 and np.array_equal(out, elements)
 
 
 def test_streams_must_end_where_the_index_says() -> None:
@@ -167,11 +167,11 @@ def test_streams_must_end_where_the_index_says() -> None:
     sizes = index[:8].view("<u2")
     for codec in (NATIVE, PLAIN):
         out = np.empty_like(elements)
-        assert codec.decode(coded, index, 2, code, out, check=False) == -1
+        assert codec.decode(coded, index, 2, code, out, verify_crc=False) == -1
         for changes in ([1, -1, 0, 0], [0, 0, 1, -1], [0, 0, -1, 1], [0, 0, 0, 1], [0, 0, 0, -1]):
             bad = index.copy()
             bad[:8] = (sizes + np.array(changes)).astype("<u2").view(np.uint8)
-            assert codec.decode(np.append(coded, np.uint8(0)), bad, 2, code, out, check=False) == 0
+            assert codec.decode(np.append(coded, np.uint8(0)), bad, 2, code, out, verify_crc=False) == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -185,7 +185,7 @@ def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: WeightCod
     index = np.zeros(INDEX_ENTRY_BYTES, np.uint8)
     index[:8] = np.array(sizes, "<u2").view(np.uint8)
     guarded = np.full(width * count + 128, 0x5A, np.uint8)
-    assert codec.decode(coded, index, width, code, guarded[64:-64], check=False) in (-1, 0)
+    assert codec.decode(coded, index, width, code, guarded[64:-64], verify_crc=False) in (-1, 0)
     assert (guarded[:64] == 0x5A).all() and (guarded[-64:] == 0x5A).all()
 
 
@@ -206,7 +206,7 @@ def test_codes_are_complete_and_optimal_where_the_limit_does_not_bind(few: list[
     counts = np.zeros(256, np.uint64)
     counts[: len(few)] = few
     code = PrefixCode.from_counts(counts)
-    parsed = PrefixCode.parse(code.first, str(code))  # raises for incomplete codes
+    parsed = PrefixCode.parse(code.first_coded_symbol, str(code))  # raises for incomplete codes
     assert np.array_equal(parsed.lengths, code.lengths)
     assert ((code.lengths > 0) == (counts > 0)).all()
     assert code.total_bits(counts) >= huffman_bits(few)

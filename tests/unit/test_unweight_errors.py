@@ -54,7 +54,7 @@ def test_file_changed_while_packing(tmp_path: Path, change: Callable[[Path], Non
             change(source / "model.safetensors")
 
     with pytest.raises(ModelFileError, match="changed while it was read"):
-        model.pack(source, tmp_path / "packed", select_weight_codec(None), advance)
+        model.pack_model(source, tmp_path / "packed", select_weight_codec(None), advance)
     assert done and [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
@@ -86,7 +86,7 @@ def test_uncopyable_file_is_named(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "m")
     os.mkfifo(source / "pipe")
     with pytest.raises(ModelError, match=r"cannot create .*packed: .*pipe"):
-        model.pack(source, tmp_path / "packed", select_weight_codec(None), lambda _: None)
+        model.pack_model(source, tmp_path / "packed", select_weight_codec(None), lambda _: None)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
@@ -102,7 +102,7 @@ def test_unwritable_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("smollm2", str(tmp_path / ("x" * 300))):
         with pytest.raises(ModelError, match="cannot get") as caught:
-            resolve_model(name, tmp_path / "file", progress=False)
+            resolve_model(name, tmp_path / "file", show_progress=False)
         assert "EMBERLINE_CACHE" in str(caught.value)
 
 

@@ -51,7 +51,7 @@ def tensors(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def packed_model(tmp_path: Path) -> Path:
-    model.pack(unweight_models.write(tmp_path / "plain"), tmp_path / "packed", CODEC, ignore_progress)
+    model.pack_model(unweight_models.write(tmp_path / "plain"), tmp_path / "packed", CODEC, ignore_progress)
     return tmp_path / "packed"
 
 
@@ -59,10 +59,10 @@ def packed_model(tmp_path: Path) -> Path:
 def test_unpacking_gives_the_same_files(tmp_path: Path, shards: int) -> None:
     source = unweight_models.write(tmp_path / "plain", shards=shards)
     done: list[int] = []
-    model.pack(source, tmp_path / "packed", CODEC, done.append)
+    model.pack_model(source, tmp_path / "packed", CODEC, done.append)
     assert sum(done) == sum(info.nbytes for info in Checkpoint.open(source).tensors.values())
-    assert model.verify(tmp_path / "packed", source, CODEC, ignore_progress) == []
-    model.unpack(tmp_path / "packed", tmp_path / "again", CODEC, ignore_progress)
+    assert model.verify_model(tmp_path / "packed", source, CODEC, ignore_progress) == []
+    model.unpack_model(tmp_path / "packed", tmp_path / "again", CODEC, ignore_progress)
     assert contents(tmp_path / "again") == contents(source)
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "packed", "again"}
 
@@ -95,7 +95,7 @@ def test_tensors_are_aligned(packed_model: Path) -> None:
 
 def test_blocks_decode_alone_from_parts_of_the_file(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "plain", rows=2000)  # four blocks
-    model.pack(source, tmp_path / "packed", CODEC, ignore_progress)
+    model.pack_model(source, tmp_path / "packed", CODEC, ignore_progress)
     info = Checkpoint.open(tmp_path / "packed").tensor_info("embed")
     data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
     tensor = CodedTensor.open("embed", info, lambda begin, end: data[begin:end], CODEC)
@@ -158,7 +158,7 @@ def load_corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | Non
 
 def test_any_changed_byte_is_detected(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "plain", rows=32)
-    model.pack(source, tmp_path / "packed", CODEC, ignore_progress)
+    model.pack_model(source, tmp_path / "packed", CODEC, ignore_progress)
     plain, whole = source / "model.safetensors", (tmp_path / "packed" / "model.safetensors").read_bytes()
     right, unnoticed = tensors(plain), 0
     for at in [*range(400), *range(400, len(whole), 37)]:
@@ -201,13 +201,13 @@ def test_false_tensor_metadata_is_a_typed_error(packed_model: Path, change: dict
     """With a valid header hash, nothing crashes, and tensors that do not match their own hash are refused."""
     path = packed_model / "model.safetensors"
     unweight_models.lie(path, "embed", {})
-    assert model.verify(packed_model, packed_model.parent / "plain", CODEC, ignore_progress) == []
+    assert model.verify_model(packed_model, packed_model.parent / "plain", CODEC, ignore_progress) == []
     unweight_models.lie(path, "embed", change)
     if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another dtype: only the original shows it
-        assert model.verify(packed_model, None, CODEC, ignore_progress) == []
-        assert len(model.verify(packed_model, packed_model.parent / "plain", CODEC, ignore_progress)) == 1
+        assert model.verify_model(packed_model, None, CODEC, ignore_progress) == []
+        assert len(model.verify_model(packed_model, packed_model.parent / "plain", CODEC, ignore_progress)) == 1
         with pytest.raises(ModelFileError):
-            model.unpack(packed_model, packed_model.parent / "again", CODEC, ignore_progress)
+            model.unpack_model(packed_model, packed_model.parent / "again", CODEC, ignore_progress)
         return
     with pytest.raises(ModelError), ThreadPoolExecutor(1) as pool:
         file = ModelFile(path, CODEC)
@@ -231,24 +231,24 @@ def test_verify_names_errors(packed_model: Path, capsys: pytest.CaptureFixture[s
 
 def test_verify_detects_another_model(packed_model: Path, tmp_path: Path) -> None:
     other = unweight_models.write(tmp_path / "other", seed=1)
-    assert len(model.verify(packed_model, other, CODEC, ignore_progress)) >= len(KINDS)
+    assert len(model.verify_model(packed_model, other, CODEC, ignore_progress)) >= len(KINDS)
 
 
 def test_packed_and_unpacked_inputs_are_checked(packed_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="packed already"):
-        model.pack(packed_model, tmp_path / "twice", CODEC, ignore_progress)
+        model.pack_model(packed_model, tmp_path / "twice", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
-        model.unpack(tmp_path / "plain", tmp_path / "again", CODEC, ignore_progress)
+        model.unpack_model(tmp_path / "plain", tmp_path / "again", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
-        model.verify(tmp_path / "plain", None, CODEC, ignore_progress)
+        model.verify_model(tmp_path / "plain", None, CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="must be the unpacked original"):
-        model.verify(packed_model, packed_model, CODEC, ignore_progress)
+        model.verify_model(packed_model, packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="exists"):
-        model.pack(tmp_path / "plain", packed_model, CODEC, ignore_progress)
+        model.pack_model(tmp_path / "plain", packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="is inside the source"):
-        model.pack(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, ignore_progress)
+        model.pack_model(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, ignore_progress)
     with pytest.raises(ModelError, match="cannot create"):
-        model.pack(tmp_path / "plain", packed_model / "config.json" / "x", CODEC, ignore_progress)
+        model.pack_model(tmp_path / "plain", packed_model / "config.json" / "x", CODEC, ignore_progress)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
 
 
@@ -257,7 +257,7 @@ def test_other_weights_are_left_out_and_named(tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / ".cache").mkdir()
     (source / ".cache" / "x").write_text("")
-    assert model.pack(source, tmp_path / "packed", CODEC, ignore_progress) == [source / "pytorch_model.bin"]
+    assert model.pack_model(source, tmp_path / "packed", CODEC, ignore_progress) == [source / "pytorch_model.bin"]
     assert not (tmp_path / "packed" / "pytorch_model.bin").exists() and not (tmp_path / "packed" / ".cache").exists()
 
 
@@ -292,7 +292,7 @@ def test_pull_packs_into_the_cache(
         assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
         places.append(Path(capsys.readouterr().out.strip()))
     assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
-    assert model.verify(places[0], source, CODEC, ignore_progress) == []
+    assert model.verify_model(places[0], source, CODEC, ignore_progress) == []
     (source / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
     place = Path(capsys.readouterr().out.strip())
@@ -305,16 +305,16 @@ def test_symbolic_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "config.json").write_text("{}")
     (source / "1_Pooling").symlink_to(tmp_path / "elsewhere")
     (source / "round").symlink_to(source)
-    model.pack(source, tmp_path / "packed", CODEC, ignore_progress)
+    model.pack_model(source, tmp_path / "packed", CODEC, ignore_progress)
     assert (tmp_path / "packed" / "1_Pooling" / "config.json").read_text() == "{}"
     assert not (tmp_path / "packed" / "round").exists()
-    assert model.verify(tmp_path / "packed", source, CODEC, ignore_progress) == []
+    assert model.verify_model(tmp_path / "packed", source, CODEC, ignore_progress) == []
 
 
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "packed.partial").mkdir()
     (tmp_path / "packed.partial" / "thesis.txt").write_text("mine")
-    model.pack(unweight_models.write(tmp_path / "m"), tmp_path / "packed", CODEC, ignore_progress)
+    model.pack_model(unweight_models.write(tmp_path / "m"), tmp_path / "packed", CODEC, ignore_progress)
     assert (tmp_path / "packed.partial" / "thesis.txt").read_text() == "mine"
 
 
@@ -339,13 +339,13 @@ def test_killed_pack_leaves_nothing_and_second_run_succeeds(tmp_path: Path) -> N
     )
     assert process.stdout is not None and process.stdout.readline() == "some\n"
     with pytest.raises(InvalidRequest, match="another process"):
-        model.pack(source, target, CODEC, ignore_progress)
+        model.pack_model(source, target, CODEC, ignore_progress)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     process.stdout.close()
     assert not target.exists() and (tmp_path / ".packed.partial" / "model.safetensors").exists()
-    model.pack(source, target, CODEC, ignore_progress)
-    assert model.verify(target, source, CODEC, ignore_progress) == []
+    model.pack_model(source, target, CODEC, ignore_progress)
+    assert model.verify_model(target, source, CODEC, ignore_progress) == []
     assert not (tmp_path / ".packed.partial").exists()
 
 
@@ -355,7 +355,7 @@ def test_error_while_packing_leaves_nothing(tmp_path: Path) -> None:
 
     source = unweight_models.write(tmp_path / "m")
     with pytest.raises(KeyboardInterrupt):
-        model.pack(source, tmp_path / "packed", CODEC, fail)
+        model.pack_model(source, tmp_path / "packed", CODEC, fail)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 

@@ -20,7 +20,7 @@ from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import LoadedModelInfo, PairingChange
 from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
 from emberline.net.errors import UpstreamUnreachable
-from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _worker_name, wait_for_leases, with_reachable_url
+from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _worker_name, wait_until_blocks_are_fetched, with_reachable_url
 from emberline.worker.worker_reporter import PAIRING_TIMEOUT_S, WorkerReporter
 
 P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
@@ -56,7 +56,7 @@ def test_shutdown_waits_for_leased_blocks() -> None:
     engine, stopped = Engine(stats={"m": Stats(transfer=TransferStats(leases=1))}), list[str]()
 
     async def stop() -> None:
-        await wait_for_leases(cast("AsyncEngine", engine))
+        await wait_until_blocks_are_fetched(cast("AsyncEngine", engine))
         stopped.append("it stops")
 
     async def watch() -> None:

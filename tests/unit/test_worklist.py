@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, item_capacity, num_data_ints, plan_decode_work
+from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, max_work_items, num_data_ints, plan_decode_work
 
 SMS = 132
 
 
 def plan_for(lengths: list[int], kv_heads: int = 8) -> WorkList:
-    return plan_decode_work(np.array(lengths, np.int32), kv_heads, SMS, item_capacity(len(lengths), kv_heads, SMS))
+    return plan_decode_work(np.array(lengths, np.int32), kv_heads, SMS, max_work_items(len(lengths), kv_heads, SMS))
 
 
 def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
@@ -112,6 +112,6 @@ def test_part_size_is_about_the_fastest_measured() -> None:
 
 def test_rows_are_cut_finer_beside_prefill() -> None:
     """SMs that become free later must find work left."""
-    lengths, room = np.array([4131] * 32, np.int32), item_capacity(32, 8, SMS)
-    alone, beside = (plan_decode_work(lengths, 8, SMS, room, beside_prefill=beside).count for beside in (False, True))
+    lengths, room = np.array([4131] * 32, np.int32), max_work_items(32, 8, SMS)
+    alone, beside = (plan_decode_work(lengths, 8, SMS, room, overlaps_prefill=beside).count for beside in (False, True))
     assert alone == 32 and beside >= 64

@@ -19,7 +19,7 @@ from emberline.core.clock import ManualClock
 from emberline.gateway.core.errors import Conflict, StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord, new_record_id, utc_day
 from emberline.gateway.core.settings import GatewaySettings, LogSettings
-from emberline.gateway.logs.retention import Retention
+from emberline.gateway.logs.retention import LogRetention
 from emberline.gateway.store import daily_users, postgres, sqlite, sqlite_database, tables
 from emberline.gateway.store.base import AuditEntry, Document, Feedback, GatewayStore, StoreChange
 from emberline.gateway.store.factory import open_store
@@ -524,7 +524,7 @@ def test_retention_follows_each_gateways_days(store: GatewayStore, run: Run[Any]
         make_record(NOON - day * DAY, gateway=gateway) for day in range(6) for gateway in ("short", "long", "gone")
     ]
     run(store.append_records([(each, None) for each in records]))
-    retention = Retention(store, {("acme", "long"): settings("long", 4)}, ManualClock(NOON / 1e3))
+    retention = LogRetention(store, {("acme", "long"): settings("long", 4)}, ManualClock(NOON / 1e3))
     gone, erased = run(retention.run_once())
     assert (len(gone), erased) == (2, 2)
     for gateway, days in (("short", 2), ("long", 4), ("gone", 4)):

@@ -68,7 +68,7 @@ def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
 def remove_nulls(value: Any, declared_type: Any) -> Any:
     """Return decoded JSON without its null fields. Fields that `declared_type` requires are kept."""
     if isinstance(value, list):
-        items = [each for each in _union_members(declared_type) if get_origin(each) is list]
+        items = [each for each in _iter_union_members(declared_type) if get_origin(each) is list]
         return [remove_nulls(item, get_args(items[0])[0]) for item in value] if items else value
     if not isinstance(value, dict) or (struct := _select_struct(value, declared_type)) is None:
         return value
@@ -110,20 +110,20 @@ def _resolve_type_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)
 
 
-def _union_members(declared_type: Any) -> Iterator[Any]:
+def _iter_union_members(declared_type: Any) -> Iterator[Any]:
     """Yield the members of a union without their annotations."""
     if get_origin(declared_type) is Annotated:
-        yield from _union_members(get_args(declared_type)[0])
+        yield from _iter_union_members(get_args(declared_type)[0])
     elif get_origin(declared_type) in (list, dict) or not get_args(declared_type):
         yield declared_type
     else:
         for inner in get_args(declared_type):
             if inner is not NoneType:
-                yield from _union_members(inner)
+                yield from _iter_union_members(inner)
 
 
 def _find_structs(declared_type: Any) -> Iterator[type[msgspec.Struct]]:
-    for part in _union_members(declared_type):
+    for part in _iter_union_members(declared_type):
         if get_origin(part) is list:
             yield from _find_structs(get_args(part)[0])
         elif isinstance(part, type) and issubclass(part, msgspec.Struct):
@@ -133,7 +133,9 @@ def _find_structs(declared_type: Any) -> Iterator[type[msgspec.Struct]]:
 def _select_struct(value: dict[str, Any], declared_type: Any) -> type[msgspec.Struct] | None:
     """Return the struct that the JSON value's tag (such as its `type`) selects in `declared_type`."""
     structs = [
-        part for part in _union_members(declared_type) if isinstance(part, type) and issubclass(part, msgspec.Struct)
+        part
+        for part in _iter_union_members(declared_type)
+        if isinstance(part, type) and issubclass(part, msgspec.Struct)
     ]
     if len(structs) == 1:
         return structs[0]

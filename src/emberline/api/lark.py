@@ -10,7 +10,7 @@ from typing import Any
 from emberline.core.params import GrammarSpec
 
 
-def match_literal(text: str, special_tokens: Mapping[str, int] | None = None) -> str:
+def build_literal_term(text: str, special_tokens: Mapping[str, int] | None = None) -> str:
     """Return a Lark term that matches exactly `text`. Special tokens in it are matched by token id."""
     if not special_tokens:
         return json.dumps(text)
@@ -20,7 +20,7 @@ def match_literal(text: str, special_tokens: Mapping[str, int] | None = None) ->
     )
 
 
-def match_pattern(regex: str) -> str:
+def build_regex_term(regex: str) -> str:
     """Return the regex as a Lark pattern, between slashes."""
     escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), regex, flags=re.DOTALL)
     return f"/{escaped}/"
@@ -34,10 +34,13 @@ def to_llguidance_grammars(grammar: GrammarSpec) -> list[dict[str, Any]]:
         case "json_schema":
             return [{"json_schema": json.loads(grammar.text)}]
         case "regex":
-            return [{"lark_grammar": f"start: {match_pattern(grammar.text)}"}]
+            return [{"lark_grammar": f"start: {build_regex_term(grammar.text)}"}]
         case "choice":
             return [
-                {"lark_grammar": "start: " + " | ".join(match_literal(choice) for choice in json.loads(grammar.text))}
+                {
+                    "lark_grammar": "start: "
+                    + " | ".join(build_literal_term(choice) for choice in json.loads(grammar.text))
+                }
             ]
         case "grammar" if grammar.text.lstrip().startswith("{"):
             return [dict(part) for part in json.loads(grammar.text)["grammars"]]
@@ -45,7 +48,7 @@ def to_llguidance_grammars(grammar: GrammarSpec) -> list[dict[str, Any]]:
             return [{"lark_grammar": grammar.text}]
 
 
-def match_either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
+def build_either_grammar(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
     """Return a grammar that matches what `first` or `second` matches.
 
     Only one of the two may refer to named grammars.

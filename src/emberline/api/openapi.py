@@ -86,14 +86,16 @@ _SERVER_ERRORS = {
 }
 
 
-def _endpoint_regex(endpoint: ApiEndpoint) -> str:
+def _build_endpoint_regex(endpoint: ApiEndpoint) -> str:
     """Return a regex that matches "METHOD PATH"; `{name}` in the path also matches text with slashes."""
     path = re.sub(r"\\{\w+\\}", ".+", re.escape(endpoint.path))
     return f"{endpoint.method.upper()} {path}"
 
 
 # Endpoints that generate, count, embed or list models. Health, statistics and metrics are for the operator.
-_MODEL_API = re.compile("|".join(_endpoint_regex(endpoint) for endpoint in ENDPOINTS if endpoint.reply is not None))
+_MODEL_API = re.compile(
+    "|".join(_build_endpoint_regex(endpoint) for endpoint in ENDPOINTS if endpoint.reply is not None)
+)
 
 
 def is_model_endpoint(method: str, path: str) -> bool:
@@ -105,7 +107,7 @@ def build_document(version: str) -> Json:
     types = dict.fromkeys(t for e in ENDPOINTS for t in (e.request, e.reply, e.error) if t is not None)
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(types, refs, strict=True))
-    schemas["TokenizeRequest"]["oneOf"] = [_require_field(name) for name in ("prompt", "messages")]
+    schemas["TokenizeRequest"]["oneOf"] = [_require_non_null_field(name) for name in ("prompt", "messages")]
     paths: dict[str, Json] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method] = _render_operation(endpoint, ref_of)
@@ -125,28 +127,28 @@ def build_document(version: str) -> Json:
     }
 
 
-def _require_field(name: str) -> Json:
+def _require_non_null_field(name: str) -> Json:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
-def _render_operation(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
+def _render_operation(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Json:
     operation: Json = {
         "operationId": endpoint.method + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
         "summary": endpoint.summary,
         # The empty entry: keys are required only if the server was started with API keys.
         "security": [{}, {"bearer": []}, {"x-api-key": []}] if endpoint.needs_key else [],
-        "responses": _render_responses(endpoint, ref_of),
+        "responses": _render_responses(endpoint, schema_refs),
     }
     if endpoint.request is not None:
-        content = {"application/json": {"schema": ref_of[endpoint.request]}}
+        content = {"application/json": {"schema": schema_refs[endpoint.request]}}
         operation["requestBody"] = {"required": True, "content": content}
     if "{model}" in endpoint.path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 
-def _render_responses(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
-    schema = {} if endpoint.reply is None else {"schema": ref_of[endpoint.reply]}
+def _render_responses(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Json:
+    schema = {} if endpoint.reply is None else {"schema": schema_refs[endpoint.reply]}
     content: Json = {endpoint.content_type: schema}
     if endpoint.streams:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe single events
@@ -157,6 +159,6 @@ def _render_responses(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
         return responses
     errors = _SERVER_ERRORS | (_REQUEST_ERRORS if endpoint.request is not None else {404: _REQUEST_ERRORS[404]})
     for status, description in sorted(errors.items()):
-        content = {"application/json": {"schema": ref_of[endpoint.error]}}
+        content = {"application/json": {"schema": schema_refs[endpoint.error]}}
         responses[str(status)] = {"description": description, "content": content}
     return responses

@@ -54,12 +54,12 @@ class OutputParser:
         self._argument_scanner = JsonValueScanner()
         self._pieces: list[Piece] = []
         # The state: a function that reads input and returns whether parsing can continue; false: more input is needed.
-        self._state: Callable[[], bool] = self._first_answer_state()
+        self._state: Callable[[], bool] = self._select_first_answer_state()
         if reasoning is not None:
             self._state = self._skip_reasoning_space if starts_in_reasoning else self._parse_before_reasoning
 
     @property
-    def in_reasoning(self) -> bool:
+    def is_in_reasoning(self) -> bool:
         """Whether the text parsed until now ends inside the reasoning."""
         return self._state in (self._skip_reasoning_space, self._parse_reasoning)
 
@@ -81,11 +81,11 @@ class OutputParser:
             self._pieces.append(ReasoningDelta(rest, self._index))
         elif was_cut_off and self._is_in_call_head(rest):
             pass
-        elif not self._is_ending_call(rest):
+        elif not self._is_at_call_end(rest):
             self._emit_text(self._gap + self._raw + rest)
         return self._take_deltas()
 
-    def _is_ending_call(self, unread_text: str) -> bool:
+    def _is_at_call_end(self, unread_text: str) -> bool:
         if self._state == self._parse_call:
             return self._reader.is_confirmed
         if self._state == self._parse_call_boundary:
@@ -100,10 +100,10 @@ class OutputParser:
             assert self._style is not None
             min_chars = 1 if self._state == self._parse_call_boundary and self.num_calls else MIN_MARKER_CHARS
             return len(unread_text) >= min_chars and self._style.begin.startswith(unread_text)
-        return self._state in (self._parse_after_marker, self._parse_list_element, self._parse_plain_name)
+        return self._state in (self._parse_after_marker, self._parse_list_element, self._parse_unquoted_name)
 
     def _take_deltas(self) -> list[Piece]:
-        pieces, self._pieces = merge_pieces(self._pieces), []
+        pieces, self._pieces = merge_adjacent_deltas(self._pieces), []
         return pieces
 
     # -- reasoning
@@ -118,7 +118,7 @@ class OutputParser:
             self._gap, self._state = "", self._skip_reasoning_space
         else:
             self._push_back_text(self._gap)
-            self._gap, self._state = "", self._first_answer_state()
+            self._gap, self._state = "", self._select_first_answer_state()
         return True
 
     def _skip_reasoning_space(self) -> bool:
@@ -131,7 +131,7 @@ class OutputParser:
         assert self._reasoning is not None
         end = self._reasoning.end
         found = self._text.find(end, self._at)
-        stop = found if found >= 0 else len(self._text) - _prefix_overlap(self._text, self._at, end)
+        stop = found if found >= 0 else len(self._text) - _measure_prefix_overlap(self._text, self._at, end)
         reasoning_text = self._text[self._at : stop].rstrip(WHITESPACE)  # white space before the end marker is dropped
         self._pieces.append(ReasoningDelta(reasoning_text, self._index))
         self._at += len(reasoning_text)
@@ -143,10 +143,10 @@ class OutputParser:
     def _parse_after_reasoning(self) -> bool:
         self._skip_chars(WHITESPACE)
         if self._at < len(self._text):
-            self._state = self._first_answer_state()
+            self._state = self._select_first_answer_state()
         return True
 
-    def _first_answer_state(self) -> Callable[[], bool]:
+    def _select_first_answer_state(self) -> Callable[[], bool]:
         return self._parse_call_boundary if self._style is not None else self._parse_plain_text
 
     # -- text, and the head of a call
@@ -161,7 +161,7 @@ class OutputParser:
         assert self._style is not None
         begin = self._style.begin
         found = self._text.find(begin, self._at)
-        stop = found if found >= 0 else len(self._text) - _prefix_overlap(self._text, self._at, begin)
+        stop = found if found >= 0 else len(self._text) - _measure_prefix_overlap(self._text, self._at, begin)
         self._emit_text(self._text[self._at : stop])
         self._at = stop
         if found >= 0:
@@ -200,7 +200,7 @@ class OutputParser:
             self._state = self._parse_list_element
         elif self._style.allows_plain_name and (char.isalnum() or char == "_"):
             self._name_at = len(self._raw) - 1
-            self._state = self._parse_plain_name
+            self._state = self._parse_unquoted_name
         else:
             self._reject_call()
         return True
@@ -215,7 +215,7 @@ class OutputParser:
             self._reject_call()
         return True
 
-    def _parse_plain_name(self) -> bool:
+    def _parse_unquoted_name(self) -> bool:
         char = self._read_char()
         if char == "{" and (head := _NAMED.fullmatch(self._raw, self._name_at, len(self._raw) - 1)):
             self._unread_char()
@@ -248,7 +248,7 @@ class OutputParser:
     def _parse_arguments(self) -> bool:
         char = self._read_char()
         self._emit_arguments(char)
-        if self._argument_scanner.is_last_char(char):
+        if self._argument_scanner.consume_char(char):
             self._state = self._parse_call_boundary
         return True
 
@@ -342,13 +342,13 @@ class OutputParser:
         return None if marker.startswith(self._text[self._at :]) else False
 
 
-def _prefix_overlap(text: str, start: int, marker: str) -> int:
+def _measure_prefix_overlap(text: str, start: int, marker: str) -> int:
     """Return the length of the longest suffix of text[start:] that is a prefix of the marker."""
     longest = min(len(marker) - 1, len(text) - start)
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+def merge_adjacent_deltas(pieces: Iterable[Piece]) -> list[Piece]:
     """Return the deltas with adjacent deltas of the same kind joined and empty deltas dropped."""
     merged: list[Piece] = []
     for _, group in groupby(pieces, type):

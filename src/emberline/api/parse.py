@@ -38,7 +38,7 @@ def decode(body: bytes, struct_type: type[T]) -> T:
     try:
         return _decode_json(body, struct_type, "")
     except InvalidRequest as first_error:
-        if b"null" not in body or not _is_within_depth(body):
+        if b"null" not in body or not _is_within_max_depth(body):
             raise
         try:
             value = msgspec.json.decode(body)
@@ -50,12 +50,12 @@ def decode(body: bytes, struct_type: type[T]) -> T:
         return _decode_json(msgspec.json.encode(stripped), struct_type, "")
 
 
-def decode_object(text: str, param: str) -> dict[str, Any]:
+def decode_json_object(text: str, param: str) -> dict[str, Any]:
     """Decode a JSON object that a field holds as text, such as a tool call's arguments."""
     return _decode_json(text.encode(), dict[str, Any], param)
 
 
-def encode_text(value: Any) -> str:
+def encode_json_text(value: Any) -> str:
     """Return the JSON text of a value."""
     return msgspec.json.encode(value).decode()
 
@@ -75,7 +75,7 @@ def _decode_json(data: bytes, struct_type: type[T], outer_path: str) -> T:
         ) from None
     except RecursionError:
         raise _make_depth_error(outer_path) from None
-    if not _is_within_depth(data):
+    if not _is_within_max_depth(data):
         raise _make_depth_error(outer_path)
     return value
 
@@ -101,7 +101,7 @@ def _join_json_path(outer: str, inner: str) -> str:
     return f"{outer}{dot}{inner}"
 
 
-def _is_within_depth(data: bytes) -> bool:
+def _is_within_max_depth(data: bytes) -> bool:
     """Return whether valid JSON nests at most MAX_JSON_DEPTH levels deep.
 
     Each round removes the innermost pairs of brackets with one bytes.replace, which is fast for large bodies.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.api.lark import match_literal, match_pattern, to_llguidance_grammars
+from emberline.api.lark import build_literal_term, build_regex_term, to_llguidance_grammars
 from emberline.core.params import GrammarSpec
 
 
@@ -35,7 +35,7 @@ def select_reasoning_style(template: str) -> ReasoningStyle | None:
 
 
 def constrain_after_reasoning(
-    grammar: GrammarSpec, style: ReasoningStyle, is_opened: bool, special_tokens: Mapping[str, int]
+    grammar: GrammarSpec, style: ReasoningStyle, is_reasoning_open: bool, special_tokens: Mapping[str, int]
 ) -> GrammarSpec:
     """Return a grammar that allows free reasoning first and then applies `grammar` to the answer.
 
@@ -47,12 +47,16 @@ def constrain_after_reasoning(
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
     if style.end in special_tokens:
-        thought = f"TEXT {match_literal(style.end, special_tokens)}"
-        lead = f"lead: {thought}" if is_opened else f"lead: ({match_literal(style.begin, special_tokens)} {thought})?"
+        thought = f"TEXT {build_literal_term(style.end, special_tokens)}"
+        lead = (
+            f"lead: {thought}"
+            if is_reasoning_open
+            else f"lead: ({build_literal_term(style.begin, special_tokens)} {thought})?"
+        )
     else:
         inside = f"(.|\\n)*{re.escape(style.end)}"
-        thought = f"thought[lazy]: {match_pattern(inside if is_opened else re.escape(style.begin) + inside)}"
-        lead = f"lead: thought{'' if is_opened else '?'}\n{thought}"
+        thought = f"thought[lazy]: {build_regex_term(inside if is_reasoning_open else re.escape(style.begin) + inside)}"
+        lead = f"lead: thought{'' if is_reasoning_open else '?'}\n{thought}"
     return _prefix_grammar(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from emberline.api.call import ChatCall, CommonFields
 from emberline.api.fields import accepts_only, find_ignored_fields
-from emberline.api.openai.messages import Message, add_text_only_hint, messages_for_template
+from emberline.api.openai.messages import Message, add_text_only_hint, to_template_messages
 from emberline.api.openai.sampling import ModelName, TokenId
 from emberline.api.openai.template import build_template_args, continues_last_message, list_template_settings
 from emberline.api.openai.tools import Tools, select_tools
@@ -131,7 +131,7 @@ def _build_chat_call(request: TokenizeRequest, messages: list[Message]) -> ChatC
     continue_last = continues_last_message(messages, request.continue_final_message, request.add_generation_prompt)
     return ChatCall(
         common=CommonFields(request.model or ""),
-        messages=messages_for_template(messages),
+        messages=to_template_messages(messages),
         params=SamplingParams(),
         tools=tools.tools,
         template_args=build_template_args(request.chat_template_kwargs),

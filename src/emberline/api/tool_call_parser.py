@@ -28,7 +28,7 @@ class JsonValueScanner:
         self.in_string = False
         self.in_escape = False
 
-    def is_last_char(self, char: str) -> bool:
+    def consume_char(self, char: str) -> bool:
         """Consume the next character of a string, object or array, and return whether the value ends with it."""
         if self.in_string:
             if self.in_escape:
@@ -98,7 +98,7 @@ class ToolCallParser:
 
     def _parse_key(self, char: str) -> str:
         self._raw += char
-        if self._value.is_last_char(char):
+        if self._value.consume_char(char):
             key = _decode_string(self._raw)
             if key is None:
                 return self._reject_call()
@@ -131,7 +131,7 @@ class ToolCallParser:
 
     def _parse_name(self, char: str) -> str:
         self._raw += char
-        if not self._value.is_last_char(char):
+        if not self._value.consume_char(char):
             return ""
         self.name, self._state = _decode_string(self._raw), self._parse_after_value
         if not self.name:
@@ -141,7 +141,7 @@ class ToolCallParser:
         return self._early
 
     def _parse_arguments(self, char: str) -> str:
-        if self._value.is_last_char(char):
+        if self._value.consume_char(char):
             self._state = self._parse_after_value
         if self.name is None:
             self._early += char
@@ -150,7 +150,7 @@ class ToolCallParser:
         return char
 
     def _skip_other_value(self, char: str) -> str:
-        if self._value.is_last_char(char):
+        if self._value.consume_char(char):
             self._state = self._parse_after_value
         return ""
 

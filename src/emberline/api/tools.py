@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.lark import match_literal, match_pattern
+from emberline.api.lark import build_literal_term, build_regex_term
 from emberline.api.tool_style import MISTRAL, MISTRAL_ARGS, ToolStyle
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
@@ -22,7 +22,7 @@ def template_supports_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def to_template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the tools in the form that chat templates take."""
     return [
         {
@@ -48,7 +48,7 @@ def inject_tools(messages: Sequence[Message], tools: Sequence[Tool], style: Tool
         else:
             plain.append(_convert_calls_to_text(message, style))
     plain = [{k: v for k, v in message.items() if k != "answers"} for message in plain]
-    return _add_instructions(plain, _tool_instructions(tools, style)) if tools else plain
+    return _add_instructions(plain, _build_tool_instructions(tools, style)) if tools else plain
 
 
 def _convert_calls_to_text(message: Message, style: ToolStyle) -> Message:
@@ -78,8 +78,8 @@ def _add_instructions(messages: list[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
-def _tool_instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
-    listing = "\n".join(json.dumps(entry["function"], ensure_ascii=False) for entry in tools_for_template(tools))
+def _build_tool_instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
+    listing = "\n".join(json.dumps(entry["function"], ensure_ascii=False) for entry in to_template_tools(tools))
     example = format_tool_calls([("tool_name", '{"parameter": "value"}')], style)
     return (
         "You can call tools. Each line between the tags describes one, with a JSON schema of its parameters.\n"
@@ -108,7 +108,7 @@ def _make_nine_char_id(id_: str) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", id_)[-9:].rjust(9, "0")
 
 
-def tool_call_grammar(
+def build_tool_call_grammar(
     tools: Sequence[Tool],
     choice: ToolChoice,
     style: ToolStyle,
@@ -137,49 +137,49 @@ def tool_call_grammar(
     several = parallel and choice.mode != "named"
     special_tokens = {m: i for m, i in (special_tokens or {}).items() if m in style.markers}
     rules = [
-        _optional_call_rule(style, several, special_tokens)
+        _build_optional_call_rule(style, several, special_tokens)
         if choice.mode == "auto"
-        else _forced_call_rule(style, several, special_tokens)
+        else _build_forced_call_rule(style, several, special_tokens)
     ]
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(callable_))))
     for i, tool in enumerate(callable_):
         ends = (
-            match_literal(style.head % tool.name, special_tokens),
-            match_literal(style.tail, special_tokens) if style.tail else "",
+            build_literal_term(style.head % tool.name, special_tokens),
+            build_literal_term(style.tail, special_tokens) if style.tail else "",
         )
         rules.append(f"call{i}: {ends[0]} @arguments{i} {ends[1]}")
-    schemas = [{"name": f"arguments{i}", "json_schema": _arguments_schema(tool)} for i, tool in enumerate(callable_)]
+    schemas = [{"name": f"arguments{i}", "json_schema": _make_grammar_schema(tool)} for i, tool in enumerate(callable_)]
     return GrammarSpec("grammar", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *schemas]}))
 
 
-def _forced_call_rule(style: ToolStyle, allows_several: bool, special_tokens: Mapping[str, int]) -> str:
-    unit = f"{match_literal(style.begin, special_tokens)} {_calls_rule(style, allows_several)}"
+def _build_forced_call_rule(style: ToolStyle, allows_several: bool, special_tokens: Mapping[str, int]) -> str:
+    unit = f"{build_literal_term(style.begin, special_tokens)} {_build_calls_rule(style, allows_several)}"
     if style.allows_bare_call:
-        unit = _calls_rule(style, allows_several)
-    joint = match_literal(style.separator) if style.separator else ""
+        unit = _build_calls_rule(style, allows_several)
+    joint = build_literal_term(style.separator) if style.separator else ""
     more = f" ({joint} {unit}){{0,{MAX_CALLS_PER_REPLY - 1}}}" if allows_several and style.list_brackets is None else ""
     return f"start: {unit}{more}"
 
 
-def _optional_call_rule(style: ToolStyle, allows_several: bool, special_tokens: Mapping[str, int]) -> str:
-    region = _calls_rule(style, allows_several)
+def _build_optional_call_rule(style: ToolStyle, allows_several: bool, special_tokens: Mapping[str, int]) -> str:
+    region = _build_calls_rule(style, allows_several)
     text = r"(\s*[^{\s](.|\n)*)?" if style.allows_bare_call else r"(.|\n)*"
     if style.begin in special_tokens:
-        lead = f"lead: TEXT {match_literal(style.begin, special_tokens)}"
+        lead = f"lead: TEXT {build_literal_term(style.begin, special_tokens)}"
     else:
-        lead = f"lead[lazy]: {match_pattern(text + re.escape(style.begin))}"
+        lead = f"lead[lazy]: {build_regex_term(text + re.escape(style.begin))}"
     start = f"(lead {region})* TEXT" if allows_several and style.list_brackets is None else f"TEXT | lead {region}"
     if style.allows_bare_call:  # an output that starts with a brace is a call too
         start = f"{start} | {region}"
-    return f"start: {start}\n{lead}\nTEXT: {match_pattern(text)}"
+    return f"start: {start}\n{lead}\nTEXT: {build_regex_term(text)}"
 
 
-def _calls_rule(style: ToolStyle, allows_several: bool) -> str:
+def _build_calls_rule(style: ToolStyle, allows_several: bool) -> str:
     """Return the grammar rule for the text after the opening marker of a tool call."""
     if style.list_brackets is None:
         return "call"
-    opening, closing = (match_literal(text) if text else "" for text in style.list_brackets)
-    more = f"({match_literal(style.separator)} call){{0,{MAX_CALLS_PER_REPLY - 1}}}" if allows_several else ""
+    opening, closing = (build_literal_term(text) if text else "" for text in style.list_brackets)
+    more = f"({build_literal_term(style.separator)} call){{0,{MAX_CALLS_PER_REPLY - 1}}}" if allows_several else ""
     return f"{opening} call {more} {closing}"
 
 
@@ -187,7 +187,7 @@ def _parameters_schema(tool: Tool) -> dict[str, Any]:
     return tool.parameters or {"type": "object", "properties": {}}
 
 
-def _arguments_schema(tool: Tool) -> dict[str, Any]:
+def _make_grammar_schema(tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of the tool's arguments, always of type object.
 
     Unknown schema keywords are errors only for strict tools."""

@@ -37,15 +37,15 @@ class Transcript:
         self._tool_names: dict[str, str] = {}  # by the id of the call
 
     def add_text(self, role: Role, text: str) -> None:
-        self._last_message(role).texts.append(text)
+        self._get_or_add_message(role).texts.append(text)
 
     def add_reasoning(self, text: str) -> None:
-        self._last_message("assistant").thoughts.append(text)
+        self._get_or_add_message("assistant").thoughts.append(text)
 
     def add_tool_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
         self._tool_names[id] = name
         function = {"name": name, "arguments": arguments}
-        self._last_message("assistant").calls.append({"id": id, "type": "function", "function": function})
+        self._get_or_add_message("assistant").calls.append({"id": id, "type": "function", "function": function})
 
     def add_tool_result(self, id: str, text: str, *, param: str) -> None:
         """Add the result of a tool call. Raises InvalidRequest if no earlier call has this id."""
@@ -65,7 +65,7 @@ class Transcript:
             raise InvalidRequest(f"{param} ends with a tool call that has no result", param=param, hint=hint)
         return [message.to_dict() for message in self._messages]
 
-    def _last_message(self, role: Role) -> _Message:
+    def _get_or_add_message(self, role: Role) -> _Message:
         if not self._messages or self._messages[-1].role != role:
             self._messages.append(_Message(role))
         return self._messages[-1]

@@ -33,9 +33,9 @@ class BenchTask:
         """
         kind, _, size = task_name.partition("_")
         draws: dict[TaskKind, Callable[[int, int], BenchJob]] = {
-            TaskKind.PREFILL: workload.prefill_job,
-            TaskKind.DECODE: workload.decode_job,
-            TaskKind.MIX: workload.mixed_job,
+            TaskKind.PREFILL: workload.make_prefill_job,
+            TaskKind.DECODE: workload.make_decode_job,
+            TaskKind.MIX: workload.make_mixed_job,
         }
         if kind not in {known.value for known in TaskKind} or not size.isdecimal() or int(size) < 1:
             raise InvalidRequest(

@@ -27,16 +27,16 @@ class BenchEnvironment:
     threads: int
     peers_dir: Path  # directory of the peers' environments
 
-    def peer_python(self, environment_name: str) -> Path:
+    def peer_python_path(self, environment_name: str) -> Path:
         return self.peers_dir / environment_name / "bin" / "python"
 
 
-def emberline_spec(environment: BenchEnvironment) -> ContenderSpec:
+def make_emberline_spec(environment: BenchEnvironment) -> ContenderSpec:
     settings = {"model": str(environment.model), "threads": environment.threads}
     return ContenderSpec("emberline", Path(sys.executable), "emberline.bench.offline_engine", settings)
 
 
-def peer_spec(peer_name: str, environment: BenchEnvironment) -> ContenderSpec:
+def make_peer_spec(peer_name: str, environment: BenchEnvironment) -> ContenderSpec:
     if peer_name not in PEERS:
         raise InvalidRequest(f"unknown peer {peer_name!r}", param="--peers", hint=f"choose from {', '.join(PEERS)}")
     return PEERS[peer_name](peer_name, environment)
@@ -60,7 +60,7 @@ def _vllm_spec_factory(dtype: str, enforce_eager: bool) -> Callable[[str, BenchE
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return ContenderSpec(name, environment.peer_python("vllm"), "emberline.bench.peers.vllm", settings, env)
+        return ContenderSpec(name, environment.peer_python_path("vllm"), "emberline.bench.peers.vllm", settings, env)
 
     return make_spec
 
@@ -86,7 +86,7 @@ def _llamacpp_spec_factory(build_name: str, tensor_type: str) -> Callable[[str, 
         settings = {"model": str(file), "threads": environment.threads}
         module = f"emberline.bench.peers.{build_name.replace('-', '_')}"
         return ContenderSpec(
-            name, environment.peer_python(build_name), module, settings, same_weights=tensor_type != "shipped"
+            name, environment.peer_python_path(build_name), module, settings, same_weights=tensor_type != "shipped"
         )
 
     return make_spec

@@ -16,7 +16,7 @@ from typing import Any
 from emberline.bench import machine_limits, workload
 from emberline.bench.bench_task import BenchTask, TaskKind
 from emberline.bench.contender import ContenderFailed, ContenderProcess, ContenderRun
-from emberline.bench.contenders import BenchEnvironment, emberline_spec, peer_spec
+from emberline.bench.contenders import BenchEnvironment, make_emberline_spec, make_peer_spec
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.processes import measure_busy_cores
 from emberline.bench.report import BenchReport
@@ -86,7 +86,9 @@ def bench(
                 for entry in entries:
                     _run_round(entry, task, turn, settings)
     settings.wait_for_idle_machine()
-    top = top.max_with(machine_limits.measure_limits(ground.threads))  # the median drops a disturbance of single runs
+    top = top.merge_maximum(
+        machine_limits.measure_limits(ground.threads)
+    )  # the median drops a disturbance of single runs
     report = BenchReport(
         "cpu", {"model": model, "threads": ground.threads, "rounds": settings.rounds, "ceiling": top.how}
     )
@@ -114,8 +116,8 @@ def _start_contenders(
     entries: list[MeasuredContender] = []
     absent: dict[str, Any] = {}
     us, them = (
-        emberline_spec(environment),
-        [peer_spec(name, environment) for name in peer_names],
+        make_emberline_spec(environment),
+        [make_peer_spec(name, environment) for name in peer_names],
     )  # raises for unknown names
     for spec in (us, *them):
         try:

@@ -69,10 +69,10 @@ async def _run_rounds(model: str, vocab_size: int, plan: DrainBenchPlan, log_dir
     async with LocalCluster({"both": 2}, [model, *OPTIONS], log_dir, pin_workers_to_cores=True) as cluster:
         client = CompletionClient(f"{cluster.url}/v1", SERVED)
         await asyncio.gather(
-            *(client.complete(workload.random_tokens(plan.prompt, rng, vocab_size), 8) for _ in range(4))
+            *(client.complete(workload.draw_random_tokens(plan.prompt, rng, vocab_size), 8) for _ in range(4))
         )
         for number in range(plan.rounds):
-            prompts = [workload.random_tokens(plan.prompt, rng, vocab_size) for _ in range(plan.streams)]
+            prompts = [workload.draw_random_tokens(plan.prompt, rng, vocab_size) for _ in range(plan.streams)]
             async with asyncio.timeout(ROUND_TIMEOUT_S):
                 await _run_round(cluster, client, plan, prompts, cluster.workers[number % 2].name, pauses)
             print(f"round {number + 1}: worst pause {pauses.worst[-1]:.2f} s", flush=True)

@@ -20,7 +20,12 @@ from typing import NamedTuple
 
 from websockets.sync.client import connect
 
-from emberline.bench.event_loop_inputs import HeavyRequest, engine_requests, gateway_requests, router_requests
+from emberline.bench.event_loop_inputs import (
+    HeavyRequest,
+    make_engine_requests,
+    make_gateway_requests,
+    make_router_requests,
+)
 from emberline.bench.event_loop_probe import PROBE_SECONDS, HealthProbe
 from emberline.bench.report import BenchReport
 from emberline.bench.server_launch import EmberlineServer, running_process
@@ -99,12 +104,12 @@ def bench(model: str | None, body_bytes: int, rounds: int) -> BenchReport:
         "event-loop", {"model": model, "bytes": body_bytes, "rounds": rounds, "probe_seconds": PROBE_SECONDS}
     )
     with running_gateway(body_bytes) as port:
-        _measure_server(report, "gateway", port, gateway_requests(body_bytes), rounds)
+        _measure_server(report, "gateway", port, make_gateway_requests(body_bytes), rounds)
     with running_router() as port:
-        _measure_server(report, "router", port, router_requests(body_bytes), rounds)
+        _measure_server(report, "router", port, make_router_requests(body_bytes), rounds)
     if model is not None:
         with running_engine_server(model) as port:
-            _measure_server(report, "engine", port, engine_requests(model, body_bytes), rounds)
+            _measure_server(report, "engine", port, make_engine_requests(model, body_bytes), rounds)
     return report
 
 

@@ -16,7 +16,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 
 @cache
-def gzip_bomb() -> bytes:
+def make_gzip_bomb() -> bytes:
     """Return about 1 MB of gzip data that decompresses to 1 GB of spaces."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     return b"".join(packer.compress(b" " * (1 << 20)) for _ in range(1024)) + packer.flush()
@@ -33,7 +33,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["content-length"]))
         if self.path.endswith("/bomb"):
-            self._send_reply(JSON, gzip_bomb(), content_encoding="gzip")
+            self._send_reply(JSON, make_gzip_bomb(), content_encoding="gzip")
         elif b'"event"' in asked[:200]:
             self._send_reply(EVENTS, self._large_event_stream())
         elif b'"whole"' in asked[:200]:
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    gzip_bomb()  # built before the measurement
+    make_gzip_bomb()  # built before the measurement
     _Handler.size = int(sys.argv[2])
     http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), _Handler).serve_forever()
 

@@ -224,14 +224,14 @@ def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same_prompt: bo
     """Send `plan.requests` requests one after the other, enough for a meaningful p99 latency."""
     caller = BlockingClient(proxy.url, KEY)
     seconds: list[float] = []
-    before, start = _process_usage(proxy), time.perf_counter()
+    before, start = _read_process_usage(proxy), time.perf_counter()
     for number in range(plan.requests):
-        body = _request_body(proxy, plan, 0 if same_prompt else number, 8, stream=False)
+        body = _make_request_body(proxy, plan, 0 if same_prompt else number, 8, stream=False)
         began = time.perf_counter()
         reply = caller.post(proxy.path, body)
         seconds.append(time.perf_counter() - began)
         _check_reply(reply)
-    wall, after = time.perf_counter() - start, _process_usage(proxy)
+    wall, after = time.perf_counter() - start, _read_process_usage(proxy)
     caller.close()
     return GatewayBenchRun(plan.requests, wall, after.cpu - before.cpu, seconds, after.rss)
 
@@ -244,7 +244,7 @@ async def _run_concurrent(proxy: BenchedProxy, plan: GatewayBenchPlan) -> Gatewa
     async def run_client() -> None:
         connection = MinimalHTTPConnection(proxy.url, KEY)
         for number in left:
-            body = _request_body(proxy, plan, number, 8, stream=False)
+            body = _make_request_body(proxy, plan, number, 8, stream=False)
             began = time.perf_counter()
             reply = await connection.fetch(proxy.path, body)
             seconds.append(time.perf_counter() - began)
@@ -267,7 +267,7 @@ async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_s
         connection = MinimalHTTPConnection(proxy.url, KEY)
         began, got, last = time.perf_counter(), 0, b""
         async for part in connection.stream_reply(
-            proxy.path, _request_body(proxy, plan, int(phase * 1e6), events_per_stream, stream=True)
+            proxy.path, _make_request_body(proxy, plan, int(phase * 1e6), events_per_stream, stream=True)
         ):
             if not got:
                 first.append(time.perf_counter() - began)
@@ -284,14 +284,14 @@ async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_s
 async def _measure_clients(
     proxy: BenchedProxy, clients: Sequence[object], work_count: int, latencies_s: list[float]
 ) -> GatewayBenchRun:
-    before = _process_usage(proxy)
+    before = _read_process_usage(proxy)
     began = time.perf_counter()
     await asyncio.gather(*clients)  # type: ignore[call-overload]
-    wall, after = time.perf_counter() - began, _process_usage(proxy)
+    wall, after = time.perf_counter() - began, _read_process_usage(proxy)
     return GatewayBenchRun(work_count, wall, after.cpu - before.cpu, latencies_s, after.rss)
 
 
-def _process_usage(proxy: BenchedProxy) -> processes.ProcessUsage:
+def _read_process_usage(proxy: BenchedProxy) -> processes.ProcessUsage:
     if proxy.pid is None:
         return processes.ProcessUsage(0.0, 0)
     used = [processes.read_usage(pid) for pid in processes.find_process_tree(proxy.pid).values()]
@@ -299,7 +299,7 @@ def _process_usage(proxy: BenchedProxy) -> processes.ProcessUsage:
     return processes.ProcessUsage(sum(each.cpu for each in there), sum(each.rss for each in there))
 
 
-def _request_body(
+def _make_request_body(
     proxy: BenchedProxy, plan: GatewayBenchPlan, prompt_number: int, max_tokens: int, *, stream: bool
 ) -> bytes:
     content = f"{prompt_number} ".ljust(plan.prompt, "x")

@@ -76,13 +76,13 @@ class BenchRandomWeights(Weights):
     def __init__(self) -> None:
         self.loaded_bytes = 0
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return "lm_head" not in name and "bias" not in name
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def load_vector(self, name: str, size: int) -> Tensor:
         return torch.ones(size)
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         self.loaded_bytes += 2 * rows * columns
         return torch.randn(rows, columns).mul_(columns**-0.5).to(torch.bfloat16)
 

@@ -29,7 +29,7 @@ from emberline.bench.report import BenchReport
 from emberline.core.config import DEFAULT_MODEL, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import WorkItem
-from emberline.engine.batch import build_forward
+from emberline.engine.batch import build_forward_batch
 from emberline.hub.source import resolve_model
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -125,7 +125,7 @@ class RoundingRun:
 
     def compute_logits(self, tokens: list[int], first_position: int) -> Tensor:
         work = [WorkItem("", first_position, tokens, range(self.cache.num_blocks), samples=True, prompt_logprobs=True)]
-        step = build_forward(work, self.cache)
+        step = build_forward_batch(work, self.cache)
         if self._rounding is None:
             return self._model.forward(step)
         with round_cached_values(self._rounding):

@@ -34,62 +34,74 @@ MAX_CHILD_S = 5.0
 HEAD = b"GGUF" + struct.pack("<I", 3)
 
 
-def text(value: str) -> bytes:
+def encode_gguf_string(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def array_header(element_type: int, count: int) -> bytes:
+def encode_array_header(element_type: int, count: int) -> bytes:
     return struct.pack("<IIQ", 9, element_type, count)
 
 
 def write_vocabulary(path: Path) -> None:
     """Write a GGUF file with a large vocabulary and one small tensor."""
-    tokens = b"".join(text(f"token{i}") for i in range(TOKENS))
-    merges = b"".join(text(f"to{i} ken{i}") for i in range(MERGES))
+    tokens = b"".join(encode_gguf_string(f"token{i}") for i in range(TOKENS))
+    merges = b"".join(encode_gguf_string(f"to{i} ken{i}") for i in range(MERGES))
     kinds = struct.pack(f"<{TOKENS}i", *[1] * TOKENS)
     metadata = (
-        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
-        text("tokenizer.ggml.tokens") + array_header(8, TOKENS) + tokens,
-        text("tokenizer.ggml.merges") + array_header(8, MERGES) + merges,
-        text("tokenizer.ggml.token_type") + array_header(5, TOKENS) + kinds,
+        encode_gguf_string("general.architecture") + struct.pack("<I", 8) + encode_gguf_string("llama"),
+        encode_gguf_string("tokenizer.ggml.tokens") + encode_array_header(8, TOKENS) + tokens,
+        encode_gguf_string("tokenizer.ggml.merges") + encode_array_header(8, MERGES) + merges,
+        encode_gguf_string("tokenizer.ggml.token_type") + encode_array_header(5, TOKENS) + kinds,
     )
-    path.write_bytes(with_tensor(HEAD + struct.pack("<QQ", 1, len(metadata)) + b"".join(metadata)))
+    path.write_bytes(append_tensor(HEAD + struct.pack("<QQ", 1, len(metadata)) + b"".join(metadata)))
 
 
-def with_tensor(header: bytes, shape: tuple[int, ...] = (32, 2), type_id: int = 0, offset: int = 0) -> bytes:
-    info = text("token_embd.weight") + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+def append_tensor(header: bytes, shape: tuple[int, ...] = (32, 2), type_id: int = 0, offset: int = 0) -> bytes:
+    info = (
+        encode_gguf_string("token_embd.weight") + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+    )
     header += info + struct.pack("<IQ", type_id, offset)
     return header + bytes(-len(header) % 32) + bytes(256)
 
 
-def damaged_files() -> Iterator[tuple[str, bytes]]:
+def generate_damaged_files() -> Iterator[tuple[str, bytes]]:
     """Yield the name and content of files that a reader must refuse."""
-    key = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    key = encode_gguf_string("general.architecture") + struct.pack("<I", 8) + encode_gguf_string("llama")
     good = HEAD + struct.pack("<QQ", 1, 1) + key
     yield "truncated metadata", good[:40]
-    yield "truncated tensor data", with_tensor(good)[:-64]
+    yield "truncated tensor data", append_tensor(good)[:-64]
     yield "2**62 metadata keys", HEAD + struct.pack("<QQ", 1, 2**62) + key
-    yield "2**62 tensors", HEAD + struct.pack("<QQ", 2**62, 1) + key + with_tensor(b"")
+    yield "2**62 tensors", HEAD + struct.pack("<QQ", 2**62, 1) + key + append_tensor(b"")
     yield "string of 2**62 bytes", HEAD + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 2**62) + b"general"
-    yield "array of 2**62 numbers", HEAD + struct.pack("<QQ", 0, 1) + text("a") + array_header(4, 2**62)
+    yield (
+        "array of 2**62 numbers",
+        HEAD + struct.pack("<QQ", 0, 1) + encode_gguf_string("a") + encode_array_header(4, 2**62),
+    )
     yield (
         "array of 2**40 empty arrays",
-        HEAD + struct.pack("<QQ", 0, 1) + text("a") + array_header(9, 2**40) + bytes(99),
+        HEAD + struct.pack("<QQ", 0, 1) + encode_gguf_string("a") + encode_array_header(9, 2**40) + bytes(99),
     )
     yield (
         "arrays nested 2,000 deep",
-        HEAD + struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<I", 9) + (struct.pack("<IQ", 9, 1) * 2000),
+        HEAD
+        + struct.pack("<QQ", 0, 1)
+        + encode_gguf_string("a")
+        + struct.pack("<I", 9)
+        + (struct.pack("<IQ", 9, 1) * 2000),
     )
-    yield "tensor of 2**62 elements", with_tensor(good, (2**31, 2**31))
-    yield "tensor past the end", with_tensor(good, offset=1 << 20)
-    yield "misaligned tensor", with_tensor(good, offset=3)
-    yield "key twice", with_tensor(HEAD + struct.pack("<QQ", 1, 2) + key + key)
-    yield "unknown tensor type", with_tensor(good, type_id=200)
-    yield "text that is not UTF-8", with_tensor(HEAD + struct.pack("<QQ", 1, 1) + key[:-5] + b"\xff\xfe\xfd\xfc\xfb")
-    yield "boolean of 7", with_tensor(HEAD + struct.pack("<QQ", 1, 2) + key + text("a") + struct.pack("<IB", 7, 7))
+    yield "tensor of 2**62 elements", append_tensor(good, (2**31, 2**31))
+    yield "tensor past the end", append_tensor(good, offset=1 << 20)
+    yield "misaligned tensor", append_tensor(good, offset=3)
+    yield "key twice", append_tensor(HEAD + struct.pack("<QQ", 1, 2) + key + key)
+    yield "unknown tensor type", append_tensor(good, type_id=200)
+    yield "text that is not UTF-8", append_tensor(HEAD + struct.pack("<QQ", 1, 1) + key[:-5] + b"\xff\xfe\xfd\xfc\xfb")
+    yield (
+        "boolean of 7",
+        append_tensor(HEAD + struct.pack("<QQ", 1, 2) + key + encode_gguf_string("a") + struct.pack("<IB", 7, 7)),
+    )
 
 
-def read(library: str, path: Path) -> int:
+def read_vocabulary(library: str, path: Path) -> int:
     """Read the header and the vocabulary, and return the number of tokens."""
     if library == "ours":
         from emberline.hub.gguf import GGUFFile
@@ -111,19 +123,19 @@ def peak_memory_mb() -> float:
     return int(line.split()[1]) / 1e3
 
 
-def child(library: str, path: Path, limited: bool) -> dict[str, Any]:
+def measure_read(library: str, path: Path, limit_memory: bool) -> dict[str, Any]:
     if library == "ours":
         import emberline.hub.gguf  # noqa: F401
     else:
         import gguf  # noqa: F401
     before = peak_memory_mb()
-    if limited:
+    if limit_memory:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_CHILD_BYTES, used + MAX_CHILD_BYTES))
     started = time.process_time()
     outcome = "accepted"
     try:
-        read(library, path)
+        read_vocabulary(library, path)
     except MemoryError:
         outcome = "out of memory"
     except Exception as e:
@@ -131,15 +143,23 @@ def child(library: str, path: Path, limited: bool) -> dict[str, Any]:
     return {"cpu_s": time.process_time() - started, "memory_mb": peak_memory_mb() - before, "outcome": outcome}
 
 
-def run_child(library: str, path: Path, *, limited: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "emberline.bench.library_gguf", "--child", library, str(path), str(int(limited))]
-    limit_s = MAX_CHILD_S + 3 if limited else 400
+def run_child(library: str, path: Path, *, limit_resources: bool) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "emberline.bench.library_gguf",
+        "--child",
+        library,
+        str(path),
+        str(int(limit_resources)),
+    ]
+    limit_s = MAX_CHILD_S + 3 if limit_resources else 400
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return {"outcome": "hangs"}
     found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"outcome": "crashes"}
-    return {"outcome": "hangs"} if limited and found.get("cpu_s", 0) > MAX_CHILD_S else found
+    return {"outcome": "hangs"} if limit_resources and found.get("cpu_s", 0) > MAX_CHILD_S else found
 
 
 def run(rounds: int, folder: Path) -> BenchReport:
@@ -148,12 +168,12 @@ def run(rounds: int, folder: Path) -> BenchReport:
     measured: dict[str, list[dict[str, Any]]] = {library: [] for library in LIBRARIES}
     for _ in range(rounds):
         for library in LIBRARIES:
-            measured[library].append(run_child(library, path, limited=False))
+            measured[library].append(run_child(library, path, limit_resources=False))
     outcomes: dict[str, dict[str, str]] = {library: {} for library in LIBRARIES}
-    for name, data in damaged_files():
+    for name, data in generate_damaged_files():
         path.write_bytes(data)
         for library in LIBRARIES:
-            outcomes[library][name] = run_child(library, path, limited=True)["outcome"]
+            outcomes[library][name] = run_child(library, path, limit_resources=True)["outcome"]
     config = {
         "rounds": rounds,
         "tokens": TOKENS,
@@ -179,7 +199,7 @@ def run(rounds: int, folder: Path) -> BenchReport:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         library, path, limited = sys.argv[2:5]
-        print(json.dumps(child(library, Path(path), limited == "1")))
+        print(json.dumps(measure_read(library, Path(path), limited == "1")))
         return
     parser = argparse.ArgumentParser(description=Path(__file__).stem)
     parser.add_argument("--rounds", type=int, default=3)

@@ -46,9 +46,11 @@ class ServerUnderTest:
                 connection.sendall(raw_request)
             return _receive_for(connection, 1.0)
 
-    def usage(self) -> dict[str, float]:
+    def fetch_usage(self) -> dict[str, float]:
         with self.connect() as connection:
-            found: dict[str, float] = json.loads(_exchange([connection], _request("/usage"), _has_sized_body)[0])
+            found: dict[str, float] = json.loads(
+                _exchange_on_all([connection], _make_raw_request("/usage"), _is_sized_reply_complete)[0]
+            )
             return found
 
 
@@ -63,21 +65,21 @@ def running_server(name: str) -> Iterator[ServerUnderTest]:
             process.kill()
 
 
-def _request(path: str, body: bytes = b"") -> bytes:
+def _make_raw_request(path: str, body: bytes = b"") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nuser-agent: bench/1\r\n"
     return f"{head}accept: */*\r\nauthorization: Bearer k\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def _has_sized_body(reply: bytes) -> bool:
+def _is_sized_reply_complete(reply: bytes) -> bool:
     head, end, body = reply.partition(b"\r\n\r\n")
     return bool(end) and len(body) >= int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
 
 
-def _has_last_chunk(reply: bytes) -> bool:
+def _is_chunked_reply_complete(reply: bytes) -> bool:
     return reply.endswith(b"\r\n0\r\n\r\n")
 
 
-def _exchange(
+def _exchange_on_all(
     connections: list[socket.socket], raw_request: bytes, is_complete: Callable[[bytes], bool]
 ) -> list[bytes]:
     """Send the request on every connection, then return the bodies of the replies."""
@@ -94,22 +96,23 @@ def _exchange(
     return bodies
 
 
-def measure(server: ServerUnderTest, requests: int, streams: int) -> dict[str, float]:
+def measure_requests_and_streams(server: ServerUnderTest, requests: int, streams: int) -> dict[str, float]:
     """Return the server's CPU time in microseconds per request and per streamed event, and its memory in MB."""
     with ExitStack() as stack:
         connections = [stack.enter_context(server.connect()) for _ in range(CONNECTIONS)]
 
         def cpu_us(count: int, raw_request: bytes, is_complete: Callable[[bytes], bool]) -> float:
-            before = server.usage()["cpu_s"]
+            before = server.fetch_usage()["cpu_s"]
             for _ in range(count // CONNECTIONS):
-                _exchange(connections, raw_request, is_complete)
-            return (server.usage()["cpu_s"] - before) / (count // CONNECTIONS * CONNECTIONS) * 1e6
+                _exchange_on_all(connections, raw_request, is_complete)
+            return (server.fetch_usage()["cpu_s"] - before) / (count // CONNECTIONS * CONNECTIONS) * 1e6
 
-        cpu_us(200, _request("/reply", BODY), _has_sized_body)  # the first requests take longer
+        cpu_us(200, _make_raw_request("/reply", BODY), _is_sized_reply_complete)  # the first requests take longer
         return {
-            "request": cpu_us(requests, _request("/reply", BODY), _has_sized_body),
-            "event": cpu_us(streams, _request("/stream", BODY), _has_last_chunk) / EVENTS_PER_STREAM,
-            "memory": server.usage()["rss_mb"],
+            "request": cpu_us(requests, _make_raw_request("/reply", BODY), _is_sized_reply_complete),
+            "event": cpu_us(streams, _make_raw_request("/stream", BODY), _is_chunked_reply_complete)
+            / EVENTS_PER_STREAM,
+            "memory": server.fetch_usage()["rss_mb"],
         }
 
 
@@ -153,7 +156,7 @@ def check_hostile_requests(server: ServerUnderTest) -> dict[str, bool]:
     refused = {name: server.send(raw)[:12].startswith(b"HTTP/1.1 4") for name, raw in requests.items()}
     trailed = server.send(chunked + b"1\r\na\r\n0\r\nauthorization: me\r\n\r\n")
     refused["trailer_seen_as_header"] = b"authorization" not in trailed
-    refused["line_break_in_reply_header"] = b"\r\nx-injected: b\r\n" not in server.send(_request("/split"))
+    refused["line_break_in_reply_header"] = b"\r\nx-injected: b\r\n" not in server.send(_make_raw_request("/split"))
     return refused
 
 
@@ -166,13 +169,13 @@ def check_slow_clients(servers: dict[str, ServerUnderTest]) -> dict[str, dict[st
         stalled = {name: stack.enter_context(server.connect()) for name, server in servers.items()}
         for name in servers:
             partial[name].sendall(b"GET / HTTP/1.1\r\nhost: a\r\nx: ")
-            stalled[name].sendall(_request("/large"))
+            stalled[name].sendall(_make_raw_request("/large"))
         time.sleep(IDLE_S)
         for name in servers:
             found[name] |= {"no_request": _is_closed(idle[name]), "half_a_head": _is_closed(partial[name])}
         time.sleep(STALLED_S - IDLE_S)
         for name, server in servers.items():
-            found[name]["reply_never_read"] = server.usage()["open_large_replies"] == 0
+            found[name]["reply_never_read"] = server.fetch_usage()["open_large_replies"] == 0
     return found
 
 
@@ -181,7 +184,7 @@ def measure_start() -> dict[str, float]:
     found = {}
     for name in SERVERS:
         with running_server(name) as server:
-            found[name] = server.usage()["cpu_s"]
+            found[name] = server.fetch_usage()["cpu_s"]
     return found
 
 
@@ -191,7 +194,9 @@ def run(rounds: int, requests: int, streams: int) -> BenchReport:
         servers = {name: stack.enter_context(running_server(name)) for name in SERVERS}
         for _ in range(rounds):
             starts.append(measure_start())
-            figures.append({name: measure(server, requests, streams) for name, server in servers.items()})
+            figures.append(
+                {name: measure_requests_and_streams(server, requests, streams) for name, server in servers.items()}
+            )
         refused = {name: check_hostile_requests(server) for name, server in servers.items()}
         for name, closed in check_slow_clients(servers).items():
             refused[name] |= closed

@@ -61,8 +61,8 @@ def running_collector(handler: type[Collector]) -> Iterator[str]:
         server.server_close()
 
 
-def run_child(library: str, url: str, spans: int, padding: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "emberline.bench.library_otlp_child", library, url, str(spans), str(padding)]
+def run_child(library: str, url: str, spans: int, padding_chars: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "emberline.bench.library_otlp_child", library, url, str(spans), str(padding_chars)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=MAX_CHILD_S, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found

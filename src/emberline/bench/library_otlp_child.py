@@ -23,7 +23,7 @@ SPANS_PER_PAUSE, PAUSE_S = 20, 0.005
 RecordSpan = Callable[[int], None]  # takes the number of the span, and ends the span at once
 
 
-def attributes_of(number: int, padding: int) -> dict[str, Any]:
+def make_span_attributes(number: int, padding_chars: int) -> dict[str, Any]:
     """Return span attributes like those of a gateway request, plus a text of `padding_chars`."""
     return {
         "gen_ai.operation.name": "chat",
@@ -32,14 +32,14 @@ def attributes_of(number: int, padding: int) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": number,
         "gen_ai.usage.output_tokens": 17,
         "http.request.method": "POST",
-        "http.route": "/v1/chat/completions" + "x" * padding,
+        "http.route": "/v1/chat/completions" + "x" * padding_chars,
         "emberline.ttft": 0.125,
         "emberline.cached": False,
     }
 
 
 @asynccontextmanager
-async def our_exporter(url: str, padding: int) -> AsyncIterator[RecordSpan]:
+async def running_our_exporter(url: str, padding_chars: int) -> AsyncIterator[RecordSpan]:
     from emberline.core.clock import SystemClock, WallClock
     from emberline.core.config import TraceConfig
     from emberline.net.connection_pool import HTTPConnectionPool
@@ -54,7 +54,7 @@ async def our_exporter(url: str, padding: int) -> AsyncIterator[RecordSpan]:
 
         def record_span(number: int) -> None:
             span = tracer.start_span("chat", SpanKind.SERVER, None)
-            span.attributes |= attributes_of(number, padding)
+            span.attributes |= make_span_attributes(number, padding_chars)
             span.end()
 
         yield record_span
@@ -62,7 +62,7 @@ async def our_exporter(url: str, padding: int) -> AsyncIterator[RecordSpan]:
 
 
 @contextmanager
-def sdk_exporter(url: str, padding: int) -> Iterator[RecordSpan]:
+def running_sdk_exporter(url: str, padding_chars: int) -> Iterator[RecordSpan]:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -75,40 +75,40 @@ def sdk_exporter(url: str, padding: int) -> Iterator[RecordSpan]:
 
     def record_span(number: int) -> None:
         span = tracer.start_span("chat", kind=SpanKind.SERVER)
-        span.set_attributes(attributes_of(number, padding))
+        span.set_attributes(make_span_attributes(number, padding_chars))
         span.end()
 
     yield record_span
     provider.shutdown()
 
 
-async def record_spans(record_span: RecordSpan, count: int) -> None:
-    for number in range(count):
+async def record_spans(record_span: RecordSpan, num_spans: int) -> None:
+    for number in range(num_spans):
         record_span(number)
         if number % SPANS_PER_PAUSE == 0:
             await asyncio.sleep(PAUSE_S)
 
 
-async def measure(library: str, url: str, count: int, padding: int) -> dict[str, float]:
+async def measure(library: str, url: str, num_spans: int, padding_chars: int) -> dict[str, float]:
     """Record and export `num_spans` spans, and return the costs by name.
 
     `start_cpu_s` is the CPU time until the exporter was ready, `cpu_s` the CPU time to record and export the spans, and
     `shutdown_s` the time to stop the exporter. `memory_mb` and `threads` are counted after recording.
     """
     if library == "ours":
-        async with our_exporter(url, padding) as record_span:
-            found = await _measure_recording(record_span, count)
+        async with running_our_exporter(url, padding_chars) as record_span:
+            found = await _measure_recording(record_span, num_spans)
             closing = time.perf_counter()
     else:
-        with sdk_exporter(url, padding) as record_span:
-            found = await _measure_recording(record_span, count)
+        with running_sdk_exporter(url, padding_chars) as record_span:
+            found = await _measure_recording(record_span, num_spans)
             closing = time.perf_counter()
     return found | {"shutdown_s": time.perf_counter() - closing, "cpu_s": time.process_time() - found["start_cpu_s"]}
 
 
-async def _measure_recording(record_span: RecordSpan, count: int) -> dict[str, float]:
+async def _measure_recording(record_span: RecordSpan, num_spans: int) -> dict[str, float]:
     start_cpu_s = time.process_time()
-    await record_spans(record_span, count)
+    await record_spans(record_span, num_spans)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     memory_mb = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
     return {"start_cpu_s": start_cpu_s, "memory_mb": memory_mb, "threads": threading.active_count()}

@@ -43,30 +43,30 @@ MAX_START_S = 10.0
 RunScript = Callable[[list[str | int]], Awaitable[Any]]
 
 
-def script_arguments(number: int) -> list[str | int]:
+def make_script_arguments(number: int) -> list[str | int]:
     return [f"reservation-{number}", 1, 2**40, 1, *WINDOW, 2**40, 1000, *WINDOW]
 
 
-async def our_client(url: str, text: str, timeout_s: float) -> RunScript:
+async def connect_our_client(url: str, script_text: str, timeout_s: float) -> RunScript:
     from emberline.core.clock import SystemClock
     from emberline.gateway.redis_client import RedisClient, RedisScript
 
-    client, script = RedisClient(url, SystemClock(), timeout_s=timeout_s), RedisScript(text)
+    client, script = RedisClient(url, SystemClock(), timeout_s=timeout_s), RedisScript(script_text)
     assert await client.start()
     return lambda arguments: client.run_script(script, KEYS, arguments)
 
 
-async def redis_py_client(url: str, text: str, timeout_s: float) -> RunScript:
+async def connect_redis_py_client(url: str, script_text: str, timeout_s: float) -> RunScript:
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
 
     client = Redis.from_url(url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0), max_connections=64)
-    sha = await client.script_load(text)
+    sha = await client.script_load(script_text)
     return lambda arguments: client.evalsha(sha, len(KEYS), *KEYS, *arguments)
 
 
-async def measure(library: str, url: str, commands: int) -> dict[str, float]:
+async def measure(library: str, url: str, num_commands: int) -> dict[str, float]:
     """Measure one Redis client: connecting, `num_commands` commands, memory, and a Redis that hangs.
 
     CPU seconds are returned for connecting and for the commands. Then the parent process stops Redis with SIGSTOP, and
@@ -77,36 +77,36 @@ async def measure(library: str, url: str, commands: int) -> dict[str, float]:
     folder = resources.files("emberline.gateway.limits")
     text = (folder / "window.lua").read_text() + (folder / "reserve.lua").read_text()
     started = time.process_time()
-    connect = our_client if library == "ours" else redis_py_client
+    connect = connect_our_client if library == "ours" else connect_redis_py_client
     run_script = await connect(url, text, COMMAND_TIMEOUT_S)
     start_s = time.process_time() - started
     for number in range(200):
-        await run_script(script_arguments(number))
-    numbers = iter(range(1000, 1000 + commands))
+        await run_script(make_script_arguments(number))
+    numbers = iter(range(1000, 1000 + num_commands))
 
     async def send_commands() -> None:
         for number in numbers:
-            await run_script(script_arguments(number))
+            await run_script(make_script_arguments(number))
 
     started = time.process_time()
     await asyncio.gather(*(send_commands() for _ in range(CONCURRENT_COMMANDS)))
     cpu_s = time.process_time() - started
     run_script = await connect(url, text, HUNG_TIMEOUT_S)
     with suppress(Exception):  # the first command opens the connection
-        await run_script(script_arguments(0))
+        await run_script(make_script_arguments(0))
     print("hang", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     began = time.perf_counter()
     for number in range(HUNG_COMMANDS):
         with suppress(Exception):  # each library has its own errors for a timeout
-            await run_script(script_arguments(number))
+            await run_script(make_script_arguments(number))
     hung_s = time.perf_counter() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     return {"start_s": start_s, "cpu_s": cpu_s, "hung_s": hung_s, "memory_mb": memory}
 
 
-def run_child(library: str, url: str, commands: int, server: subprocess.Popen[bytes]) -> dict[str, float]:
-    arguments = [sys.executable, "-m", "emberline.bench.library_redis", "--child", library, url, str(commands)]
+def run_child(library: str, url: str, num_commands: int, server: subprocess.Popen[bytes]) -> dict[str, float]:
+    arguments = [sys.executable, "-m", "emberline.bench.library_redis", "--child", library, url, str(num_commands)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
         assert child.stdout.readline() == "hang\n"
@@ -135,19 +135,19 @@ def start_redis() -> tuple[subprocess.Popen[bytes], int]:
     sys.exit("redis-server did not start")
 
 
-def run(rounds: int, commands: int) -> BenchReport:
+def run(rounds: int, num_commands: int) -> BenchReport:
     server, port = start_redis()
     measured: dict[str, list[dict[str, float]]] = {library: [] for library in LIBRARIES}
     try:
         for _ in range(rounds):
             for library in LIBRARIES:
-                measured[library].append(run_child(library, f"redis://127.0.0.1:{port}", commands, server))
+                measured[library].append(run_child(library, f"redis://127.0.0.1:{port}", num_commands, server))
     finally:
         server.kill()
         server.wait()
     config = {
         "rounds": rounds,
-        "commands": commands,
+        "commands": num_commands,
         "concurrent": CONCURRENT_COMMANDS,
         "hung_timeout_s": HUNG_TIMEOUT_S,
         "hung_commands": HUNG_COMMANDS,
@@ -160,7 +160,7 @@ def run(rounds: int, commands: int) -> BenchReport:
         values = {library: [each[figure] * scale for each in measured[library]] for library in LIBRARIES}
         report.add(name, values["ours"], unit, peer=median(values["redis-py"]))
 
-    add("command", "us", "cpu_s", 1e6 / commands)
+    add("command", "us", "cpu_s", 1e6 / num_commands)
     add("start", "ms", "start_s", 1e3)
     add("memory", "MB", "memory_mb")
     add("hung_redis", "s", "hung_s")

@@ -34,7 +34,7 @@ class MachineLimits:
         """The floating-point operations per second of a large matrix product, in the CPU's fastest number format."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("matmul"))
 
-    def max_with(self, other: MachineLimits) -> MachineLimits:
+    def merge_maximum(self, other: MachineLimits) -> MachineLimits:
         return MachineLimits({name: max(value, other.how[name]) for name, value in self.how.items()})
 
 

@@ -23,9 +23,9 @@ class ProcessMemorySamples:
     times: list[float] = field(default_factory=list)
     rss: list[float] = field(default_factory=list)
 
-    def after_warm_up(self, seconds: float) -> ProcessMemorySamples:
+    def drop_warm_up(self, warm_up_s: float) -> ProcessMemorySamples:
         """Return the samples that were taken at least `warm_up_s` after the first sample."""
-        late = [i for i, at in enumerate(self.times) if at >= self.times[0] + seconds]
+        late = [i for i, at in enumerate(self.times) if at >= self.times[0] + warm_up_s]
         return ProcessMemorySamples([self.times[i] for i in late], [self.rss[i] for i in late])
 
 
@@ -50,7 +50,7 @@ class MemoryGrowth:
             lives = [
                 late
                 for life in every.values()
-                if len((late := life.after_warm_up(self.settled)).times) >= MIN_LIFE_SAMPLES
+                if len((late := life.drop_warm_up(self.settled)).times) >= MIN_LIFE_SAMPLES
             ]
             held = [rss for life in lives or every.values() for rss in life.rss]
             report.add(f"{name}_rss", held[-1], "MB", spread=(min(held), max(held)))

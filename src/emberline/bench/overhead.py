@@ -16,7 +16,7 @@ from pathlib import Path
 from emberline.bench import processes, workload
 from emberline.bench.client import CompletionClient
 from emberline.bench.contender import ContenderProcess
-from emberline.bench.contenders import BenchEnvironment, emberline_spec
+from emberline.bench.contenders import BenchEnvironment, make_emberline_spec
 from emberline.bench.job import BenchJob
 from emberline.bench.report import BenchReport
 from emberline.bench.serve import find_local_processes, run_closed_loop
@@ -40,9 +40,9 @@ class OverheadRun:
 def bench(model: str, batch_sizes: list[int], threads: int, rounds: int, peers_dir: Path) -> BenchReport:
     ground = BenchEnvironment(resolve_model(model), None, threads or core_count(), peers_dir)
     vocab = ModelConfig.from_hf(read_object(ground.model / "config.json")).vocab
-    jobs = {batch: workload.decode_job(batch, vocab) for batch in batch_sizes}
+    jobs = {batch: workload.make_decode_job(batch, vocab) for batch in batch_sizes}
     report = BenchReport("overhead", {"model": model, "threads": ground.threads, "rounds": rounds, "target_percent": 5})
-    engine = ContenderProcess(emberline_spec(ground), peers_dir / "logs" / "overhead-engine.log")
+    engine = ContenderProcess(make_emberline_spec(ground), peers_dir / "logs" / "overhead-engine.log")
     try:
         settings = ["--no-prefix-cache", "--embedder", "none", "--threads", str(ground.threads)]
         with EmberlineServer([model, *settings], peers_dir / "logs" / "overhead-server.log") as server:

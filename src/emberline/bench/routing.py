@@ -17,8 +17,8 @@ from emberline.sim.cluster import (
     SimClusterConfig,
     SimResult,
     WorkerChooser,
-    choose_by_policy,
-    choose_fewest_requests,
+    choose_worker_by_policy,
+    choose_worker_with_fewest_requests,
     make_random_chooser,
     make_round_robin_chooser,
 )
@@ -45,12 +45,12 @@ class RoutingVariant:
 VARIANTS = {
     "random": RoutingVariant(make_random_chooser),
     "in turn": RoutingVariant(lambda seed: make_round_robin_chooser()),
-    "fewest requests": RoutingVariant(lambda seed: choose_fewest_requests),
-    "header": RoutingVariant(lambda seed: choose_by_policy, header=True),
-    "inferred": RoutingVariant(lambda seed: choose_by_policy),
-    "kv-aware": RoutingVariant(lambda seed: choose_by_policy, kv_events=True),
+    "fewest requests": RoutingVariant(lambda seed: choose_worker_with_fewest_requests),
+    "header": RoutingVariant(lambda seed: choose_worker_by_policy, header=True),
+    "inferred": RoutingVariant(lambda seed: choose_worker_by_policy),
+    "kv-aware": RoutingVariant(lambda seed: choose_worker_by_policy, kv_events=True),
     "random, store": RoutingVariant(make_random_chooser, store=True),
-    "inferred, store": RoutingVariant(lambda seed: choose_by_policy, store=True),
+    "inferred, store": RoutingVariant(lambda seed: choose_worker_by_policy, store=True),
 }
 
 
@@ -68,26 +68,30 @@ SKEWED = AgentWorkload(
 
 
 def bench(
-    sessions_config: AgentWorkload, cluster_config: SimClusterConfig, store_blocks: int, seeds: int
+    workload: AgentWorkload, cluster_config: SimClusterConfig, store_capacity_blocks: int, seeds: int
 ) -> BenchReport:
     config = {
-        **asdict(sessions_config),
+        **asdict(workload),
         **asdict(cluster_config),
-        "store_blocks": store_blocks,
+        "store_blocks": store_capacity_blocks,
         "seeds": seeds,
         "skewed": asdict(SKEWED),
     }
     report = BenchReport("routing", config)
-    _add_cache_savings(report, sessions_config, cluster_config, store_blocks, seeds)
+    _add_cache_savings(report, workload, cluster_config, store_capacity_blocks, seeds)
     _add_load_balance(report, cluster_config, seeds)
     return report
 
 
 def _add_cache_savings(
-    report: BenchReport, sessions_config: AgentWorkload, cluster_config: SimClusterConfig, store_blocks: int, seeds: int
+    report: BenchReport,
+    workload: AgentWorkload,
+    cluster_config: SimClusterConfig,
+    store_capacity_blocks: int,
+    seeds: int,
 ) -> None:
     for name, way in VARIANTS.items():
-        seen = [_run_simulation(way, sessions_config, cluster_config, store_blocks, seed) for seed in range(seeds)]
+        seen = [_run_simulation(way, workload, cluster_config, store_capacity_blocks, seed) for seed in range(seeds)]
         report.add(f"{name}: cached share", [100 * one.cached_share for one in seen], "%")
         report.add(f"{name}: of the oracle's", [100 * one.cached_share / one.oracle_cached_share for one in seen], "%")
         report.add(f"{name}: first token p50", [1e3 * _quantile(one.ttft_seconds, 0.5) for one in seen], "ms")
@@ -114,12 +118,12 @@ def _add_load_balance(report: BenchReport, cluster_config: SimClusterConfig, see
 
 def _run_simulation(
     variant: RoutingVariant,
-    sessions_config: AgentWorkload,
+    workload: AgentWorkload,
     cluster_config: SimClusterConfig,
-    store_blocks: int,
+    store_capacity_blocks: int,
     seed: int,
 ) -> SimResult:
-    store = SimStore(SharedStore(store_blocks), BLOCK_SECONDS) if variant.store else None
+    store = SimStore(SharedStore(store_capacity_blocks), BLOCK_SECONDS) if variant.store else None
     cluster = SimCluster(
         cluster_config,
         variant.chooser(seed),
@@ -127,7 +131,7 @@ def _run_simulation(
         store=store,
         kv_events=variant.kv_events,
     )
-    return cluster.run(create_sessions(sessions_config, seed))
+    return cluster.run(create_sessions(workload, seed))
 
 
 def _quantile(values: list[float], fraction: float) -> float:

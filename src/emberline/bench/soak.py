@@ -25,14 +25,14 @@ LENGTHS = (workload.LogNormal(4.0, 0.8, 512), workload.LogNormal(3.5, 0.6, 96)) 
 
 
 async def run_soak(
-    client: CompletionClient, url: str, streams: int, duration_s: float, abandoned_share: float, vocab_size: int
+    client: CompletionClient, url: str, streams: int, duration_s: float, disconnect_fraction: float, vocab_size: int
 ) -> BenchReport:
-    report = BenchReport("soak", {"streams": streams, "seconds": duration_s, "abandon": abandoned_share})
+    report = BenchReport("soak", {"streams": streams, "seconds": duration_s, "abandon": disconnect_fraction})
     end = time.perf_counter() + duration_s
     growth = MemoryGrowth(settled=WARM_UP * duration_s)
     watcher = asyncio.create_task(_sample_memory(url, growth, interval_s=min(2.0, duration_s / 20)))
     began = time.perf_counter()
-    workers = [_run_client(client, end, seed, abandoned_share, vocab_size) for seed in range(streams)]
+    workers = [_run_client(client, end, seed, disconnect_fraction, vocab_size) for seed in range(streams)]
     traces = [trace for done in await asyncio.gather(*workers) for trace in done]
     wall = time.perf_counter() - began
     watcher.cancel()
@@ -50,16 +50,16 @@ async def run_soak(
 
 
 async def _run_client(
-    client: CompletionClient, end_time: float, seed: int, abandoned_share: float, vocab_size: int
+    client: CompletionClient, end_time: float, seed: int, disconnect_fraction: float, vocab_size: int
 ) -> list[RequestTrace]:
     dice = random.Random(seed)
     rng = np.random.default_rng(seed)
-    sizes = workload.lognormal_lengths(1000, *LENGTHS, seed=seed)
+    sizes = workload.draw_lognormal_lengths(1000, *LENGTHS, seed=seed)
     traces: list[RequestTrace] = []
     while time.perf_counter() < end_time:
         prompt, output = sizes[len(traces) % len(sizes)]
-        leave = dice.randint(1, max(1, output // 2)) if dice.random() < abandoned_share else None
-        trace = await client.complete(workload.random_tokens(prompt, rng, vocab_size), output, leave)
+        leave = dice.randint(1, max(1, output // 2)) if dice.random() < disconnect_fraction else None
+        trace = await client.complete(workload.draw_random_tokens(prompt, rng, vocab_size), output, leave)
         traces.append(trace)
         if trace.error:
             await asyncio.sleep(0.5)  # do not flood a dead server

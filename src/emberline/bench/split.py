@@ -113,16 +113,16 @@ def bench(model: str, vocab_size: int, plan: SplitBenchPlan, log_dir: Path) -> B
 
 
 async def _run_round(
-    model: str, vocab_size: int, plan: SplitBenchPlan, seed: int, arm: str, chunk_tokens: int, log_dir: Path
+    model: str, vocab_size: int, plan: SplitBenchPlan, seed: int, arrangement: str, chunk_tokens: int, log_dir: Path
 ) -> SplitBenchRun:
     rng, turn = np.random.default_rng(seed), SplitBenchRun()
     worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk_tokens)]
-    async with LocalCluster(SHAPES[arm], worker, log_dir, pin_workers_to_cores=True) as cluster:
+    async with LocalCluster(SHAPES[arrangement], worker, log_dir, pin_workers_to_cores=True) as cluster:
         client = CompletionClient(f"{cluster.url}/v1", SERVED)
-        await client.complete(workload.random_tokens(plan.long, rng, vocab_size), plan.chat[1])  # warm-up
+        await client.complete(workload.draw_random_tokens(plan.long, rng, vocab_size), plan.chat[1])  # warm-up
         before = between = await _read_counters(cluster)
         for _ in range(plan.alone):
-            trace, earlier = await client.complete(workload.random_tokens(plan.long, rng, vocab_size), 1), between
+            trace, earlier = await client.complete(workload.draw_random_tokens(plan.long, rng, vocab_size), 1), between
             if trace.error is not None or trace.timing.e2e is None:
                 raise EmberlineError(
                     f"a request without other load failed: {trace.error}", hint=f"see the logs in {log_dir}"
@@ -150,7 +150,7 @@ def plan_requests(plan: SplitBenchPlan, seed: int, vocab_size: int) -> list[Plan
         (False, plan.chat_rate, plan.chat),
     ):
         for at in rng.uniform(0.0, plan.seconds, max(1, round(rate * plan.seconds))).tolist():
-            found.append(PlannedRequest(at, workload.random_tokens(prompt, rng, vocab_size), output, long))
+            found.append(PlannedRequest(at, workload.draw_random_tokens(prompt, rng, vocab_size), output, long))
     return sorted(found, key=lambda arrival: arrival.at)
 
 

@@ -83,13 +83,15 @@ class ClientProcesses:
         for _, pipe in self._clients:
             pipe.recv()
 
-    def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> StreamsResult:
+    def run(
+        self, url: str, model: str, streams: int, requests_per_stream: int, max_tokens: int, seed: int = 0
+    ) -> StreamsResult:
         """Run `streams` concurrent streams, each with `requests_per_stream` requests one after another."""
         used = self._clients[: min(len(self._clients), streams)]
         began = time.perf_counter()
         for index, (_, pipe) in enumerate(used):
             share = streams // len(used) + (index < streams % len(used))
-            pipe.send((url, model, share, rounds, max_tokens, seed * 1000 + index))
+            pipe.send((url, model, share, requests_per_stream, max_tokens, seed * 1000 + index))
         timings = [timing for _, pipe in used for timing in pipe.recv()]
         return StreamsResult(timings, time.perf_counter() - began)
 
@@ -124,13 +126,13 @@ async def _warm_up_client() -> None:
 
 
 async def _run_streams(
-    url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int
+    url: str, model: str, streams: int, requests_per_stream: int, max_tokens: int, seed: int
 ) -> list[StreamTiming]:
     async def run_stream(index: int) -> list[StreamTiming]:
         words = random.Random(seed * 1000 + index)
         connection = MinimalHTTPConnection(url)
         try:
-            return [await _send_request(connection, model, words, max_tokens) for _ in range(rounds)]
+            return [await _send_request(connection, model, words, max_tokens) for _ in range(requests_per_stream)]
         finally:
             connection.close()
 

@@ -99,7 +99,7 @@ class TransferCase:
     def layout(self) -> KVLayout:
         return KVLayout("bench", LAYERS, 2, 8, 16, self.block // (LAYERS * 2 * 8 * 16), "bfloat16")
 
-    def block_ids(self, seed: int) -> list[int]:
+    def choose_block_ids(self, seed: int) -> list[int]:
         ids = list(range(self.count))
         if self.order == "scattered":
             random.Random(seed).shuffle(ids)
@@ -111,7 +111,7 @@ def _measure_case(
 ) -> None:
     target = _make_region(case.layout, case.count)
     with running_command_process(
-        _serve_blocks, case.layout, case.count, case.block_ids(1), case.mooncake is not None
+        _serve_blocks, case.layout, case.count, case.choose_block_ids(1), case.mooncake is not None
     ) as ask:
         expected = ask("sums")
         tcp = (f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked", "_uw"))
@@ -121,7 +121,7 @@ def _measure_case(
             else:
                 _zero_region(target)
                 found = _measure_transport(case, target, _make_transport(kind, case), ask)
-                assert _plane_checksums(target, case.block_ids(2)) == expected, "bytes were lost on the way"
+                assert _plane_checksums(target, case.choose_block_ids(2)) == expected, "bytes were lost on the way"
             name = f"{kind}_{case.block >> 10}k_{case.order}"
             peer = socket_speeds[int(kind.split("_")[1])] if kind.startswith("tcp") else None
             report.add(name, [each.rate for each in found], "GB/s", peer=peer, limit=memcpy_speed)
@@ -143,7 +143,11 @@ def _make_transport(kind: str, case: TransferCase) -> Transport:
 def _measure_transport(
     case: TransferCase, target_region: HostRegion, transport: Transport, send_command: SendCommand
 ) -> list[TransferRound]:
-    receiver, found, into = Receiver(target_region, [transport], max_piece_bytes=case.piece), [], case.block_ids(2)
+    receiver, found, into = (
+        Receiver(target_region, [transport], max_piece_bytes=case.piece),
+        [],
+        case.choose_block_ids(2),
+    )
     for _ in range(case.rounds + 1):
         ticket = Ticket.parse(send_command("publish"))
         receiver.connect(ticket.peer, time.monotonic() + DEADLINE)
@@ -161,9 +165,9 @@ def _measure_local(case: TransferCase, target_region: HostRegion) -> list[Transf
     sender = Sender(source, "bench")
     advertise_local(sender, "here")
     receiver = Receiver(target_region, [LocalTransport([sender])], max_piece_bytes=case.piece)
-    found, into = [], case.block_ids(2)
+    found, into = [], case.choose_block_ids(2)
     for _ in range(case.rounds + 1):
-        ticket = sender.publish(case.block_ids(1), LEASE_S)
+        ticket = sender.publish(case.choose_block_ids(1), LEASE_S)
         seconds, cpu = _time_call(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
         size = case.count * case.block / 1e9
         found.append(TransferRound(size / seconds, cpu / size))

@@ -56,15 +56,15 @@ class CompressedSize:
     memory: float = 0
     bound: float = 0
 
-    def add_matrix(self, matrix: Tensor, codec: WeightCodec, weight: float = 1) -> None:
+    def add_matrix(self, matrix: Tensor, codec: WeightCodec, multiplicity: float = 1) -> None:
         elements = as_bytes(matrix)
         counts = codec.count_symbols(elements, 2)
         coded, index = codec.encode(elements, 2, PrefixCode.from_counts(counts))
         packed = reference_pack(matrix)
-        self.weights += weight * matrix.numel()
-        self.disk += weight * 8 * (len(coded) + len(index))
-        self.memory += weight * (16 * matrix.numel() if packed is None else 8 * packed.nbytes)
-        self.bound += weight * matrix.numel() * (8 + entropy_bits(counts))
+        self.weights += multiplicity * matrix.numel()
+        self.disk += multiplicity * 8 * (len(coded) + len(index))
+        self.memory += multiplicity * (16 * matrix.numel() if packed is None else 8 * packed.nbytes)
+        self.bound += multiplicity * matrix.numel() * (8 + entropy_bits(counts))
 
 
 def bench(rounds: int, peers_dir: Path) -> BenchReport:
@@ -118,7 +118,7 @@ def _checkpoint_matrices(directory: Path) -> Iterator[Tensor]:
     weights = Weights(Checkpoint.open(directory), torch.bfloat16)
     for name, info in weights.checkpoint.tensors.items():
         if len(info.shape) == 2 and info.dtype in ("BF16", "F32", "F16") and prod(info.shape) > BLOCK_ELEMENTS // 16:
-            yield weights.matrix(name, *info.shape)
+            yield weights.load_matrix(name, *info.shape)
 
 
 def _llama_matrices(draw_values: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, float]]:
@@ -146,7 +146,7 @@ def _add_codec_speed(report: BenchReport, codec: WeightCodec, rounds: int, peers
     pairs = list(zip(coded, outs, strict=True))
 
     def decode_pair(pair: tuple[tuple[Bytes, Bytes], Bytes], check: bool = True) -> None:
-        assert codec.decode(*pair[0], 2, code, pair[1], check=check) == -1
+        assert codec.decode(*pair[0], 2, code, pair[1], verify_crc=check) == -1
 
     peers = {name: found for name in PEERS if (found := measure_peer(name, elements.tobytes(), rounds, peers_dir))}
     for threads, label in ((1, "1"), (core_count(), "all")):

@@ -18,31 +18,33 @@ class LogNormal(NamedTuple):
     maximum: int
 
 
-def random_tokens(count: int, rng: np.random.Generator, vocab_size: int) -> list[int]:
+def draw_random_tokens(count: int, rng: np.random.Generator, vocab_size: int) -> list[int]:
     return [int(t) for t in rng.integers(1, vocab_size, count)]
 
 
-def prefill_job(prompt_tokens: int, vocab_size: int) -> BenchJob:
+def make_prefill_job(prompt_tokens: int, vocab_size: int) -> BenchJob:
     return make_job([(prompt_tokens, 1)], vocab_size)
 
 
-def decode_job(batch_size: int, vocab_size: int, context_tokens: int = CONTEXT, decode_steps: int = STEPS) -> BenchJob:
+def make_decode_job(
+    batch_size: int, vocab_size: int, context_tokens: int = CONTEXT, decode_steps: int = STEPS
+) -> BenchJob:
     return make_job(
         [(context_tokens, decode_steps + 1)] * batch_size, vocab_size
     )  # the first token is part of the prefill
 
 
-def mixed_job(count: int, vocab_size: int) -> BenchJob:
+def make_mixed_job(count: int, vocab_size: int) -> BenchJob:
     """Return a job with a mix of short and long requests."""
-    return make_job(lognormal_lengths(count, LogNormal(4.5, 0.8, 512), LogNormal(4.0, 0.6, 128)), vocab_size)
+    return make_job(draw_lognormal_lengths(count, LogNormal(4.5, 0.8, 512), LogNormal(4.0, 0.6, 128)), vocab_size)
 
 
-def chat_lengths(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
+def draw_chat_lengths(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
     """Return the lengths (prompt, output) of requests that resemble shared conversations."""
-    return lognormal_lengths(count, LogNormal(5.0, 1.1, 3500), LogNormal(5.1, 0.8, 1024), seed)
+    return draw_lognormal_lengths(count, LogNormal(5.0, 1.1, 3500), LogNormal(5.1, 0.8, 1024), seed)
 
 
-def lognormal_lengths(count: int, prompt: LogNormal, output: LogNormal, seed: int = 0) -> list[tuple[int, int]]:
+def draw_lognormal_lengths(count: int, prompt: LogNormal, output: LogNormal, seed: int = 0) -> list[tuple[int, int]]:
     """Return lengths (prompt, output) from two log-normal distributions. Every length is at least 8.
 
     The lengths of all prompts are drawn before those of all outputs.
@@ -54,5 +56,5 @@ def lognormal_lengths(count: int, prompt: LogNormal, output: LogNormal, seed: in
 
 def make_job(lengths: Iterable[tuple[int, int]], vocab_size: int, seed: int = 0) -> BenchJob:
     rng = np.random.default_rng(seed)
-    pairs = [(random_tokens(prompt, rng, vocab_size), output) for prompt, output in lengths]
+    pairs = [(draw_random_tokens(prompt, rng, vocab_size), output) for prompt, output in lengths]
     return BenchJob([prompt for prompt, _ in pairs], [output for _, output in pairs])

@@ -120,7 +120,7 @@ class ChaosCluster:
         if self.store is not None:
             self.store.host, self.store.child.program = self.network.hub, (str(STORE_PROGRAM),)
             self.store.child.arguments += [f"--rpc_address={self.store.host}", f"--rpc_port={self.store.port}",
-                                           f"--metrics_port={self.network.free_port()}",
+                                           f"--metrics_port={self.network.find_free_port()}",
                                            f"--metrics_host={LOOPBACK_ADDRESS}",
                                            "--logtostderr", "--minloglevel=2"]  # fmt: skip
         return self.store
@@ -187,7 +187,7 @@ class ChaosCluster:
         supervised = SupervisedProcess(
             name, [], self.directory / f"{name}.log", {**base_environment, "PYTHONPATH": path}
         )
-        return ChaosProcess(name, role, self.network.free_port(), supervised, clock)
+        return ChaosProcess(name, role, self.network.find_free_port(), supervised, clock)
 
     # -- traffic filters -----------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class ChaosCluster:
         health = await self.fetch_json(f"{process.url}/health/ready")
         return bool(health) and health["status"] == "ready"
 
-    def was_router_incomplete_since(self, since: float) -> bool:
+    def was_router_degraded_since(self, since: float) -> bool:
         """Whether at any time since `since` the router was down, or not all workers had registered with it."""
         return any(len(outage) == 1 or outage[1] >= since for outage in self.router.outages)
 

@@ -31,30 +31,30 @@ class ChaosReport:
         stage: str,
         outcome: RequestOutcome,
         *,
-        move_count: int,
+        migration_count: int,
         detection_count: int,
-        is_error_excused: bool,
+        is_error_expected: bool,
     ) -> None:
         row = self.rows.setdefault((fault_name, stage), Counter())
         row["count"] += 1
-        row["moved"] += move_count
+        row["moved"] += migration_count
         row["noticed"] += detection_count
         row[outcome.verdict] += 1
         self._record_outcome(f"{fault_name}, {stage}", outcome)
-        self._record_error_unless_excused(f"{fault_name}, {stage}", outcome, is_error_excused)
+        self._record_error_unless_expected(f"{fault_name}, {stage}", outcome, is_error_expected)
 
     def record_background_request(
-        self, outcome: RequestOutcome, fault_description: str, *, is_error_excused: bool
+        self, outcome: RequestOutcome, fault_description: str, *, is_error_expected: bool
     ) -> None:
         self.background_requests["count"] += 1
         self.background_requests[outcome.verdict] += 1
         self._record_outcome(f"other request during {fault_description}", outcome)
-        self._record_error_unless_excused(f"other request during {fault_description}", outcome, is_error_excused)
+        self._record_error_unless_expected(f"other request during {fault_description}", outcome, is_error_expected)
 
-    def _record_error_unless_excused(
-        self, request_description: str, outcome: RequestOutcome, is_error_excused: bool
+    def _record_error_unless_expected(
+        self, request_description: str, outcome: RequestOutcome, is_error_expected: bool
     ) -> None:
-        if outcome.verdict in (Verdict.ERROR, Verdict.CUT) and not is_error_excused:
+        if outcome.verdict in (Verdict.ERROR, Verdict.CUT) and not is_error_expected:
             self.unexcused_errors += 1
             self.problems.append(f"{request_description}: {outcome.verdict} {outcome.detail}")
 

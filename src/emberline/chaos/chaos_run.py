@@ -136,7 +136,7 @@ class ChaosRun:
 
     def _record_background_outcome(self, outcome: RequestOutcome) -> None:
         self.report.record_background_request(
-            outcome, self._last_fault[0], is_error_excused=self.cluster.was_router_incomplete_since(outcome.started_at)
+            outcome, self._last_fault[0], is_error_expected=self.cluster.was_router_degraded_since(outcome.started_at)
         )
 
     def _new_client(self) -> ChaosClient:
@@ -203,9 +203,14 @@ class ChaosRun:
     async def _record_fault(self, fault: Fault, stage_name: str, outcome: RequestOutcome, detection_count: int) -> None:
         moves = await self._count_migrations_and_retries()
         moved, self._moves_seen = max(0, moves - self._moves_seen), moves
-        excused = self.cluster.was_router_incomplete_since(outcome.started_at)
+        excused = self.cluster.was_router_degraded_since(outcome.started_at)
         self.report.record_fault(
-            fault.name, stage_name, outcome, move_count=moved, detection_count=detection_count, is_error_excused=excused
+            fault.name,
+            stage_name,
+            outcome,
+            migration_count=moved,
+            detection_count=detection_count,
+            is_error_expected=excused,
         )
         if outcome.verdict not in (Verdict.ANSWERED, Verdict.LEFT):
             self.report_line(

@@ -64,7 +64,7 @@ class FaultScheduler:
         ]
         self._rng.shuffle(candidates)
         for candidate in candidates:
-            claims = self._names_affected_by(fault, candidate)
+            claims = self._names_of_affected_processes(fault, candidate)
             remaining = (
                 {worker.name for worker in self._workers}
                 - unavailable_names
@@ -74,7 +74,7 @@ class FaultScheduler:
                 return ScheduledFault(fault, stage, candidate, claims)
         return None
 
-    def _names_affected_by(self, fault: Fault, answering_worker: ChaosProcess) -> tuple[str, ...]:
+    def _names_of_affected_processes(self, fault: Fault, answering_worker: ChaosProcess) -> tuple[str, ...]:
         match fault.target:
             case "decode":
                 processes = [answering_worker.name]

@@ -224,20 +224,20 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
     arguments = cluster.worker_arguments(
         process,
         LOOPBACK_ADDRESS,
-        cluster.network.free_port(),
+        cluster.network.find_free_port(),
         LOOPBACK_ADDRESS,
         f"{LOOPBACK_ADDRESS}:{cluster.router.port}",
     )
     child = SupervisedProcess(
         process.name, arguments, cluster.directory / f"{process.name}-twin.log", process.child.environment
     )
-    first_incarnation = await _registered_incarnation(cluster, process)
+    first_incarnation = await _fetch_registered_incarnation(cluster, process)
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
             while "is alive at" not in child.log_file.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
-        if await _registered_incarnation(cluster, process) != first_incarnation:
+        if await _fetch_registered_incarnation(cluster, process) != first_incarnation:
             raise EmberlineError(
                 f"the router accepted a second worker named {process.name!r} although the first one is alive"
             )
@@ -248,7 +248,7 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
         await supervisor.stop()
 
 
-async def _registered_incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | None:
+async def _fetch_registered_incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | None:
     status = await cluster.fetch_json(f"{cluster.router.url}/cluster/status")
     rows = status["workers"] if status else []
     return next((str(row["incarnation"]) for row in rows if row["name"] == process.name), None)
@@ -263,7 +263,7 @@ def shift_clock(target: FaultTarget) -> FaultInjector:
     return inject_fault
 
 
-def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:
+def make_block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:
     """Return a fault that disturbs the connections over which workers fetch KV blocks from each other."""
     injector = disturb_connections("blocks", "prefill", disturbance)
     return Fault(
@@ -278,7 +278,7 @@ def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight:
     )
 
 
-def disk_fault(name: str, injector: FaultInjector, weight: float, *, reuses_prompt: bool = True) -> Fault:
+def make_disk_fault(name: str, injector: FaultInjector, weight: float, *, reuses_prompt: bool = True) -> Fault:
     """Return a fault in the directory in which the answering worker stores evicted KV blocks."""
     return Fault(
         name,

@@ -96,7 +96,7 @@ class ChaosNetwork:
         Path(f"/proc/sys/net/ipv4/conf/{link.device}/proxy_arp").write_text("1\n")  # the hub routes between workers
         return link
 
-    def free_port(self) -> int:
+    def find_free_port(self) -> int:
         """Return a port that is free on the loopback address and on the hub's address."""
         return free_port(LOOPBACK_ADDRESS, self.hub)
 

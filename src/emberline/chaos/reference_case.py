@@ -55,7 +55,7 @@ class ReferenceCases:
 
     async def measure_token_length(self, pool: HTTPConnectionPool) -> None:
         """Measure the mean number of characters per token, to write prompts with a given number of tokens."""
-        text = self._random_text(2000)
+        text = self._draw_random_text(2000)
         reply = await self._post(pool, "/tokenize", {"model": self._model, "prompt": text})
         self._characters_per_token = len(text) / int(json.loads(reply.body)["count"])
 
@@ -86,7 +86,7 @@ class ReferenceCases:
         dice = self._rng
         self._count += 1
         tokens = 16 * (LONG_PROMPT_BLOCKS if is_long else SHORT_PROMPT_BLOCKS) * dice.uniform(0.8, 1.2)
-        text = f"{self._count}. {self._random_text(int(tokens * self._characters_per_token))}"
+        text = f"{self._count}. {self._draw_random_text(int(tokens * self._characters_per_token))}"
         path = dice.choice(("/v1/completions", "/v1/completions", "/v1/chat/completions", "/v1/messages"))
         body: dict[str, Any] = {
             "model": self._model,
@@ -117,7 +117,7 @@ class ReferenceCases:
             return {"tools": [{"type": "function", "function": TOOL}], "tool_choice": required, "ignore_eos": False}
         return {}
 
-    def _random_text(self, token_count: int) -> str:
+    def _draw_random_text(self, token_count: int) -> str:
         vocabulary, words = WORDS.split(), list[str]()
         while token_count > 0:
             words.append(self._rng.choice(vocabulary))

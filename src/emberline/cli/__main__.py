@@ -37,10 +37,10 @@ class HelpFormatter(argparse.HelpFormatter):
             return help_
         if action.required:
             return f"{help_} (required)"
-        return f"{help_} (default: {_default_text(action.default).replace('%', '%%')})"
+        return f"{help_} (default: {_format_default(action.default).replace('%', '%%')})"
 
 
-def _default_text(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     if default is None or default in ("", [], ()):

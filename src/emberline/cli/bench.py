@@ -16,7 +16,7 @@ from emberline.cli.bench_options import (
     add_model_argument,
     add_peers_dir_option,
     add_rounds_option,
-    log_dir,
+    choose_log_dir,
 )
 from emberline.cli.interrupt import interrupt_on_termination
 from emberline.core.config import DEFAULT_MODEL
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_serve_arguments(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
     _add_soak_arguments(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
     _add_overhead_arguments(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
-    _add_start_arguments(kinds.add_parser("start", help="Measure the time from start to ready."))
+    _add_startup_arguments(kinds.add_parser("start", help="Measure the time from start to ready."))
     _add_unweight_arguments(
         kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec.")
     )
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
     bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
-    _add_split_arguments(
+    _add_prefill_split_arguments(
         kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both.")
     )
     bench_drain.add_arguments(kinds.add_parser("drain", help="Measure how long a drain pauses a worker's streams."))
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
         "serve": _run_serve_bench,
         "soak": _run_soak_bench,
         "overhead": _run_overhead_bench,
-        "start": _run_start_bench,
+        "start": _run_startup_bench,
         "unweight": _run_unweight_bench,
         "router": _run_router_bench,
         "routing": _run_routing_bench,
-        "split": _run_split_bench,
+        "split": _run_prefill_split_bench,
         "drain": bench_drain.run,
         "churn": bench_churn.run,
         "transfer": _run_transfer_bench,
@@ -186,11 +186,11 @@ def _run_overhead_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_startup_arguments(parser: argparse.ArgumentParser) -> None:
     _add_local_engine_arguments(parser)
 
 
-def _run_start_bench(args: argparse.Namespace) -> int:
+def _run_startup_bench(args: argparse.Namespace) -> int:
     from emberline.bench import start
 
     start.bench(args.model, args.rounds, args.peers_dir).print_and_save(args.json, args.commit)
@@ -251,7 +251,7 @@ def _run_routing_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_prefill_split_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
         "--chunks", type=_split_at_commas, default=["512", "64"], help="Token budgets of a step, comma-separated."
@@ -271,7 +271,7 @@ def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
     add_logs_option(parser)
 
 
-def _run_split_bench(args: argparse.Namespace) -> int:
+def _run_prefill_split_bench(args: argparse.Namespace) -> int:
     from emberline.bench import split
     from emberline.hub.source import resolve_model
     from emberline.models.config import ModelConfig
@@ -281,7 +281,7 @@ def _run_split_bench(args: argparse.Namespace) -> int:
         list(map(int, args.chunks)), args.rounds, args.seconds, args.long, args.long_rate,
         (int(args.chat[0]), int(args.chat[1])), args.chat_rate, args.alone,
     )  # fmt: skip
-    report = split.bench(args.model, vocab, plan, log_dir(args))
+    report = split.bench(args.model, vocab, plan, choose_log_dir(args))
     report.print_and_save(args.json, args.commit)
     return 1 if any(report.results[f"errors_{chunk}"].value for chunk in plan.chunks) else 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from emberline.cli.bench_options import add_logs_option, add_model_argument, log_dir
+from emberline.cli.bench_options import add_logs_option, add_model_argument, choose_log_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = ("load", "calibration", "pause", "cases", "prefill", "decode", "deadline", "kv_memory", "seed")
     plan = churn.ChurnPlan(60 * args.minutes, *(getattr(args, name) for name in names))
-    report = churn.run_churn_bench(args.model, plan, log_dir(args), lambda what: print(what, flush=True))
+    report = churn.run_churn_bench(args.model, plan, choose_log_dir(args), lambda what: print(what, flush=True))
     report.print_and_save(args.json, args.commit)
     failure_counts = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
     return 1 if any(report.results[name].value for name in failure_counts) else 0

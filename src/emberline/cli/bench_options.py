@@ -29,5 +29,5 @@ def add_logs_option(parser: argparse.ArgumentParser) -> None:
     reports.add_report_arguments(parser)
 
 
-def log_dir(args: argparse.Namespace) -> Path:
+def choose_log_dir(args: argparse.Namespace) -> Path:
     return args.logs or Path(tempfile.mkdtemp(prefix=f"emberline-{args.what}-"))

@@ -228,7 +228,7 @@ class ChatSession:
             if line.startswith("/"):
                 self.run_command(line)
             elif line:
-                self.ask_and_report(line)
+                self.ask_and_print_errors(line)
 
     def run_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
@@ -245,7 +245,7 @@ class ChatSession:
         else:
             self.terminal.write_dim(f"{name} is not a command; type /help for the list")
 
-    def ask_and_report(self, question: str) -> None:
+    def ask_and_print_errors(self, question: str) -> None:
         """Ask a question as `ask` does, but print an error instead of raising it."""
         try:
             self.ask(question)

@@ -240,6 +240,6 @@ def _fetch_status(url: str, key: str) -> Any:
         return None  # the router does not run (yet), or stopped in the middle of its reply
 
 
-def _print_event(process: str, event: str) -> None:
+def _print_event(process_name: str, event: str) -> None:
     with contextlib.suppress(OSError):  # a closed output must not stop the supervision
-        print(f"{time.strftime('%H:%M:%S')} {process:<10} {event}", flush=True, file=sys.stdout)
+        print(f"{time.strftime('%H:%M:%S')} {process_name:<10} {event}", flush=True, file=sys.stdout)

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
     )
-    add_options(parser, EngineConfig.build("").with_gpu_defaults(), PLAN_SETTINGS, parse_int=positive_int)
+    add_options(parser, EngineConfig.build("").with_gpu_defaults(), PLAN_SETTINGS, parse_int=parse_positive_int)
     parser.add_argument(
         "--tiers", action="store_true", help="Plan GPU buffers for KV blocks that move to main memory or disk."
     )
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def positive_int(text: str) -> int:
+def parse_positive_int(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: the value must be at least 1")
     return int(text)
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_machine() -> Iterator[DoctorFinding]:
-    flags = _cpu_flags()
+    flags = _read_cpu_flags()
     yield DoctorFinding("emberline", f"{__version__}, Python {platform.python_version()}")
     yield DoctorFinding(
         "cpu", f"{core_count()} cores, {platform.machine()}: {' '.join(f for f in CPU_FEATURES if f in flags)}"
@@ -124,7 +124,7 @@ def _check_machine() -> Iterator[DoctorFinding]:
     yield DoctorFinding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on this disk", not hint, hint)
 
 
-def _cpu_flags() -> set[str]:
+def _read_cpu_flags() -> set[str]:
     """Return the CPU features in /proc/cpuinfo; an empty set on systems without /proc, such as macOS."""
     try:
         lines = (PROC / "cpuinfo").read_text().splitlines()
@@ -167,10 +167,10 @@ def _detect_gpu() -> DetectedGPU | None:
     if error:
         return None
     properties = name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value)
-    return DetectedGPU(*properties, tuple(_unreachable_gpus(driver)))
+    return DetectedGPU(*properties, tuple(_gpus_without_peer_access(driver)))
 
 
-def _unreachable_gpus(driver: ctypes.CDLL) -> Iterator[int]:
+def _gpus_without_peer_access(driver: ctypes.CDLL) -> Iterator[int]:
     count, can_access = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     for other in range(1, count.value):
@@ -217,7 +217,7 @@ def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     """Check which transports can move KV blocks between workers.
 
     A worker skips a transport that does not work, so a broken transport is not an error."""
-    from emberline.kv.mooncake import check_mooncake_usable, fastest_protocol, installed_distribution
+    from emberline.kv.mooncake import check_mooncake_usable, detect_fastest_protocol, installed_distribution
 
     yield DoctorFinding("transport tcp", "built in")
     yield DoctorFinding("transport shm", "built in, for CPU workers on this machine")
@@ -228,7 +228,7 @@ def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     elif (reason := check_mooncake_usable()) is not None:
         yield DoctorFinding("transport mooncake", f"{found} does not work: {reason}", None, "workers run without it")
     else:
-        network = "rdma" if fastest_protocol() == "rdma" else "tcp, because there is no RDMA device"
+        network = "rdma" if detect_fastest_protocol() == "rdma" else "tcp, because there is no RDMA device"
         yield DoctorFinding("transport mooncake", f"{found} works, over {network}")
 
 
@@ -250,7 +250,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
 
     name = args.model
     try:
-        checkpoint = Checkpoint.open(resolve_model(name, fetch=args.pull))
+        checkpoint = Checkpoint.open(resolve_model(name, allow_download=args.pull))
         config = ModelConfig.from_checkpoint(checkpoint)
     except ModelNotPulled as e:
         yield DoctorFinding("model", e.message, None, e.hint or "")
@@ -283,7 +283,7 @@ def _check_gpu_memory(
         transfer=TransferConfig("doctor") if args.transfer else None,
     ).with_gpu_defaults()
     dtype = memory.weight_dtype(checkpoint, settings.dtype)
-    kv_dtype, context = memory.kv_dtype(settings, dtype), memory.served_context(config, settings)
+    kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
     yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.worker} accepts requests again")
         return 0
     printed, idle_since = None, time.monotonic()
-    incarnation = _worker_row(_call_router(args.router, "/cluster/status", headers=headers), args.worker).get(
+    incarnation = _find_worker_row(_call_router(args.router, "/cluster/status", headers=headers), args.worker).get(
         "incarnation"
     )
     while not args.no_wait:
@@ -73,7 +73,7 @@ class RemainingWork(NamedTuple):
     report_age_s: float  # age of that heartbeat
 
 
-def _worker_row(status: Any, worker_name: str) -> dict[str, Any]:
+def _find_worker_row(status: Any, worker_name: str) -> dict[str, Any]:
     return next((row for row in status["workers"] if row["name"] == worker_name), {})
 
 
@@ -82,7 +82,7 @@ def _remaining_work(status: Any, worker_name: str, incarnation: str | None) -> R
 
     Both numbers are 0 if the worker is gone or was restarted. A lost worker, whose heartbeats stopped, keeps no KV
     blocks for other workers."""
-    row = _worker_row(status, worker_name)
+    row = _find_worker_row(status, worker_name)
     if row.get("incarnation") != incarnation or not row:
         return RemainingWork(0, 0, -1.0)
     if row["health"] == "lost":

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, help="Settings file, gateway.toml. (default: the local engine as the only provider)"
     )
     add_options(parser, GatewayConfig())
-    service.add_log_level(parser)
+    service.add_log_level_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

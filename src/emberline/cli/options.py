@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from emberline.core.options import OptionInfo, nested_configs, option_info
+from emberline.core.options import OptionInfo, nested_config_classes, option_info
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,15 +31,15 @@ def add_options(
     name. `parse_int`: the parser for integer options."""
     wanted = None if names is None else set(names)
     hints = get_type_hints(type(config))
-    nested = nested_configs(type(config))
+    nested = nested_config_classes(type(config))
     for each in fields(config):
         if each.name in nested:
             add_options(parser, getattr(config, each.name), wanted, help_texts, parse_int)
         elif (info := option_info(each)) is not None and (wanted is None or each.name in wanted):
             text = (help_texts or {}).get(each.name, info.help)
             default = getattr(config, each.name)
-            help_ = f"{text} (default: {_default_text(info, default)})"
-            parsing = _parsing_arguments(info, default, hints[each.name])
+            help_ = f"{text} (default: {_format_default(info, default)})"
+            parsing = _add_argument_kwargs(info, default, hints[each.name])
             if parsing.get("type") is int:
                 parsing["type"] = parse_int
             parser.add_argument(option_flag(each), dest=each.name, help=help_, **parsing)
@@ -55,7 +55,7 @@ def option_flag(config_field: Field[Any]) -> str:
 def given_options(args: argparse.Namespace, config_class: type[DataclassInstance]) -> dict[str, Any]:
     """Return the settings given on the command line that are fields of a config or of its nested configs."""
     given: dict[str, Any] = {}
-    nested = nested_configs(config_class)
+    nested = nested_config_classes(config_class)
     for each in fields(config_class):
         if each.name in nested:
             given |= given_options(args, nested[each.name])
@@ -64,17 +64,17 @@ def given_options(args: argparse.Namespace, config_class: type[DataclassInstance
     return given
 
 
-def _parsing_arguments(info: OptionInfo, default: Any, type_hint: Any) -> dict[str, Any]:
+def _add_argument_kwargs(option: OptionInfo, default: Any, type_hint: Any) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` that define how the option's value is parsed."""
     kind, is_optional = _split_optional_hint(type_hint)
     if kind is bool:
         if is_optional:
             return {"action": argparse.BooleanOptionalAction, "default": None}
         return {"action": "store_const", "const": not default}
-    shown = {"choices": info.choices} if info.choices else {"metavar": info.metavar}
+    shown = {"choices": option.choices} if option.choices else {"metavar": option.metavar}
     if get_origin(kind) is tuple:
-        return shown | ({"action": "append"} if info.is_repeatable else {"type": comma_list})
-    if info.unit == "bytes":
+        return shown | ({"action": "append"} if option.is_repeatable else {"type": parse_comma_list})
+    if option.unit == "bytes":
         return shown | {"type": parse_size}
     return shown | {"type": str if get_origin(kind) is Literal else kind}
 
@@ -87,7 +87,7 @@ def _split_optional_hint(type_hint: Any) -> tuple[Any, bool]:
     return kind, True
 
 
-def _default_text(info: OptionInfo, default: Any) -> str:
+def _format_default(info: OptionInfo, default: Any) -> str:
     if info.default_text:
         return info.default_text
     if default is None or default == ():
@@ -100,7 +100,7 @@ def _default_text(info: OptionInfo, default: Any) -> str:
     return f"{default:g}{unit}" if isinstance(default, float) else f"{default}{unit}"
 
 
-def comma_list(text: str) -> tuple[str, ...]:
+def parse_comma_list(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 

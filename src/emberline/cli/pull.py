@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     interrupt_on_termination()
-    directory = resolve_model(args.name, revision=args.revision, progress=not args.quiet)
+    directory = resolve_model(args.name, revision=args.revision, show_progress=not args.quiet)
     if args.unweight:
         from emberline.cli.unweight import pack
 
@@ -48,9 +48,9 @@ def _packed_directory(name: str, model: Path) -> Path:
     """Return the directory for the packed copy of a model.
 
     Its name depends on the model's files, so a changed model gets a new directory."""
-    from emberline.unweight.model import iter_copied_files, weight_files
+    from emberline.unweight.model import iter_copied_files, list_weight_files
 
-    stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(model)]
+    stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in list_weight_files(model)]
     others = [
         (file.relative_to(model), hashlib.sha256(file.read_bytes()).digest()) for file in iter_copied_files(model)
     ]

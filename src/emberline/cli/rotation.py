@@ -23,7 +23,7 @@ def rotate_keys(config: GatewayConfig, forget_old: bool) -> int:
 
 
 async def _rotate_stored_keys(config: GatewayConfig, forget_old: bool) -> str:
-    masters = open_master_keys(config.master_file, read_secret(MASTER_KEY_VARIABLE))
+    masters = open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE))
     store = await open_store(config.store_url)
     try:
         now = round(time.time() * 1e3)

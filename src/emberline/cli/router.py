@@ -13,7 +13,7 @@ from emberline.core.foreign_config import ForeignWorkerConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, RouterConfig())
-    service.add_log_level(parser)
+    service.add_log_level_option(parser)
     parser.add_argument(
         "--foreign-key-env",
         metavar="NAME",
@@ -22,14 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # set by emberline cluster up
 
 
-def _foreign_key(name: str | None) -> str | None:
-    if name is None:
+def _read_foreign_worker_key(variable_name: str | None) -> str | None:
+    if variable_name is None:
         return None
-    if not (key := read_secret(name)):
+    if not (key := read_secret(variable_name)):
         raise InvalidRequest(
-            f"--foreign-key-env names the environment variable {name}, which is empty or not set",
+            f"--foreign-key-env names the environment variable {variable_name}, which is empty or not set",
             param="foreign_key_env",
-            hint=f"export {name}=KEY",
+            hint=f"export {variable_name}=KEY",
         )
     return key
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     settings = given_options(args, RouterConfig) | {
         "cluster_key": args.cluster_key or cluster_key_from_environment(),
         "foreign": tuple(map(ForeignWorkerConfig.parse, args.foreign or ())),
-        "foreign_key": _foreign_key(args.foreign_key_env),
+        "foreign_key": _read_foreign_worker_key(args.foreign_key_env),
         "listen_fd": args.listen_fd,
     }
     return service.run_service(run_router(RouterConfig(**settings)))

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
     add_options(parser, TimeSharingConfig())
     parser.add_argument("--served-name", help="Name of the model in the API. (default: MODEL as written)")
     add_options(parser, server or ServerConfig())
-    service.add_log_level(parser)
+    service.add_log_level_option(parser)
     add_options(parser, EngineConfig.build(""))
     add_options(parser, WorkerConfig(""), ("router", "worker_name", "worker_url"))
 

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-def add_log_level(parser: argparse.ArgumentParser) -> None:
+def add_log_level_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         default="info",

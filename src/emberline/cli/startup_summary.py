@@ -44,18 +44,18 @@ def wait_until_ready(url: str, is_needed: Callable[[], bool]) -> bool:
 
 
 def build_summary(engine_url: str, gateway_url: str | None = None) -> str:
-    model, key = _first_chat_model(engine_url)
+    model, key = _find_chat_model_and_auth_header(engine_url)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
     lines = ["", f"  Playground   {engine_url}/"]
     if gateway_url is not None:
-        lines.append(f"  Dashboard    {gateway_url}/   (admin key: {GatewayConfig().admin_file})")
+        lines.append(f"  Dashboard    {gateway_url}/   (admin key: {GatewayConfig().admin_key_file})")
     header = f" -H '{key}'" if key else ""
     lines.append(f"  Try          curl {engine_url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\")
     lines.append(f"                 -d '{body}'")
     return "\n".join([*lines, "  Stop         Ctrl-C", ""])
 
 
-def _first_chat_model(engine_url: str) -> tuple[str, str | None]:
+def _find_chat_model_and_auth_header(engine_url: str) -> tuple[str, str | None]:
     """Return the first chat model's name, and the HTTP header to send if the server requires an API key."""
     try:
         with urllib.request.urlopen(f"{engine_url}/v1/models", timeout=REQUEST_TIMEOUT_S) as reply:

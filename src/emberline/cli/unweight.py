@@ -50,18 +50,18 @@ def pack(source: Path, target: Path, shows_progress: bool) -> str:
     """Pack a model and return a summary for the user."""
     from emberline.unweight import model
 
-    with _show_progress(f"pack {target.name}", source, shows_progress) as (advance, codec):
+    with _progress_bar_and_codec(f"pack {target.name}", source, shows_progress) as (advance, codec):
         started_at = time.perf_counter()
-        left_out = model.pack(source, target, codec, advance)
+        left_out = model.pack_model(source, target, codec, advance)
         seconds = time.perf_counter() - started_at
     for path in left_out:
         print(f"not copied: {path}", file=sys.stderr)
-    before, after = (sum(file.stat().st_size for file in model.weight_files(d)) for d in (source, target))
+    before, after = (sum(file.stat().st_size for file in model.list_weight_files(d)) for d in (source, target))
     return f"{_format_size(before)} -> {_format_size(after)} ({1 - after / before:.1%} smaller), {seconds:.1f} s"
 
 
 def _run_pack(args: argparse.Namespace) -> int:
-    print(pack(resolve_model(args.source, progress=not args.quiet), args.target, not args.quiet))
+    print(pack(resolve_model(args.source, show_progress=not args.quiet), args.target, not args.quiet))
     return 0
 
 
@@ -69,9 +69,9 @@ def _run_unpack(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
     source, started_at = resolve_model(args.source), time.perf_counter()
-    with _show_progress(f"unpack {args.target.name}", source, not args.quiet) as (advance, codec):
-        model.unpack(source, args.target, codec, advance)
-    size = sum(file.stat().st_size for file in model.weight_files(args.target))
+    with _progress_bar_and_codec(f"unpack {args.target.name}", source, not args.quiet) as (advance, codec):
+        model.unpack_model(source, args.target, codec, advance)
+    size = sum(file.stat().st_size for file in model.list_weight_files(args.target))
     print(f"{_format_size(size)}, {time.perf_counter() - started_at:.1f} s")
     return 0
 
@@ -80,9 +80,9 @@ def _run_verify(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
     packed, started_at = resolve_model(args.packed), time.perf_counter()
-    original = None if args.source is None else resolve_model(args.source, progress=not args.quiet)
-    with _show_progress("verify", packed, not args.quiet) as (advance, codec):
-        problems = model.verify(packed, original, codec, advance)
+    original = None if args.source is None else resolve_model(args.source, show_progress=not args.quiet)
+    with _progress_bar_and_codec("verify", packed, not args.quiet) as (advance, codec):
+        problems = model.verify_model(packed, original, codec, advance)
     for problem in problems:
         print(problem, file=sys.stderr)
     result = "all tensors match their hashes" + ("" if original is None else f" and equal those of {original}")
@@ -95,7 +95,9 @@ def _run_info(args: argparse.Namespace) -> int:
 
     packed = resolve_model(args.packed)
     tensor_figures = savings.measure_savings(packed)
-    summary = savings.savings_as_dict(tensor_figures, sum(file.stat().st_size for file in model.weight_files(packed)))
+    summary = savings.savings_as_dict(
+        tensor_figures, sum(file.stat().st_size for file in model.list_weight_files(packed))
+    )
     total = summary["totals"]
     print(savings.format_table(tensor_figures))
     print()
@@ -114,7 +116,9 @@ def _run_info(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _show_progress(label: str, directory: Path, is_shown: bool) -> Iterator[tuple[Callable[[int], None], WeightCodec]]:
+def _progress_bar_and_codec(
+    label: str, directory: Path, is_shown: bool
+) -> Iterator[tuple[Callable[[int], None], WeightCodec]]:
     """Show a progress bar while weights are converted; yield its update function and the codec.
 
     Call the function after each converted tensor, with the tensor's unpacked size in bytes."""

@@ -18,7 +18,7 @@ def is_unspecified_address(host: str) -> bool:
     return not host
 
 
-def outgoing_address(url: str) -> str:
+def find_outgoing_address(url: str) -> str:
     """Return the local IP address from which this machine connects to a URL. Raises OSError if there is no route."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -28,7 +28,7 @@ def outgoing_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def refers_to_listener(url: str, host: str, port: int) -> bool:
+def is_url_of_listener(url: str, host: str, port: int) -> bool:
     """Whether a URL leads to this process, which listens at `host` and `port`.
 
     Host names other than localhost are not resolved."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.cluster.fake_completion import FakeCompletion, FakeEnvelope, FakeRequest
+from emberline.cluster.fake_completion import FakeCompletion, FakeForwardedRequest, FakeRequest
 from emberline.cluster.registrar import PeersByModel, Registrar
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.config import Role
@@ -135,10 +135,10 @@ class FakeWorker:
         if path == PREFILL_PATH:
             self.prefilled += 1
             self.transfer.published += 1
-            await self._handle_prefill(msgspec.json.decode(body, type=FakeEnvelope), fault, send)
+            await self._handle_prefill(msgspec.json.decode(body, type=FakeForwardedRequest), fault, send)
         elif path == RESUME_PATH:
             self.resumed += 1
-            envelope = msgspec.json.decode(body, type=FakeEnvelope)
+            envelope = msgspec.json.decode(body, type=FakeForwardedRequest)
             await self._handle_completion(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
         else:
             is_tracked = headers.get("x-emberline-track") == "1"
@@ -146,26 +146,32 @@ class FakeWorker:
                 body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send
             )
 
-    async def _handle_prefill(self, envelope: FakeEnvelope, fault: FakeFault, send: Send) -> None:
-        self.prompts += len(bytes(envelope.body)) // 4
-        self.offered_output += sum(len(group.tokens) for group in Handoff.parse(envelope.handoff).groups)
+    async def _handle_prefill(self, forwarded: FakeForwardedRequest, fault: FakeFault, send: Send) -> None:
+        self.prompts += len(bytes(forwarded.body)) // 4
+        self.offered_output += sum(len(group.tokens) for group in Handoff.parse(forwarded.handoff).groups)
         ticket = {"id": uuid.uuid4().hex, "peer": self.peer}
         lines = ({"ticket": ticket}, {"done": {"token": 1, "cached": 0, "seconds": self.token_interval_s}})
         await self._send_chunks([msgspec.json.encode(line) + b"\n" for line in lines], NDJSON_HEADERS, fault, send)
 
     async def _handle_completion(
-        self, body: bytes, seed: int, envelope: FakeEnvelope | None, is_tracked: bool, fault: FakeFault, send: Send
+        self,
+        body: bytes,
+        seed: int,
+        forwarded: FakeForwardedRequest | None,
+        is_tracked: bool,
+        fault: FakeFault,
+        send: Send,
     ) -> None:
         request = msgspec.json.decode(body, type=FakeRequest)
         is_tracked = is_tracked and not request.untracked
         completion = FakeCompletion(seed if request.seed is None else request.seed, request)
         prompt_tokens, resumed_tokens = len(body) // 4, 0
-        if envelope is not None:
+        if forwarded is not None:
             try:
-                resumed_tokens = completion.count_resumed_tokens(envelope)
+                resumed_tokens = completion.count_resumed_tokens(forwarded)
             except InvalidRequest as e:
                 return await _send_reply(send, 400, str(e).encode())
-        if envelope is not None and envelope.handoff["source"]:
+        if forwarded is not None and forwarded.handoff["source"]:
             self.pulled += 1
             self.transfer.pulls += 1
             self.transfer.pulled_bytes += prompt_tokens * KV_BYTES_PER_TOKEN
@@ -179,7 +185,7 @@ class FakeWorker:
             )
         await asyncio.sleep(self.token_interval_s * completion.length)
         # A long reply must not delay heartbeats.
-        reply_body = await asyncio.to_thread(completion.complete_body, prompt_tokens)
+        reply_body = await asyncio.to_thread(completion.build_body, prompt_tokens)
         return await self._send_chunks(
             [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
         )

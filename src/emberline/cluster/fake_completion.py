@@ -30,7 +30,7 @@ class FakeRequest(msgspec.Struct):
     untracked: bool = False  # write a stream without groups, as other servers do
 
 
-class FakeEnvelope(msgspec.Struct):
+class FakeForwardedRequest(msgspec.Struct):
     """The body of a router's request to prefill a prompt or to resume a stream."""
 
     path: str
@@ -73,30 +73,30 @@ class FakeCompletion:
             group = TokenGroup(0, (self.token_at(at),), "stop" if at == self.length - 1 else "")
             yield group.to_comment(len(events)) + events if is_tracked else events
         ending = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(
-            {"choices": [], "usage": self._usage(prompt_tokens)}
+            {"choices": [], "usage": self._build_usage(prompt_tokens)}
         )
         yield TokenGroup(0, ()).to_comment(len(ending)) + ending if is_tracked else ending
 
-    def complete_body(self, prompt_tokens: int) -> bytes:
+    def build_body(self, prompt_tokens: int) -> bytes:
         content = "".join(map(self.text_at, range(self.length)))
         choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
         fields = {"id": self.id, "object": "chat.completion", "created": 1, "model": "fake"}
-        return msgspec.json.encode({**fields, "choices": [choice], "usage": self._usage(prompt_tokens)})
+        return msgspec.json.encode({**fields, "choices": [choice], "usage": self._build_usage(prompt_tokens)})
 
-    def count_resumed_tokens(self, envelope: FakeEnvelope) -> int:
+    def count_resumed_tokens(self, forwarded: FakeForwardedRequest) -> int:
         """Return the number of tokens in the handoff of `forwarded`, which the client already has.
 
         Raises InvalidRequest if the tokens, the reply id or the creation time in `forwarded` differ from those of this
         completion."""
-        handoff = Handoff.parse(envelope.handoff)
+        handoff = Handoff.parse(forwarded.handoff)
         tokens = [token for group in handoff.groups for token in group.tokens]
         if tokens != [self.token_at(at) for at in range(len(tokens))]:
             raise InvalidRequest("the handoff must contain the tokens that this request generates")
-        if handoff.started != bool(tokens) or (tokens and (envelope.id, envelope.created) != (self.id, 1)):
+        if handoff.started != bool(tokens) or (tokens and (forwarded.id, forwarded.created) != (self.id, 1)):
             raise InvalidRequest("the id and creation time of the handoff must be those of this reply")
         return len(tokens)
 
-    def _usage(self, prompt_tokens: int) -> dict[str, int]:
+    def _build_usage(self, prompt_tokens: int) -> dict[str, int]:
         return {"prompt_tokens": prompt_tokens, "completion_tokens": self.length}
 
     def _format_event(self, delta_json: bytes, finish_reason_json: bytes = b"null") -> bytes:

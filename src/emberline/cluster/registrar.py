@@ -105,11 +105,11 @@ class Registrar:
                 return REGISTER_INTERVAL_S if self._is_leaving else 0.0  # the router was restarted
             case 409:
                 self._log_problem_once(
-                    f"registration rejected, this worker gets no requests: {_error_message_of_reply(body)}"
+                    f"registration rejected, this worker gets no requests: {_parse_error_message(body)}"
                 )
                 return REGISTER_INTERVAL_S
         self._log_problem_once(
-            f"registration rejected, this worker gets no requests: status {status}, {_error_message_of_reply(body)}"
+            f"registration rejected, this worker gets no requests: status {status}, {_parse_error_message(body)}"
         )
         return REGISTER_INTERVAL_S
 
@@ -137,7 +137,7 @@ def _new_pool() -> HTTPConnectionPool:
     )
 
 
-def _error_message_of_reply(body: bytes) -> str:
+def _parse_error_message(body: bytes) -> str:
     """Return the error message in the JSON body of the router's reply. If the body has none, return its start."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])

@@ -32,9 +32,9 @@ def kernel_dir() -> Path:
     return cache_dir() / "kernels"
 
 
-def read_secret(name: str) -> str | None:
+def read_secret(variable_name: str) -> str | None:
     """Return a secret from the environment variable `variable_name`; None if the variable is not set."""
-    return os.environ.get(name)
+    return os.environ.get(variable_name)
 
 
 def cluster_key_from_environment() -> str | None:
@@ -81,7 +81,7 @@ class TraceConfig:
             raise InvalidRequest(f"trace_share is {self.traced_share}; it must be from 0 to 1", param="trace_share")
 
     @staticmethod
-    def from_options(url: str | None, share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
+    def from_options(url: str | None, traced_share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
         """Return the settings for the options --otlp and --trace-share; None if tracing is off.
 
         `url`: the collector's URL, whose path may be missing. An empty `url` turns tracing off. If `url` is None,
@@ -90,7 +90,7 @@ class TraceConfig:
         if not endpoint:
             return None
         full_url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
-        return TraceConfig(full_url, {**otlp_headers(), **(headers or {})}, share)
+        return TraceConfig(full_url, {**otlp_headers(), **(headers or {})}, traced_share)
 
 
 @dataclass(frozen=True, slots=True)

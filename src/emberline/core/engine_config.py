@@ -54,12 +54,12 @@ class SchedulerConfig:
             message = f"itl_tail is {self.itl_tail}, a multiple of itl_target_ms, but itl_target_ms is not set"
             raise InvalidRequest(message, param="itl_tail", hint="add --itl-target-ms")
 
-    def for_model(self, context: int) -> SchedulerConfig:
+    def for_model(self, max_context: int) -> SchedulerConfig:
         """Return these settings for a model with a context of `max_context` tokens.
 
         `max_batch_tokens` is raised to `max_running` if it is lower, so that one step can compute a token of every
         running request."""
-        return replace(self, max_context=context, max_batch_tokens=max(self.max_batch_tokens, self.max_running))
+        return replace(self, max_context=max_context, max_batch_tokens=max(self.max_batch_tokens, self.max_running))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +253,13 @@ class EngineConfig:
             raise InvalidRequest(message, param="block_size")
         return config
 
-    def with_kv_ports(self, index: int) -> EngineConfig:
+    def with_kv_ports(self, engine_index: int) -> EngineConfig:
         """Return these settings with a range of ports for engine number `engine_index` of this server.
 
         The range of engine 0 begins at `kv_port`. Nothing is changed if `kv_port` is 0."""
         if not (first_port := self.network.kv_port):
             return self
-        port, transfer = first_port + index * KV_PORT_COUNT, self.transfer
+        port, transfer = first_port + engine_index * KV_PORT_COUNT, self.transfer
         if transfer is not None:  # a configured port that is in use is an error
             transfer = replace(transfer, listen_port=port, required=True)
         return replace(self, network=replace(self.network, kv_port=port), transfer=transfer)

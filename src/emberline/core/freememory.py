@@ -14,17 +14,17 @@ CGROUP_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
 CGROUP_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-def free_memory(root: Path = Path("/")) -> int:
+def free_memory(filesystem_root: Path = Path("/")) -> int:
     """Return the bytes that this process may still allocate.
 
     On systems without /proc and control groups, such as macOS, this is half of the machine's memory. `filesystem_root`:
     the directory that contains proc and sys; tests pass another one."""
     limits = []
     with suppress(OSError, ValueError, IndexError):
-        lines = (root / "proc/meminfo").read_text().splitlines()
+        lines = (filesystem_root / "proc/meminfo").read_text().splitlines()
         limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     for top, limit, used, prefix in (CGROUP_V2, CGROUP_V1):
-        for group in _control_groups(root, root / top, "" if top == CGROUP_V2[0] else "memory"):
+        for group in _control_groups(filesystem_root, filesystem_root / top, "" if top == CGROUP_V2[0] else "memory"):
             with suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
                 kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 # The kernel frees these pages on demand.
@@ -41,12 +41,12 @@ def physical_memory() -> int:
         return 0
 
 
-def _control_groups(root: Path, top: Path, controller: str) -> Iterator[Path]:
+def _control_groups(filesystem_root: Path, cgroup_mount: Path, controller: str) -> Iterator[Path]:
     """Yield the directory of this process's control group, and those of all its parent groups."""
-    yield top
+    yield cgroup_mount
     with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (filesystem_root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
                 parts = [part for part in path.split("/") if part not in ("", "..")]
-                yield from (top.joinpath(*parts[: i + 1]) for i in range(len(parts)))
+                yield from (cgroup_mount.joinpath(*parts[: i + 1]) for i in range(len(parts)))

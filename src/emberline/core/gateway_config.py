@@ -8,7 +8,7 @@ from pathlib import Path
 
 from emberline.core.config import DEFAULT_EMBEDDER, ServiceConfig, cache_dir
 from emberline.core.errors import InvalidRequest
-from emberline.core.options import changed_option, option
+from emberline.core.options import option, redefine_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class GatewayConfig(ServiceConfig):
     One process serves several gateways. The settings of each gateway are in the settings file and the store, not
     here."""
 
-    port: int = changed_option(ServiceConfig, "port", default=8080)
+    port: int = redefine_option(ServiceConfig, "port", default=8080)
     # Admin keys that always work; none given: one is created in a file.
-    api_keys: tuple[str, ...] = changed_option(
+    api_keys: tuple[str, ...] = redefine_option(
         ServiceConfig,
         "api_keys",
         help="API key with all permissions; may be repeated.",
@@ -66,10 +66,10 @@ class GatewayConfig(ServiceConfig):
         return cache_dir() / "gateway" / f"limits-{hashlib.sha256(self.store_url.encode()).hexdigest()[:16]}"
 
     @property
-    def admin_file(self) -> Path:
+    def admin_key_file(self) -> Path:
         """The file with the admin key. The gateway creates the key if no `api_keys` are configured."""
         return cache_dir() / "gateway" / "admin.key"
 
     @property
-    def master_file(self) -> Path:
+    def master_key_file(self) -> Path:
         return Path(self.master_key) if self.master_key else cache_dir() / "gateway" / "master.key"

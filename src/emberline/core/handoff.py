@@ -53,16 +53,16 @@ class Handoff:
     cached_tokens: int | None = None  # cached prompt tokens to report to the client; None: the next worker counts them
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
 
-    def tokens_by_choice(self, n: int) -> tuple[tuple[int, ...], ...]:
+    def tokens_by_choice(self, choice_count: int) -> tuple[tuple[int, ...], ...]:
         """Return the output tokens so far of each of the `choice_count` choices; () if there are none.
 
         Raises InvalidRequest if a group has a choice index of `choice_count` or more."""
         if not self.groups:
             return ()
-        tokens: list[list[int]] = [[] for _ in range(n)]
+        tokens: list[list[int]] = [[] for _ in range(choice_count)]
         for group in self.groups:
-            if group.index >= n:
-                message = f"handoff has tokens of choice {group.index}, and the request has {n} choices"
+            if group.index >= choice_count:
+                message = f"handoff has tokens of choice {group.index}, and the request has {choice_count} choices"
                 raise InvalidRequest(message, param="handoff")
             tokens[group.index].extend(group.tokens)
         return tuple(map(tuple, tokens))
@@ -79,7 +79,7 @@ class Handoff:
     def parse(data: Any) -> Handoff:
         """Parse a dict made by `as_dict`; all keys are optional. Raises InvalidRequest for invalid values."""
         try:
-            groups = tuple(_parse_group(*group) for group in data.get("said", ()))
+            groups = tuple(_parse_token_group(*group) for group in data.get("said", ()))
             started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")
             if type(started) is not bool or not (source is None or isinstance(source, dict)):
                 raise ValueError("started must be true or false, and source must be an object or null")
@@ -134,7 +134,7 @@ def _parse_non_negative_int(value: Any) -> int:
     return value
 
 
-def _parse_group(index: Any, tokens: Any, finish: Any = "") -> TokenGroup:
+def _parse_token_group(index: Any, tokens: Any, finish: Any = "") -> TokenGroup:
     if finish not in ("", "stop", "length", "abort"):
         raise ValueError(f"finish is {finish!r}; it must be stop, length, abort or empty")
     return TokenGroup(_parse_non_negative_int(index), tuple(map(_parse_non_negative_int, tokens)), finish)

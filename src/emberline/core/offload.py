@@ -127,17 +127,21 @@ class Offload:
     def __init__(self) -> None:
         self.large, self.huge = OffloadProcess("large"), OffloadProcess("huge")
 
-    async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, input_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function in a child process and return its result.
 
         `input_bytes`: size of the function's input, which selects the child. Raises the function's own error,
         WorkTooLarge if it takes too much CPU time, or EngineUnavailable if the child died of another cause."""
-        return await (self.large if size <= HUGE_INPUT_BYTES else self.huge).run(function, *args, **kwargs)
+        return await (self.large if input_bytes <= HUGE_INPUT_BYTES else self.huge).run(function, *args, **kwargs)
 
-    async def run_by_size(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_inline_if_small(
+        self, input_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call the function in this process if `input_bytes` is below LARGE_INPUT_BYTES, else call `run`."""
         return (
-            function(*args, **kwargs) if size < LARGE_INPUT_BYTES else await self.run(size, function, *args, **kwargs)
+            function(*args, **kwargs)
+            if input_bytes < LARGE_INPUT_BYTES
+            else await self.run(input_bytes, function, *args, **kwargs)
         )
 
 

@@ -41,11 +41,11 @@ def option(default: Any, help_text: str, **info: Any) -> Any:
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
-def changed_option(base: type[DataclassInstance], name: str, **changes: Any) -> Any:
+def redefine_option(base_config: type[DataclassInstance], name: str, **changes: Any) -> Any:
     """Return the field `name` of a base config, changed for a subclass.
 
     `changes`: a new `default`, or new values of OptionInfo's fields."""
-    inherited = next(each for each in fields(base) if each.name == name)
+    inherited = next(each for each in fields(base_config) if each.name == name)
     default = changes.pop("default", inherited.default)
     return field(default=default, metadata={OPTION_KEY: replace(inherited.metadata[OPTION_KEY], **changes)})
 
@@ -58,7 +58,7 @@ def option_info(config_field: Field[Any]) -> OptionInfo | None:
 
 
 @cache
-def nested_configs(config_class: type[DataclassInstance]) -> dict[str, type[DataclassInstance]]:
+def nested_config_classes(config_class: type[DataclassInstance]) -> dict[str, type[DataclassInstance]]:
     """Return the class of each field that holds a nested config, by field name."""
     hints = get_type_hints(config_class)
     return {each.name: hints[each.name] for each in fields(config_class) if is_dataclass(hints[each.name])}
@@ -69,7 +69,7 @@ def setting_owners(config_class: type[DataclassInstance]) -> dict[str, tuple[str
     """Return a dict from each setting's name to its owners: the configs that define the setting.
 
     An owner is the name of the field that holds the nested config, or "" for the config itself."""
-    nested = nested_configs(config_class)
+    nested = nested_config_classes(config_class)
     owners: dict[str, tuple[str, ...]] = {
         each.name: ("",) for each in fields(config_class) if each.name not in nested and each.metadata != COMPUTED_FIELD
     }

@@ -132,7 +132,7 @@ class Request:
         return self.prefill_result if plain and self.prefill_result is not None and self.prefill_result.tokens else None
 
     @property
-    def remaining(self) -> int:
+    def num_schedulable(self) -> int:
         """Number of known tokens that are not planned yet and that the next step may compute."""
         known = len(self.tokens) + self.num_pending
         if self.num_pending and (self.needs_sync_steps or known >= self.max_len):

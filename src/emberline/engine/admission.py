@@ -23,13 +23,13 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    def rank(self, request: Request) -> tuple[float, int]:
+    def sort_key(self, request: Request) -> tuple[float, int]:
         """Return a request's sort key. The request with the lowest key starts first and is preempted last."""
         penalty = self._ageing_seconds if request.priority is Priority.BATCH else 0.0
         return request.arrival + penalty, request.index
 
     def push(self, request: Request) -> None:
-        insort(self._requests, request, key=self.rank)
+        insort(self._requests, request, key=self.sort_key)
 
     def first_unblocked(self) -> Request | None:
         return next((request for request in self._requests if request.submission_id not in self.blocked_ids), None)

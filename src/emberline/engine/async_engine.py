@@ -96,7 +96,7 @@ class AsyncEngine:
         return self.state is EngineState.READY and self.sleep_states[model].awake
 
     @property
-    def num_open(self) -> int:
+    def num_open_submissions(self) -> int:
         return len(self._open_queues)
 
     def now(self) -> float:

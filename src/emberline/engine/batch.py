@@ -13,7 +13,7 @@ from emberline.kv.cache import KVCache
 from emberline.models.forward import ForwardBatch
 
 
-def build_forward(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
+def build_forward_batch(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
     size = cache.shape.block_size
     counts = np.array([len(w.tokens) for w in work], np.int32)
     starts = np.array([w.start for w in work], np.int32)

@@ -82,7 +82,7 @@ class BlockEventLog:
             return [self._batches[at] for at in range(seq + 1 - self._batches[0].seq, len(self._batches))]
         return self._snapshot_batches()
 
-    def heartbeat(self) -> BlockBatch:
+    def make_heartbeat(self) -> BlockBatch:
         """Return a batch without changes, which shows subscribers the latest number and that the log is alive."""
         return BlockBatch(self.incarnation, self.seq)
 

@@ -19,7 +19,7 @@ from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
 from emberline.engine import memory
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.device import has_hopper
+from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -85,7 +85,7 @@ def boot(
 
 
 def runs_on_gpu(config: EngineConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and has_hopper())
+    return config.device == "cuda" or (config.device == "auto" and has_hopper_gpu())
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
@@ -110,9 +110,9 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
         config,
         dtype=_parse_dtype("dtype", config.dtype),
         reader=reader,
-        compiler=_make_compiler,
-        tiers=make_tiers if config.tiers.has_tiers else None,
-        endpoint=open_endpoint if config.transfer is not None else None,
+        make_compiler=_make_grammar_compiler,
+        build_tiers=make_tiers if config.tiers.has_tiers else None,
+        build_endpoint=open_endpoint if config.transfer is not None else None,
     )
 
 
@@ -147,12 +147,14 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         model,
         dtype=_parse_dtype("kv_dtype", config.kv_cache.kv_dtype) or model.dtype,
         block_size=scheduler.block_size,
-        memory=config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
+        memory_bytes=config.kv_cache.kv_memory
+        or default_kv_bytes
+        or (free_memory() - config.tiers.kv_host_memory) // 2,
         max_tokens=_max_kv_tokens(config, model.context),
-        shared=config.transfer is not None,
+        uses_shared_memory=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
-    runner = TorchRunner(model, cache, eos, lambda: _make_compiler(Path(config.model), model.config))
+    runner = TorchRunner(model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config))
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
@@ -249,7 +251,7 @@ def _open_transfer_endpoint(
         return None
 
 
-def _make_compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
+def _make_grammar_compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
     from emberline.engine.grammar import GrammarCompiler
 
     return GrammarCompiler(directory / "tokenizer.json", config.vocab, sorted(set(config.eos)))

@@ -172,7 +172,7 @@ class Engine:
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
-        self._release_compiled_grammars()
+        self._unblock_requests_with_ready_grammar()
         if self._publisher is not None:
             self._publisher.reclaim_expired_leases()
         steps = self._steps
@@ -292,7 +292,7 @@ class Engine:
             dict(self.transfer_endpoint.receiver.connected_transports),
             dict(self.transfer_endpoint.receiver.failed_transports),
         )
-        self._publisher.add_stats(stats)
+        self._publisher.write_stats_to(stats)
         stats.quarantined_blocks = self.kv.num_quarantined_blocks
         return stats
 
@@ -317,7 +317,7 @@ class Engine:
             self._grammars[submission.id] = self.runner.prepare(grammar)
             self.scheduler.waiting.blocked_ids.add(submission.id)
 
-    def _release_compiled_grammars(self) -> None:
+    def _unblock_requests_with_ready_grammar(self) -> None:
         """Let requests start whose grammar is compiled; end them if it is invalid or already complete."""
         blocked = self.scheduler.waiting.blocked_ids
         for name in [name for name in blocked if self._grammars[name].done()]:

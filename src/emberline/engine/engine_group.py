@@ -179,7 +179,7 @@ class EngineGroup:
         return StepReport(outputs, rejected, sleep_changes)
 
     def _switch_models(self) -> None:
-        self._reject_expired()
+        self._reject_expired_submissions()
         self._draining = set()
         while self._queues:
             name, queue = next(iter(self._queues.items()))
@@ -241,7 +241,7 @@ class EngineGroup:
         if not self._queues[name].requests:
             del self._queues[name]
 
-    def _reject_expired(self) -> None:
+    def _reject_expired_submissions(self) -> None:
         now = self._clock.now()
         for name, queue in list(self._queues.items()):
             for submission_id, waiting in list(queue.requests.items()):

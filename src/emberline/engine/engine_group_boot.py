@@ -18,7 +18,7 @@ from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
-from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, model_memory
+from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, usable_model_bytes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
@@ -93,7 +93,7 @@ def boot_engine_group(
 
         awake = {name: AlwaysAwakeEngine(partial(load, name)) for name in configs}
         return EngineGroup(awake, 0, time_sharing), loaded
-    from emberline.engine.gpu.boot import device_memory
+    from emberline.engine.gpu.boot import usable_gpu_bytes
     from emberline.engine.gpu.device import CudaDevice
 
     configs = {name: _without_transfer(config) for name, config in configs.items()}
@@ -103,7 +103,7 @@ def boot_engine_group(
         loaded[name] = to_loaded_engine(booted)
         return booted
 
-    members, space = plan_time_sharing(configs, device_memory(CudaDevice().torch_device), free_memory(), load_on_gpu)
+    members, space = plan_time_sharing(configs, usable_gpu_bytes(CudaDevice().torch_device), free_memory(), load_on_gpu)
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
 
@@ -141,7 +141,7 @@ def plan_time_sharing(
             for name, w in weighed.items()
         }
 
-    planned, space = plan_all_models(), model_memory(device_bytes)
+    planned, space = plan_all_models(), usable_model_bytes(device_bytes)
     if all(s.kv_cache.kv_memory is None for s in settings.values()):
         part = equal_kv_share(planned.values(), space)
         if part is not None:

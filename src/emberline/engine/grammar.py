@@ -61,7 +61,7 @@ class GrammarMatcher:
     def accept(self, token: int) -> bool:
         return self._inner.consume_token(token)
 
-    def count_valid(self, tokens: Sequence[int]) -> int:
+    def count_valid_prefix(self, tokens: Sequence[int]) -> int:
         """Return how many tokens at the start of `tokens` the grammar allows next. The state does not change."""
         return self._inner.validate_tokens(list(tokens))
 
@@ -90,11 +90,11 @@ def fill_masks(matchers: Sequence[GrammarMatcher], masks: Mask) -> None:
         matchers[0].fill_mask(masks[0])
         return
     pairs = [(matcher._inner, i) for i, matcher in enumerate(matchers)]
-    _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, len(masks))
+    _shared_mask_executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, len(masks))
 
 
 @cache
-def _executor() -> llguidance.LLExecutor:
+def _shared_mask_executor() -> llguidance.LLExecutor:
     return llguidance.LLExecutor()
 
 
@@ -149,7 +149,7 @@ class GrammarCompiler:
         return matcher
 
 
-def _schema_spec(text: str) -> str:
+def _spec_from_schema(text: str) -> str:
     schema = _parse_json(text)
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
@@ -158,7 +158,7 @@ def _schema_spec(text: str) -> str:
     )
 
 
-def _choice_spec(text: str) -> str:
+def _spec_from_choices(text: str) -> str:
     choices = _parse_json(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("a choice must be a JSON array of one or more strings, none of them empty")
@@ -167,7 +167,7 @@ def _choice_spec(text: str) -> str:
     return llguidance.grammar_from("choice", text)
 
 
-def _grammar_spec(text: str) -> str:
+def _spec_from_grammar(text: str) -> str:
     if not text.lstrip().startswith("{"):
         return llguidance.grammar_from("grammar", text)
     composed = _parse_json(text)
@@ -177,10 +177,10 @@ def _grammar_spec(text: str) -> str:
             "a grammar in JSON must have the form "
             '{"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}'
         )
-    return json.dumps({"grammars": [_grammar_part(part) for part in parts]})
+    return json.dumps({"grammars": [_set_part_options(part) for part in parts]})
 
 
-def _grammar_part(part: dict[str, Any]) -> dict[str, Any]:
+def _set_part_options(part: dict[str, Any]) -> dict[str, Any]:
     """Return one grammar of a {"grammars": [...]} list, translated from GBNF and with our own options.
 
     Of the client's x-guidance options only `lenient` is kept."""
@@ -198,11 +198,11 @@ def _grammar_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 _SPECS: dict[GrammarKind, Callable[[str], str]] = {
-    "json_object": lambda _: _schema_spec('{"type": "object"}'),
-    "json_schema": _schema_spec,
+    "json_object": lambda _: _spec_from_schema('{"type": "object"}'),
+    "json_schema": _spec_from_schema,
     "regex": llguidance.LLMatcher.grammar_from_regex,
-    "choice": _choice_spec,
-    "grammar": _grammar_spec,
+    "choice": _spec_from_choices,
+    "grammar": _spec_from_grammar,
 }
 
 

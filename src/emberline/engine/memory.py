@@ -85,7 +85,7 @@ def plan_engine_memory(
     """Return the plan of an engine with these settings and weights of this dtype.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
-    reject_experts(config)
+    reject_mixture_of_experts(config)
     kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
     tokens = settings.kv_cache.kv_tokens
     if settings.kv_cache.kv_memory is not None:
@@ -98,7 +98,7 @@ def plan_engine_memory(
         block_size=settings.scheduler.block_size,
         max_running=settings.scheduler.max_running,
         max_batch_tokens=settings.scheduler.max_batch_tokens,
-        max_context=served_context(config, settings),
+        max_context=choose_max_context(config, settings),
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
@@ -139,7 +139,7 @@ def reject_packed_weights(weights: str) -> None:
         raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
 
 
-def reject_experts(config: ModelConfig) -> None:
+def reject_mixture_of_experts(config: ModelConfig) -> None:
     """Raise UnsupportedModel for a mixture of experts, which no GPU kernel supports."""
     if config.experts is not None:
         message = f"{config.model_type} is a mixture of experts, which is only supported on the CPU"
@@ -156,7 +156,7 @@ def kv_dtype(settings: EngineConfig, dtype: str) -> str:
     return name
 
 
-def served_context(config: ModelConfig, settings: EngineConfig) -> int:
+def choose_max_context(config: ModelConfig, settings: EngineConfig) -> int:
     """Return the context length to serve. Raises InvalidRequest if the model does not support it."""
     length = config.max_context if settings.requested_context is None else settings.requested_context
     if not 1 <= length <= config.longest_context:
@@ -195,7 +195,7 @@ def plan_memory(
     if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
         wide = kv_token_bytes(config, DTYPE_BYTES["bfloat16"]) // config.layers
         scratch += wide * block_size * max_widened_blocks(block_size, max_context, max_batch_tokens)
-    scratch += tiers * COPY_PIECES * blocks_per_piece(block_bytes) * block_bytes
+    scratch += tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
     scratch += (
         transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
     )
@@ -262,9 +262,9 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
-    size = sum(packed_bytes(n, k) for n, k in matrices if _is_packable(n, k)) if both else 0
+    size = sum(max_packed_bytes(n, k) for n, k in matrices if _is_packable(n, k)) if both else 0
     for n, k in matrices if config.tie_embeddings else [*matrices, head]:
-        size += packed_bytes(n, k) if packed else dtype_bytes * n * k
+        size += max_packed_bytes(n, k) if packed else dtype_bytes * n * k
     return size + F32_BYTES * (config.layers * vectors + hidden)
 
 
@@ -276,7 +276,7 @@ def _ffn_matrix_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]
     return [(experts.count, hidden), *experts.count * [(2 * experts.ffn, hidden), (hidden, experts.ffn)]]
 
 
-def packed_bytes(rows: int, columns: int) -> int:
+def max_packed_bytes(rows: int, columns: int) -> int:
     """Return the maximum bytes of a matrix of trained weights that kernels/cuda/uw12.py has packed."""
     if not _is_packable(rows, columns):
         return DTYPE_BYTES["bfloat16"] * rows * columns
@@ -292,7 +292,7 @@ def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
     return 2 * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
 
 
-def blocks_per_piece(block_bytes: int) -> int:
+def blocks_per_scratch_buffer(block_bytes: int) -> int:
     """Return how many KV blocks fit into a scratch buffer for copies to and from other KV tiers."""
     return max(1, COPY_PIECE_BYTES // block_bytes)
 

@@ -126,9 +126,9 @@ class Rejection(msgspec.Struct, tag=True):
     retry_after: int = 1  # seconds, for Overloaded
 
     @staticmethod
-    def from_error(request_id: str, error: EmberlineError) -> Rejection:
+    def from_error(submission_id: str, error: EmberlineError) -> Rejection:
         retry_after = error.retry_after if isinstance(error, errors.Overloaded) else 1
-        return Rejection(request_id, error.code, error.message, error.param, error.hint, retry_after)
+        return Rejection(submission_id, error.code, error.message, error.param, error.hint, retry_after)
 
     def to_error(self) -> EmberlineError:
         kind = _ERROR_BY_CODE.get(self.code, EmberlineError)

@@ -28,14 +28,14 @@ class OutputQueue:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def put_tokens(self, id: str, index: int, tokens: list[int]) -> None:
+    def put_tokens(self, submission_id: str, index: int, tokens: list[int]) -> None:
         """Put an output that has only tokens."""
         if self._merges and self._items:
             last = self._items[-1]
             if isinstance(last, Output) and can_append_tokens(last, index):
                 last.tokens += tokens
                 return
-        self.put(Output(id, index, tokens))
+        self.put(Output(submission_id, index, tokens))
 
     async def get(self) -> Output | EmberlineError:
         """Wait for the next output or error and return it. Only one task may wait at a time."""

@@ -36,13 +36,13 @@ class PromptPacer:
         """Return how many prompt tokens the next step may have; None: no limit, since no stream is open.
 
         `waited_seconds`: seconds that the first waiting prompt has waited."""
-        self._streams, self._on_time_tokens = streams, self._tokens_within(streams, self.target)
+        self._streams, self._on_time_tokens = streams, self._prompt_tokens_within(streams, self.target)
         if not streams:
             return None
         self._allowed_late = min(self._allowed_late + streams / TOKENS_PER_LATE_TOKEN, max(MAX_LATE_TOKENS, streams))
         is_long = waited_seconds > LONG_WAIT_TARGETS * self.target and self._allowed_late >= streams
         return (
-            max(self._on_time_tokens, self._tokens_within(streams, TAIL_MARGIN * self.tail * self.target))
+            max(self._on_time_tokens, self._prompt_tokens_within(streams, TAIL_MARGIN * self.tail * self.target))
             if is_long
             else self._on_time_tokens
         )
@@ -52,12 +52,12 @@ class PromptPacer:
         if self._streams and prompt_tokens > self._on_time_tokens:
             self._allowed_late -= self._streams
 
-    def _tokens_within(self, streams: int, seconds: float) -> int:
+    def _prompt_tokens_within(self, streams: int, seconds: float) -> int:
         """Return how many prompt tokens fit into a step of this length."""
         tokens = (seconds - self._base_seconds) / self._seconds_per_token
         return max(MIN_PROMPT_TOKENS, (streams + int(tokens)) // TOKEN_GRAIN * TOKEN_GRAIN - streams)
 
-    def learn(self, prompt_tokens: int, seconds: float) -> None:
+    def record_step_time(self, prompt_tokens: int, seconds: float) -> None:
         """Update the cost estimates with the duration of a step that was run."""
         if prompt_tokens == 0:
             self._base_seconds += NEWEST_STEP_WEIGHT * (seconds - self._base_seconds)

@@ -41,7 +41,7 @@ def start_preload(model: Path) -> FileReader:
     """Start reading the checkpoint and torch's files, and create a CUDA context; return the file reader.
 
     A later import of torch finds its files in memory, if an earlier start recorded them and the disk is fast enough."""
-    reader = start_reader(weight_file_paths(Checkpoint.open(model)), recorded_ranges())
+    reader = start_reader(weight_file_paths(Checkpoint.open(model)), recorded_file_ranges())
     threading.Thread(target=_create_gpu_context, name="device", daemon=True).start()
     reader.wait_for_prefetch(MAX_PRELOAD_WAIT_S)
     return reader
@@ -56,7 +56,7 @@ def skip_unused_torch_imports() -> None:
     sys.modules.setdefault("torch._meta_registrations", types.ModuleType("torch._meta_registrations"))
 
 
-def read_record() -> dict[str, list[FileRange]]:
+def read_file_record() -> dict[str, list[FileRange]]:
     """Return the parts of each file that an earlier start of this Python used; {} if there is no record.
 
     The files are not checked for changes, because on a cold disk the check alone would take long."""
@@ -66,12 +66,12 @@ def read_record() -> dict[str, list[FileRange]]:
     return {}
 
 
-def recorded_ranges() -> list[tuple[str, int, int]]:
+def recorded_file_ranges() -> list[tuple[str, int, int]]:
     """Return the recorded ranges as (file, begin, end). A file that was only opened has (0, 0)."""
-    return [(path, begin, end) for path, spans in read_record().items() for begin, end in (spans or [(0, 0)])]
+    return [(path, begin, end) for path, spans in read_file_record().items() for begin, end in (spans or [(0, 0)])]
 
 
-def write_record() -> None:
+def write_file_record() -> None:
     """Record the files that this process used, for the next start, unless the record is up to date.
 
     Call this after everything that a start loads is loaded."""
@@ -90,7 +90,7 @@ def write_record() -> None:
 
 def files_in_use() -> dict[str, list[FileRange]]:
     """Return the parts of each file that this process has used."""
-    return _package_files() | _module_files() | _mapped_pages()
+    return _package_files() | _module_files() | _mapped_file_ranges()
 
 
 def _is_record_current() -> bool:
@@ -145,7 +145,7 @@ def _find_source(name: str) -> str | None:
     return None
 
 
-def _mapped_pages() -> dict[str, list[FileRange]]:
+def _mapped_file_ranges() -> dict[str, list[FileRange]]:
     """Return the ranges of mapped files whose pages are in this process's memory."""
     pages: dict[str, set[FileRange]] = {}
     with Path("/proc/self/maps").open() as maps, Path("/proc/self/pagemap").open("rb") as pagemap:
@@ -159,10 +159,14 @@ def _mapped_pages() -> dict[str, list[FileRange]]:
     return {path: merge_ranges(sorted(spans)) for path, spans in pages.items() if spans}
 
 
-def _present_ranges(page_states: array[int], offset: int) -> list[FileRange]:
+def _present_ranges(page_states: array[int], file_offset: int) -> list[FileRange]:
     size = mmap.PAGESIZE
     return merge_ranges(
-        [(offset + i * size, offset + (i + 1) * size) for i, s in enumerate(page_states) if s >> PAGE_PRESENT_BIT]
+        [
+            (file_offset + i * size, file_offset + (i + 1) * size)
+            for i, s in enumerate(page_states)
+            if s >> PAGE_PRESENT_BIT
+        ]
     )
 
 

@@ -84,7 +84,7 @@ def main() -> int:
     with contextlib.suppress(ConnectionError):
         client.sendall(b"".join(map(encode_message, [*_run_step(group), ready])))
         if reader is not None:
-            timer = threading.Timer(RECORD_DELAY_S, preload.write_record)
+            timer = threading.Timer(RECORD_DELAY_S, preload.write_file_record)
             timer.daemon = True
             timer.start()
         threading.Thread(target=report_progress, args=(client, ops.progress_count), daemon=True).start()
@@ -121,7 +121,7 @@ def report_progress(
                 client.sendall(encode_message(ComputeProgress()))
 
 
-def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> LoadedModelInfo:
+def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -> LoadedModelInfo:
     endpoint = loaded.engine.transfer_endpoint
     return LoadedModelInfo(
         max_context=loaded.max_context,
@@ -134,7 +134,7 @@ def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> Loade
         kernels=loaded.kernels,
         layout=loaded.engine.runner.layout,
         max_running=loaded.engine.config.max_running,
-        seconds={**imports, **loaded.seconds},
+        seconds={**import_seconds, **loaded.seconds},
         device=loaded.device,
         kv_dtype=loaded.kv_dtype,
         prefix_cache=loaded.engine.config.prefix_cache,

@@ -15,7 +15,7 @@ from emberline.core.plan import SampledToken
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
 from emberline.kv.transfer.errors import TicketEnded
-from emberline.kv.transfer.ticket import Ticket, ticket_subject
+from emberline.kv.transfer.ticket import Ticket, compute_ticket_subject
 
 if TYPE_CHECKING:  # it imports numpy, which would delay the start on a GPU
     from emberline.kv.transfer.sender import Sender
@@ -35,7 +35,7 @@ class BlockPublisher:
         self._requests = 0
         self._blocks = 0
 
-    def publish_computed(self, request: Request) -> dict[str, Any] | None:
+    def publish_computed_blocks(self, request: Request) -> dict[str, Any] | None:
         """Publish the KV blocks that were computed since the last call.
 
         Return the ticket with which other engines can copy the blocks, if this call created it; else None."""
@@ -52,9 +52,9 @@ class BlockPublisher:
             self._extend_ticket(request, blocks)
         return None
 
-    def publish_and_announce(self, request: Request, outputs: list[Output]) -> bool:
+    def publish_and_output_ticket(self, request: Request, outputs: list[Output]) -> bool:
         """Publish computed KV blocks. If that created the ticket, add it to `outputs` and return True."""
-        if (ticket := self.publish_computed(request)) is None:
+        if (ticket := self.publish_computed_blocks(request)) is None:
             return False
         outputs.append(Output(request.submission_id, request.index, ticket=ticket))
         return True
@@ -70,7 +70,7 @@ class BlockPublisher:
         seconds = request.first_token_at - request.admitted_at
         note = PrefillResult((sampled.token,), sampled.stop, min(request.num_cached, request.prompt_len), seconds)
         try:
-            return self._sender.extend(ticket, (), complete=True, note=str(note)).as_dict()
+            return self._sender.extend_ticket(ticket, (), complete=True, note=str(note)).as_dict()
         except TicketEnded:
             return None
 
@@ -85,7 +85,7 @@ class BlockPublisher:
         for ended in self._sender.collect_ended_leases():
             self._kv.unpin(ended.blocks)
 
-    def add_stats(self, stats: TransferStats) -> None:
+    def write_stats_to(self, stats: TransferStats) -> None:
         """Write the publisher's statistics into `stats`."""
         pinned, traffic = self._sender.lease_ages(), self._sender.stats
         stats.published, stats.published_blocks = self._requests, self._blocks
@@ -104,7 +104,9 @@ class BlockPublisher:
         self._requests += 1
         self._blocks += len(blocks)
         self._kv.pin(blocks)
-        subject = ticket_subject(self._sender.region.layout, request.salt, request.tokens[: request.submitted_len])
+        subject = compute_ticket_subject(
+            self._sender.region.layout, request.salt, request.tokens[: request.submitted_len]
+        )
         return self._sender.publish(
             blocks, self._lease_seconds, complete=False, deadline=request.deadline, subject=subject
         )
@@ -114,7 +116,7 @@ class BlockPublisher:
         assert ticket is not None
         self._kv.pin(blocks)
         try:
-            self._tickets[request.id] = self._sender.extend(ticket, blocks)
+            self._tickets[request.id] = self._sender.extend_ticket(ticket, blocks)
             self._blocks += len(blocks)
         except TicketEnded:
             self._kv.unpin(blocks)

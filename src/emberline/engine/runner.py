@@ -10,7 +10,7 @@ import torch
 
 from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
-from emberline.engine.batch import build_forward
+from emberline.engine.batch import build_forward_batch
 from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.copier import HostBlockCopier
@@ -51,7 +51,7 @@ class TorchRunner:
         work = [w for w in plan.work if w.id not in failed]
         if not work:
             return StepResult(plan.step, {}, failed=failed)
-        logits = self.model.forward(build_forward(work, self.cache))
+        logits = self.model.forward(build_forward_batch(work, self.cache))
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w.id for w in work if w.samples], logits) if len(logits) else ({}, {})
         return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, time.perf_counter() - began)
@@ -68,7 +68,13 @@ class TorchRunner:
 
 
 def allocate_cache(
-    model: DecoderModel, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
+    model: DecoderModel,
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    memory_bytes: int,
+    max_tokens: int,
+    uses_shared_memory: bool = False,
 ) -> KVCache:
     """Allocate a KV cache of at most `memory_bytes`, with blocks for at most `max_tokens` tokens.
 
@@ -76,11 +82,13 @@ def allocate_cache(
     too small."""
     config = model.config
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
-    blocks = min(memory // shape.block_bytes, -(-max_tokens // block_size))
+    blocks = min(memory_bytes // shape.block_bytes, -(-max_tokens // block_size))
     if blocks < 2:
         raise ModelError(
-            f"the KV cache has {memory} bytes, enough for {blocks} blocks of {shape.block_bytes} bytes; "
+            f"the KV cache has {memory_bytes} bytes, enough for {blocks} blocks of {shape.block_bytes} bytes; "
             "at least 2 blocks are needed",
             hint="raise --kv-memory",
         )
-    return KVCache(shape, blocks, segment=SharedSegment(shape.layout(model.fingerprint), blocks) if shared else None)
+    return KVCache(
+        shape, blocks, segment=SharedSegment(shape.layout(model.fingerprint), blocks) if uses_shared_memory else None
+    )

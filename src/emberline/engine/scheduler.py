@@ -99,7 +99,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None if there is nothing to do."""
-        self._end_expired()
+        self._end_expired_requests()
         if self.kv.num_quarantined_blocks:
             self.kv.release_quarantined_blocks()
         for request in list(self._loading.values()):
@@ -107,7 +107,7 @@ class Scheduler:
         planned: dict[str, int] = {}
         chunks = []
         for request in self.running[:]:
-            remaining = request.remaining
+            remaining = request.num_schedulable
             if remaining > 1:
                 chunks.append(request)
             elif remaining and request.status is RUNNING:  # not preempted by an earlier one in this loop
@@ -140,7 +140,7 @@ class Scheduler:
             self.kv.finish_copies(plan.saves, plan.loads)
         if self._prompt_pacer is not None and plan.work:
             singles = sum(len(work.tokens) == 1 for work in plan.work)
-            self._prompt_pacer.learn(plan.num_tokens - singles, result.seconds)
+            self._prompt_pacer.record_step_time(plan.num_tokens - singles, result.seconds)
         now = self.clock.now()
         for work in plan.work:
             request = self.requests.get(work.id)
@@ -150,7 +150,7 @@ class Scheduler:
                 self._end_request(request, FinishReason.ERROR, error=why)
                 continue
             if work.preemptions == request.preemptions:  # else its blocks were freed since
-                self._record_computed(request, work, result)
+                self._record_computed_tokens(request, work, result)
             if work.samples:
                 request.num_pending -= 1
                 self.generated_tokens += 1
@@ -158,7 +158,7 @@ class Scheduler:
 
     # -- parts of a step ------------------------------------------------------------------------------------------
 
-    def _record_computed(self, request: Request, work: WorkItem, result: StepResult) -> None:
+    def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult) -> None:
         request.num_computed = computed = work.start + len(work.tokens)
         if work.start < request.prompt_len:
             self.prompt_tokens += min(computed, request.prompt_len) - work.start
@@ -167,7 +167,7 @@ class Scheduler:
         if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block became full
             self.kv.index_full_blocks(request)
         if request.publish and self.publisher is not None:
-            self.publisher.publish_and_announce(request, self._outputs)
+            self.publisher.publish_and_output_ticket(request, self._outputs)
         if self._followers and request.num_computed >= request.prompt_len:
             self._release_followers(request)
 
@@ -189,13 +189,13 @@ class Scheduler:
         if request.id not in self._known_to_runner:
             self._new_to_runner[request.id] = request
         self.running.append(request)
-        self.running.sort(key=self.waiting.rank)
+        self.running.sort(key=self.waiting.sort_key)
         if self.kv.is_loading(request):
             request.status = RequestStatus.LOADING
             self._loading[request.id] = request
             self._continue_loading(request)
         elif request.publish and self.publisher is not None:  # publish what was found in the cache
-            self.has_early_outputs |= self.publisher.publish_and_announce(request, self._outputs)
+            self.has_early_outputs |= self.publisher.publish_and_output_ticket(request, self._outputs)
         return request
 
     def _continue_loading(self, request: Request) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
         """Return how many tokens of a request fit into the budget, and into that of prompt log-probabilities."""
-        count = min(request.remaining, budget)
+        count = min(request.num_schedulable, budget)
         if request.needs_prompt_logprobs:
             count = min(count, self._scored_budget)
             self._scored_budget -= count
@@ -263,7 +263,7 @@ class Scheduler:
         Only requests that rank behind `request` are chosen: batch requests first, then the one that loses the fewest
         computed blocks. If there is none, `request` itself is preempted, so the request that ranks first always makes
         progress."""
-        rank = self.waiting.rank
+        rank = self.waiting.sort_key
         candidates = [
             (-r.priority, blocks, -rank(r)[0], i, r)
             for i, r in enumerate(self.running[bisect_right(self.running, rank(request), key=rank) :])
@@ -356,7 +356,7 @@ class Scheduler:
         token, params = request.tokens[-1], request.params
         return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
-    def _end_expired(self) -> None:
+    def _end_expired_requests(self) -> None:
         now = self.clock.now()
         for request in [r for r in self.requests.values() if min(r.deadline, r.token_deadline) <= now]:
             self._end_request(request, FinishReason.ERROR, error="deadline_exceeded")

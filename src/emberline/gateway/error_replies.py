@@ -12,7 +12,7 @@ from emberline.gateway.core.errors import BlockedByGuardrail, ProviderErrorReply
 from emberline.gateway.core.request import Dialect, GatewayReply
 from emberline.gateway.dialects.errors import parse_error, render_error
 from emberline.wire import sse
-from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.errors import render_anthropic_error, render_openai_error
 
 BUSY_STATUSES = (408, 409, 425, 429)
 _CONTEXT = ("context_length", "context length", "context window", "maximum context", "prompt is too long",
@@ -31,7 +31,7 @@ def read_provider_error(
     message = parse_error(body).message
     error = ProviderErrorReply(
         f"provider {provider} answered with status {status}: {message}",
-        reason=_refusal_reason(status, body),
+        reason=_classify_refusal(status, body),
         status=status,
         headers=headers,
         body=body,
@@ -43,7 +43,7 @@ def read_provider_error(
     return error
 
 
-def _refusal_reason(status: int, body: bytes) -> RefusalReason:
+def _classify_refusal(status: int, body: bytes) -> RefusalReason:
     if status in BUSY_STATUSES:
         return "busy"
     if status >= 500:
@@ -82,7 +82,7 @@ def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
     if isinstance(error, ProviderErrorReply) and error.dialect == dialect:
         forwarded = {name.lower(): value for name, value in error.headers.items() if name.lower() in _FORWARDED}
         return GatewayReply(error.status, forwarded, error.body, ended="error", error=error.code)
-    shaped = (anthropic_error if dialect == "anthropic" else openai_error)(error)
+    shaped = (render_anthropic_error if dialect == "anthropic" else render_openai_error)(error)
     body = render_error(error, dialect)
     headers = {"content-type": "application/json", **shaped.headers}
     if isinstance(error, ProviderErrorReply) and error.retry_after is not None:
@@ -96,7 +96,7 @@ def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
     )
 
 
-def error_event(dialect: Dialect, error: EmberlineError, number: int = 0) -> bytes | None:
+def error_event(dialect: Dialect, error: EmberlineError, sequence_number: int = 0) -> bytes | None:
     """Return the error as the last event of a stream.
 
     Return None if the dialect (wire format) has no error event. Only a broken connection then shows the failure.
@@ -104,16 +104,16 @@ def error_event(dialect: Dialect, error: EmberlineError, number: int = 0) -> byt
     """
     match dialect:
         case "openai-chat":
-            return sse.data_event(openai_error(error).body)
+            return sse.encode_data_event(render_openai_error(error).body)
         case "anthropic":
-            return sse.named_event("error", anthropic_error(error).body)
+            return sse.encode_named_event("error", render_anthropic_error(error).body)
         case "openai-responses":
             event = {
                 "type": "error",
                 "code": error.code,
                 "message": str(error),
                 "param": None,
-                "sequence_number": number,
+                "sequence_number": sequence_number,
             }
-            return sse.named_event("error", event)
+            return sse.encode_named_event("error", event)
     return None

@@ -151,7 +151,7 @@ class Gateway:
         options = RequestOptions.from_headers(inbound.headers)
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
-        received = _with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
+        received = _headers_with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
         identity, headers = await self._identify_and_strip_keys(target, received)
         request = GatewayRequest(
             id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
@@ -223,7 +223,7 @@ class Gateway:
         """
         identity, removed = None, [*GATEWAY_KEY_HEADERS]
         for name in KEY_HEADERS:
-            if name in headers and (token := _without_scheme(headers[name])):
+            if name in headers and (token := _strip_bearer_prefix(headers[name])):
                 if (found := await self._identity_source.identify(token)) is not None:
                     identity = identity or found
                     removed.append(name)
@@ -248,7 +248,7 @@ class Gateway:
             case "native":
                 provider = self._registry.find_provider(target.provider, request.settings)
                 request.dialect = provider.dialect_at(target.endpoint, request.query)
-                fields = _read_request_fields(request) if request.dialect != "raw" else _read_fields_or_none(request)
+                fields = _read_request_fields(request) if request.dialect != "raw" else _read_fields_or_empty(request)
                 self._set_body_fields(request, fields)
                 request.model = (
                     provider.model_from_path(target.endpoint) or request.model
@@ -299,23 +299,23 @@ class Gateway:
             hint="use a model of Anthropic or of the engine, or read `usage` in a reply",
         )
 
-    def _set_first_step(self, request: GatewayRequest, first: RequestStep, *, is_only_step: bool) -> None:
+    def _set_first_step(self, request: GatewayRequest, first_step: RequestStep, *, is_only_step: bool) -> None:
         """Set the request's destination to its first step.
 
         A step with the provider `compat` names the real provider in its model. If it is the only step, the request is
         treated like a request to the endpoint `compat`, so that it can also name a dynamic route or a pool.
         """
-        assert first.endpoint is not None and first.dialect is not None and first.body is not None
-        self._set_body_fields(request, first.body_fields or read_body_fields(first.body))
-        if is_only_step and first.is_dialect_endpoint:
-            request.is_dialect_endpoint, request.body, request.headers = True, first.body, first.headers or {}
-            request.body_summary = first.body_summary
+        assert first_step.endpoint is not None and first_step.dialect is not None and first_step.body is not None
+        self._set_body_fields(request, first_step.body_fields or read_body_fields(first_step.body))
+        if is_only_step and first_step.is_dialect_endpoint:
+            request.is_dialect_endpoint, request.body, request.headers = True, first_step.body, first_step.headers or {}
+            request.body_summary = first_step.body_summary
         else:
             request.body_fields = None  # these are the step's, not those of request.body
-        request.provider, request.model, request.endpoint = first.provider, first.model, first.endpoint
-        request.dialect, request.stream = first.dialect, first.stream is True
-        if first.options is not None:
-            request.options = first.options
+        request.provider, request.model, request.endpoint = first_step.provider, first_step.model, first_step.endpoint
+        request.dialect, request.stream = first_step.dialect, first_step.stream is True
+        if first_step.options is not None:
+            request.options = first_step.options
 
     def _set_body_fields(self, request: GatewayRequest, fields: BodyFields) -> None:
         request.body_fields = fields
@@ -324,13 +324,13 @@ class Gateway:
         request.max_output, request.choice_count = fields.max_output, fields.choice_count
 
 
-def _with_query_key(inbound: InboundRequest) -> dict[str, str]:
+def _headers_with_query_key(inbound: InboundRequest) -> dict[str, str]:
     """Return the headers. Add the key that Gemini's clients may send as the query parameter `key`."""
     key = dict(parse_qsl(inbound.query)).get("key")
     return {**inbound.headers, "x-goog-api-key": key} if key else inbound.headers
 
 
-def _without_scheme(credential: str) -> str:
+def _strip_bearer_prefix(credential: str) -> str:
     """Return the credential without the prefix "Bearer ", which is matched in any letter case."""
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
@@ -343,7 +343,7 @@ def _read_request_fields(request: GatewayRequest) -> BodyFields:
     return request.body_summary.body_fields
 
 
-def _read_fields_or_none(request: GatewayRequest) -> BodyFields:
+def _read_fields_or_empty(request: GatewayRequest) -> BodyFields:
     try:
         return _read_request_fields(request) if request.body[:1] == b"{" else BodyFields()
     except InvalidRequest:

@@ -57,11 +57,11 @@ class ModelLister:
         `with_provider`: every name begins with its provider, even for models of the default provider.
         """
         providers = [slug for slug, each in settings.providers.items() if each.enabled]
-        found = await asyncio.gather(*(self._models_of_provider(slug, settings) for slug in providers))
+        found = await asyncio.gather(*(self._list_provider_models(slug, settings) for slug in providers))
         models = []
         for slug, rows in zip(providers, found, strict=True):
             for row in rows:
-                if identity.may_use_model(slug, row.id) and _is_allowed(settings, slug, row.id):
+                if identity.may_use_model(slug, row.id) and _is_model_allowed(settings, slug, row.id):
                     name = row.id if slug == settings.default_provider and not with_provider else f"{slug}/{row.id}"
                     models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug, row.kind))
         names = {model.id: model for model in models}
@@ -74,15 +74,15 @@ class ModelLister:
         ]
         return sorted([*models, *routes], key=lambda model: model.id)
 
-    async def _models_of_provider(self, slug: str, settings: GatewaySettings) -> list[_ListedModel]:
+    async def _list_provider_models(self, slug: str, settings: GatewaySettings) -> list[_ListedModel]:
         provider = self._registry.find_provider(slug, settings)
         key = await self._vault.get_key(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
         if not provider.needs_key:
-            return await self._query_server(provider, key)
+            return await self._fetch_server_models(provider, key)
         known = self._catalogue.current.models(slug) if key is not None else []
         return [_ListedModel(model.name, 0, model.context or 0, kind=model.kind) for model in known]
 
-    async def _query_server(self, provider: Provider, key: str | None) -> list[_ListedModel]:
+    async def _fetch_server_models(self, provider: Provider, key: str | None) -> list[_ListedModel]:
         headers = {"accept": "application/json"}
         if key is not None:
             provider.set_auth_headers(headers, key)
@@ -100,5 +100,5 @@ class ModelLister:
             return []
 
 
-def _is_allowed(settings: GatewaySettings, provider: str, model: str) -> bool:
+def _is_model_allowed(settings: GatewaySettings, provider: str, model: str) -> bool:
     return allows_model(settings.allowed_providers, settings.allowed_models, provider, model)

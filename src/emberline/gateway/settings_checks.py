@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.limits.claims import parse_limit_rules, warn_about_caller_splits
+from emberline.gateway.limits.claims import parse_limit_rules, warn_about_evadable_limits
 from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
 from emberline.gateway.upstream.ssrf import validate_provider_url
 
@@ -32,7 +32,7 @@ def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> 
     try:
         _check_number_ranges(settings)
         parse_limit_rules(settings)
-        warn_about_caller_splits(settings)
+        warn_about_evadable_limits(settings)
         for name, price in settings.prices.items():
             check_price(price, f"prices.{name}.")
         for slug, provider in settings.providers.items():

@@ -109,7 +109,7 @@ def _fetch_with_resume(client: HTTPDownloader, url: str, part_file: Path, size: 
             file.truncate(done := 0)
             digest = hashlib.sha256()
         with client.get(url, {"Range": f"bytes={done}-"} if done else {}) as response:
-            if done and not _starts_at(response, done):
+            if done and not _response_starts_at(response, done):
                 file.truncate(done := 0)
                 digest = hashlib.sha256()
             progress.resume(done)
@@ -127,5 +127,5 @@ def _fetch_with_resume(client: HTTPDownloader, url: str, part_file: Path, size: 
     return digest.hexdigest()
 
 
-def _starts_at(response: Any, start: int) -> bool:
+def _response_starts_at(response: Any, start: int) -> bool:
     return response.status == 206 and (response.headers.get("Content-Range") or "").startswith(f"bytes {start}-")

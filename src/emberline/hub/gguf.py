@@ -70,7 +70,7 @@ class GGUFFile:
         except (OSError, ValueError) as e:  # ValueError: mmap of an empty file
             raise ModelFileError(f"cannot open GGUF file {path}: {e}") from e
         try:
-            self.metadata, self.tensors = _GGUFHeaderReader(self._map, str(path)).read()
+            self.metadata, self.tensors = _GGUFHeaderReader(self._map, str(path)).read_metadata_and_tensors()
         except BaseException:
             self._map.close()
             raise
@@ -96,7 +96,7 @@ class _GGUFHeaderReader:
         self.data, self.name, self.size = data, name, len(data)
         self.position, self.end = 0, min(len(data), MAX_HEADER_BYTES)
 
-    def damaged_file_error(self, reason: str) -> ModelFileError:
+    def make_damaged_file_error(self, reason: str) -> ModelFileError:
         return ModelFileError(
             f"{self.name} is not a usable GGUF file: {reason} (byte {self.position})", hint="download the file again"
         )
@@ -104,7 +104,7 @@ class _GGUFHeaderReader:
     def advance(self, byte_count: int) -> int:
         start = self.position
         if byte_count > self.end - start:
-            raise self.damaged_file_error(
+            raise self.make_damaged_file_error(
                 f"the header continues past byte {self.end}, the end of the file or the maximum header size"
             )
         self.position += byte_count
@@ -120,7 +120,7 @@ class _GGUFHeaderReader:
         try:
             return self.data[start : start + n].decode()
         except UnicodeDecodeError as e:
-            raise self.damaged_file_error("a string in the header is not UTF-8") from e
+            raise self.make_damaged_file_error("a string in the header is not UTF-8") from e
 
     def read_value(self, value_type: int, depth: int = 0) -> Any:
         if value_type == STRING:
@@ -128,16 +128,16 @@ class _GGUFHeaderReader:
         if value_type == ARRAY:
             return self.read_array(depth)
         if value_type not in SCALARS:
-            raise self.damaged_file_error(f"a metadata value has the unknown type {value_type}")
+            raise self.make_damaged_file_error(f"a metadata value has the unknown type {value_type}")
         value = self.read_scalar(SCALARS[value_type])
         if value_type == BOOL and value > 1:
-            raise self.damaged_file_error(f"a boolean metadata value must be 0 or 1, not {value}")
+            raise self.make_damaged_file_error(f"a boolean metadata value must be 0 or 1, not {value}")
         return bool(value) if value_type == BOOL else value
 
     def read_array(self, depth: int) -> Any:
         kind, count = self.read_scalar("I"), self.read_scalar("Q")
         if count > MAX_ARRAY_LENGTH or depth >= MAX_ARRAY_DEPTH:
-            raise self.damaged_file_error(
+            raise self.make_damaged_file_error(
                 f"an array has {count} values at nesting depth {depth}, which exceeds the limits"
             )
         if kind not in SCALARS:
@@ -149,9 +149,9 @@ class _GGUFHeaderReader:
             values.byteswap()
         return values
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    def read_metadata_and_tensors(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if self.data[:4] != b"GGUF":
-            raise self.damaged_file_error("the file does not begin with the bytes GGUF")
+            raise self.make_damaged_file_error("the file does not begin with the bytes GGUF")
         self.advance(4)
         version = self.read_scalar("I")
         if version not in (2, 3):
@@ -164,7 +164,7 @@ class _GGUFHeaderReader:
         for _ in range(key_count):  # a wrong count raises at the end of the file
             key = self.read_string()
             if key in metadata:
-                raise self.damaged_file_error(f"the metadata key {key!r} occurs twice")
+                raise self.make_damaged_file_error(f"the metadata key {key!r} occurs twice")
             metadata[key] = self.read_value(self.read_scalar("I"))
         infos = [self.read_tensor_info() for _ in range(tensor_count)]
         return metadata, self.check_offsets(infos, metadata.get("general.alignment", 32))
@@ -172,12 +172,12 @@ class _GGUFHeaderReader:
     def read_tensor_info(self) -> GGUFTensor:
         name, dims = self.read_string(), self.read_scalar("I")
         if not 1 <= dims <= 4:
-            raise self.damaged_file_error(f"tensor {name!r} must have 1 to 4 dimensions, not {dims}")
+            raise self.make_damaged_file_error(f"tensor {name!r} must have 1 to 4 dimensions, not {dims}")
         shape = tuple(self.read_scalar("Q") for _ in range(dims))[::-1]
         kind, offset = self.read_scalar("I"), self.read_scalar("Q")
         if kind not in TENSOR_TYPES:
             if kind > LAST_KNOWN_TYPE:
-                raise self.damaged_file_error(f"tensor {name!r} has the unknown type {kind}")
+                raise self.make_damaged_file_error(f"tensor {name!r} has the unknown type {kind}")
             known = " ".join(t.name for t in TENSOR_TYPES.values())
             raise UnsupportedModel(
                 f"tensor {name!r} has GGUF type {kind}, which is not supported", hint=f"supported: {known}"
@@ -189,25 +189,25 @@ class _GGUFHeaderReader:
             or shape[-1] % type_.block_elements
             or count // type_.block_elements * type_.block_bytes > self.size
         ):
-            raise self.damaged_file_error(
+            raise self.make_damaged_file_error(
                 f"tensor {name!r} has the shape {shape}, which does not fit {type_.name} or the file"
             )
         return GGUFTensor(name, type_, shape, offset, count // type_.block_elements * type_.block_bytes)
 
     def check_offsets(self, tensors: list[GGUFTensor], alignment: Any) -> dict[str, GGUFTensor]:
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
-            raise self.damaged_file_error(
+            raise self.make_damaged_file_error(
                 f"general.alignment must be a power of two from 8 to 65536, not {alignment!r}"
             )
         data = -(-self.position // alignment) * alignment
         end, out = 0, {}
         for t in sorted(tensors, key=lambda t: t.start):
             if t.start % alignment or t.start < end or data + t.start + t.nbytes > self.size:
-                raise self.damaged_file_error(
+                raise self.make_damaged_file_error(
                     f"tensor {t.name!r} is misaligned, overlaps a tensor or ends after the file"
                 )
             end = t.start + t.nbytes
             if t.name in out:
-                raise self.damaged_file_error(f"two tensors have the name {t.name!r}")
+                raise self.make_damaged_file_error(f"two tensors have the name {t.name!r}")
             out[t.name] = GGUFTensor(t.name, t.type, t.shape, data + t.start, t.nbytes)
         return out

@@ -166,7 +166,7 @@ def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None
     )  # the second is older
     kind = fields.get_text(f"{fields.arch}.rope.scaling.type", "linear" if factor else "none")
     if ROPE_FREQS in file.tensors:
-        return _llama3_scaling(file, fields)
+        return _detect_llama3_scaling(file, fields)
     if kind == "none":
         return None
     if kind == "linear":
@@ -185,7 +185,7 @@ def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None
     return scaling
 
 
-def _llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
+def _detect_llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
     """Return the parameters of Llama 3's rope scaling. Raise UnsupportedModel if they are unusual.
 
     A GGUF file does not contain these parameters, only the frequency divisors that result from them. So the divisors in

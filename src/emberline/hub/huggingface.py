@@ -18,7 +18,13 @@ IGNORED_PATTERNS = [
 
 
 def download_snapshot(
-    repo: str, revision: str | None, cache: Path, progress: bool, endpoint: str | None = None, *, fetch: bool = True
+    repo: str,
+    revision: str | None,
+    cache: Path,
+    show_progress: bool,
+    endpoint: str | None = None,
+    *,
+    allow_download: bool = True,
 ) -> Path | None:
     """Return the directory of a repository in the cache. The repository is downloaded if necessary.
 
@@ -39,7 +45,7 @@ def download_snapshot(
 
     class OptionalProgressBar(tqdm):
         def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **{**kwargs, "disable": not progress})  # type: ignore[no-untyped-call]
+            super().__init__(*args, **{**kwargs, "disable": not show_progress})  # type: ignore[no-untyped-call]
 
     name = f"hf:{repo}" + (f"@{revision}" if revision else "")
     try:
@@ -51,13 +57,13 @@ def download_snapshot(
             allow_patterns=ALLOWED_PATTERNS,
             ignore_patterns=IGNORED_PATTERNS,
             tqdm_class=OptionalProgressBar,
-            local_files_only=not fetch,
+            local_files_only=not allow_download,
         )
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as e:
         hint = "check the name and revision; for a private or gated model, set HF_TOKEN"
         raise ModelError(f"the Hugging Face hub has no model {name} that you may read", hint=hint) from e
     except LocalEntryNotFoundError as e:
-        if not fetch:
+        if not allow_download:
             return None
         raise DownloadError(
             f"cannot reach the Hugging Face hub for {name}, which is not in the cache {cache}", hint="check the network"
@@ -66,7 +72,7 @@ def download_snapshot(
         hint = "run the command again: the download resumes"
         raise DownloadError(f"cannot download {name}: {type(e).__name__}: {e}", hint=hint) from e
     if not list(Path(folder).glob("*.safetensors")):
-        if not fetch:
+        if not allow_download:
             return None  # an interrupted download
         hint = "use a model with safetensors weights; pickled weights are not loaded"
         raise ModelError(f"{name} has no *.safetensors file", hint=hint)

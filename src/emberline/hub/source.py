@@ -31,8 +31,8 @@ def resolve_model(
     cache: Path | None = None,
     *,
     revision: str | None = None,
-    progress: bool = True,
-    fetch: bool = True,
+    show_progress: bool = True,
+    allow_download: bool = True,
 ) -> Path:
     """Return the model's checkpoint directory.
 
@@ -42,15 +42,15 @@ def resolve_model(
     _check_name(name)
     cache = cache or cache_dir()
     try:
-        return _resolve_by_kind(name, cache, revision, progress, fetch)
+        return _resolve_by_kind(name, cache, revision, show_progress, allow_download)
     except OSError as e:
         hint = f"models are stored in {cache}; set EMBERLINE_CACHE to use another directory"
         raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
 
 
-def _resolve_by_kind(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
+def _resolve_by_kind(name: str, cache: Path, revision: str | None, show_progress: bool, allow_download: bool) -> Path:
     if name.startswith("hf:"):
-        return _resolve_hub_model(name[3:], cache, revision, progress, fetch)
+        return _resolve_hub_model(name[3:], cache, revision, show_progress, allow_download)
     if revision is not None:
         raise ModelError(
             f"a revision was given for model {name!r}, which has no revisions",
@@ -59,9 +59,9 @@ def _resolve_by_kind(name: str, cache: Path, revision: str | None, progress: boo
     if name in ALIASES:
         from emberline.hub.pull import checkpoint_path, pull_model
 
-        if not fetch and not checkpoint_path(name, cache).is_dir():
-            raise _not_pulled_error(name)
-        return pull_model(name, cache, progress)
+        if not allow_download and not checkpoint_path(name, cache).is_dir():
+            raise _make_not_pulled_error(name)
+        return pull_model(name, cache, show_progress)
     return _resolve_local_model(Path(name).expanduser(), name, cache)
 
 
@@ -77,11 +77,13 @@ def _check_name(name: str) -> None:
         )
 
 
-def _not_pulled_error(name: str) -> ModelNotPulled:
+def _make_not_pulled_error(name: str) -> ModelNotPulled:
     return ModelNotPulled(f"model {name} is not in the local cache", hint=f"run emberline pull {name}")
 
 
-def _resolve_hub_model(hub_name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
+def _resolve_hub_model(
+    hub_name: str, cache: Path, revision: str | None, show_progress: bool, allow_download: bool
+) -> Path:
     repo, at, written = hub_name.partition("@")
     if at and revision not in (None, written):
         raise ModelError(
@@ -95,8 +97,10 @@ def _resolve_hub_model(hub_name: str, cache: Path, revision: str | None, progres
         raise ModelError(f"invalid revision {revision!r} of hf:{repo}", hint="give a branch, a tag or a commit")
     from emberline.hub.huggingface import download_snapshot
 
-    if (folder := download_snapshot(repo, revision, cache / "hf", progress, fetch=fetch)) is None:
-        raise _not_pulled_error(f"hf:{hub_name}")
+    if (
+        folder := download_snapshot(repo, revision, cache / "hf", show_progress, allow_download=allow_download)
+    ) is None:
+        raise _make_not_pulled_error(f"hf:{hub_name}")
     return folder
 
 

@@ -103,10 +103,10 @@ def list_stored_tensors(path: Path, header: SafetensorsHeader) -> dict[str, Tens
 def _check_offsets(path: Path, tensors: dict[str, TensorInfo], start: int, file_bytes: int) -> None:
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if t.offset != start:
-            raise _damaged_error(path, f"tensor {name!r} overlaps the tensor before it or leaves a gap")
+            raise _make_damaged_error(path, f"tensor {name!r} overlaps the tensor before it or leaves a gap")
         start += t.nbytes
     if start != file_bytes:
-        raise _damaged_error(path, f"the tensors need {start} bytes, but the file has {file_bytes}")
+        raise _make_damaged_error(path, f"the tensors need {start} bytes, but the file has {file_bytes}")
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -117,19 +117,19 @@ def read_header(path: Path) -> SafetensorsHeader:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise _damaged_error(path, f"a header of {length} bytes does not fit the file of {size} bytes")
+                raise _make_damaged_error(path, f"a header of {length} bytes does not fit the file of {size} bytes")
             text = file.read(length)
     except OSError as e:
         raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
     return SafetensorsHeader.parse(text, path, size)
 
 
-def header_sha256(text: bytes, stored_hash: str) -> str:
+def compute_header_sha256(text: bytes, embedded_hash: str) -> str:
     """Return the SHA-256 of a packed file's header.
 
     The header contains its own hash, `embedded_hash`, which is replaced by zeros before hashing.
     """
-    return hashlib.sha256(text.replace(stored_hash.encode(), b"0" * 64, 1)).hexdigest()
+    return hashlib.sha256(text.replace(embedded_hash.encode(), b"0" * 64, 1)).hexdigest()
 
 
 def _read_packed_infos(path: Path, header: SafetensorsHeader, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -141,17 +141,17 @@ def _read_packed_infos(path: Path, header: SafetensorsHeader, tensors: dict[str,
             f"{path} has version {version!r} of the packed format, which is not supported", hint=hint
         )
     check = str(header.metadata.get("check"))
-    if len(check) != 64 or not check.isascii() or header_sha256(header.text, check) != check:
-        raise _damaged_error(path, "the checksum of the header does not match")
+    if len(check) != 64 or not check.isascii() or compute_header_sha256(header.text, check) != check:
+        raise _make_damaged_error(path, "the checksum of the header does not match")
     descriptions = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
     if descriptions.keys() != tensors.keys():
-        raise _damaged_error(path, "the metadata and the header list different tensors")
+        raise _make_damaged_error(path, "the metadata and the header list different tensors")
     return {name: _parse_packed_info(path, name, tensors[name], descriptions[name]) for name in tensors}
 
 
 def _parse_packed_info(path: Path, name: str, stored: TensorInfo, description: Any) -> TensorInfo:
     if not isinstance(description, dict):
-        raise _damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
+        raise _make_damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
     dtype, shape = description.get("dtype"), description.get("shape")
     if (
         not isinstance(dtype, str)
@@ -159,7 +159,7 @@ def _parse_packed_info(path: Path, name: str, stored: TensorInfo, description: A
         or not isinstance(shape, list)
         or not _are_valid_sizes(shape)
     ):
-        raise _damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
+        raise _make_damaged_error(path, f"the metadata of tensor {name!r} must have a valid dtype and shape")
     return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, description)
 
 
@@ -167,15 +167,15 @@ def _parse_stored_info(path: Path, name: str, entry: Any, data_offset: int) -> T
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as e:
-        raise _damaged_error(path, f"the header entry of tensor {name!r} is malformed") from e
+        raise _make_damaged_error(path, f"the header entry of tensor {name!r} is malformed") from e
     if not _are_valid_sizes(shape) or not _are_valid_sizes((start, end)) or not isinstance(dtype, str):
-        raise _damaged_error(path, f"the header entry of tensor {name!r} is malformed")
+        raise _make_damaged_error(path, f"the header entry of tensor {name!r} is malformed")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(
             f"tensor {name!r} in {path} has the unsupported dtype {dtype}", hint=f"supported: {' '.join(DTYPE_BYTES)}"
         )
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
-        raise _damaged_error(
+        raise _make_damaged_error(
             path, f"tensor {name!r} has {end - start} bytes, which does not fit shape {shape} and dtype {dtype}"
         )
     return TensorInfo(dtype, shape, path, data_offset + start, end - start)
@@ -186,12 +186,12 @@ def _are_valid_sizes(numbers: Sequence[Any]) -> bool:
     return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n <= MAX_DIMENSION for n in numbers)
 
 
-def _damaged_error(path: Path, reason: str) -> ModelFileError:
+def _make_damaged_error(path: Path, reason: str) -> ModelFileError:
     return ModelFileError(f"{path} is damaged: {reason}", hint="download the file again")
 
 
 def write_tensors(
-    path: Path, specs: dict[str, tuple[str, tuple[int, ...]]], chunks: Iterable[bytes | memoryview]
+    path: Path, dtypes_and_shapes: dict[str, tuple[str, tuple[int, ...]]], chunks: Iterable[bytes | memoryview]
 ) -> None:
     """Write a safetensors file.
 
@@ -200,7 +200,7 @@ def write_tensors(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, last = 0, 8
-    for name, (dtype, shape) in specs.items():
+    for name, (dtype, shape) in dtypes_and_shapes.items():
         assert DTYPE_BYTES[dtype] <= last
         end, last = at + prod(shape) * DTYPE_BYTES[dtype], DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}

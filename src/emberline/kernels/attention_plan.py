@@ -37,8 +37,8 @@ PREFILL_TIME_SHARE, DECODE_SLOWDOWN = 0.58, 0.65
 class CacheTensorMaps:
     """TMA tensor maps (copy descriptors) of a KV cache, keyed by the address of a layer's keys."""
 
-    decode: dict[int, decode.DecodeCache] = field(default_factory=dict)
-    prefill: dict[int, prefill.PrefillCache] = field(default_factory=dict)
+    decode: dict[int, decode.DecodeTensorMaps] = field(default_factory=dict)
+    prefill: dict[int, prefill.PrefillTensorMaps] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class WidenedBlocks:
     block_numbers: Tensor  # [blocks] int32: 0 1 2 ..
     tables: Tensor | None = None  # [rows, blocks] int32: block tables of the copies
 
-    def with_tables(self) -> WidenedBlocks:
+    def with_block_tables(self) -> WidenedBlocks:
         return replace(self, tables=self.first_blocks[:, None] + self.block_numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     decode_rows: int  # number of rows with one token each
-    decode_work: decode.DecodeWork | None = None  # work list of the decode rows
+    decode_work: decode.DeviceWorkList | None = None  # work list of the decode rows
     decode_scratch: decode.DecodeScratch | None = None
     prefill_tiles: Tensor | None = None  # [n, 2] int32: row, and first query in its chunk
     logit_tiles: Tensor | None = None  # the prefill tiles that hold a query whose logits are needed; None: unknown
@@ -80,7 +80,7 @@ class AttentionPlan:
 
         They are computed on the device, once per forward pass.
         """
-        return self if self.widened is None else replace(self, widened=self.widened.with_tables())
+        return self if self.widened is None else replace(self, widened=self.widened.with_block_tables())
 
 
 class AttentionPlanner:
@@ -110,10 +110,10 @@ class AttentionPlanner:
             from emberline.kernels.cuda import decode, prefill
 
             is_bf16 = dtype is torch.bfloat16
-            self._has_decode_kernel = is_bf16 and decode.supports(*heads, keys.dtype, keys.shape[3])
-            self._has_prefill_kernel = is_bf16 and prefill.supports(keys[0])
+            self._has_decode_kernel = is_bf16 and decode.supports_shape(*heads, keys.dtype, keys.shape[3])
+            self._has_prefill_kernel = is_bf16 and prefill.supports_cache(keys[0])
             self._sms = decode.count_sms(keys.device)
-            self._counters = prefill.new_counters(keys.device)
+            self._counters = prefill.allocate_counters(keys.device)
             is_float8 = keys.dtype is torch.float8_e4m3fn
             if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
                 self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, max_widened_blocks), True
@@ -125,7 +125,7 @@ class AttentionPlanner:
         """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require."""
         return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
 
-    def can_widen(self, lengths: Iterable[int]) -> bool:
+    def can_widen_blocks(self, lengths: Iterable[int]) -> bool:
         """Return whether bf16 copies of all KV blocks of sequences with these lengths fit into the buffers.
 
         The result is True if the cache is not float8, because no copies are needed then. If it is False, the slower
@@ -173,7 +173,7 @@ class AttentionPlanner:
             plan = replace(plan, prefill_sms=to_device(np.array([sms], np.int32)))
         if first_prefill:
             lengths = (context[:first_prefill] + 1) * new_token_counts[:first_prefill]
-            work = self._plan_decode(lengths, to_device, beside_prefill=prefill_tiles is not None)
+            work = self._plan_decode(lengths, to_device, overlaps_prefill=prefill_tiles is not None)
             plan = replace(plan, decode_work=work, decode_scratch=self._scratch)
         if prefill_tiles is not None:
             widened = (
@@ -201,8 +201,8 @@ class AttentionPlanner:
             fast_rows &= np.cumsum(need) <= len(self._widened.block_numbers)
         return new_token_counts * fast_rows
 
-    def _count_blocks(self, keys: np.ndarray) -> np.ndarray:
-        blocks: np.ndarray = -(-keys // self._block)
+    def _count_blocks(self, key_counts: np.ndarray) -> np.ndarray:
+        blocks: np.ndarray = -(-key_counts // self._block)
         return blocks
 
     def _assign_widened_blocks(
@@ -243,21 +243,21 @@ class AttentionPlanner:
         return 4 * worklist.num_data_ints(rows, self._work_item_capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _plan_decode(
-        self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], *, beside_prefill: bool
-    ) -> decode.DecodeWork:
+        self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], *, overlaps_prefill: bool
+    ) -> decode.DeviceWorkList:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
         items = worklist.plan_decode_work(
-            lengths, self._heads[1], self._sms, self._work_item_capacity(rows), beside_prefill=beside_prefill
+            lengths, self._heads[1], self._sms, self._work_item_capacity(rows), overlaps_prefill=overlaps_prefill
         )
-        return decode.DecodeWork(to_device(items.data), rows, items.capacity)
+        return decode.DeviceWorkList(to_device(items.data), rows, items.capacity)
 
     def _work_item_capacity(self, rows: int) -> int:
         from emberline.kernels import worklist
 
-        return worklist.item_capacity(rows, self._heads[1], self._sms)
+        return worklist.max_work_items(rows, self._heads[1], self._sms)
 
 
 def choose_prefill_sms(
@@ -292,8 +292,8 @@ def _allocate_widened_blocks(keys: Tensor, num_blocks: int) -> WidenedBlocks:
     return WidenedBlocks(k, v, empty, empty, empty, torch.arange(num_blocks, dtype=torch.int32, device=keys.device))
 
 
-def _shift_rows(tiles: np.ndarray, offset: int) -> np.ndarray:
-    shifted: np.ndarray = tiles + np.array([offset, 0], tiles.dtype)
+def _shift_rows(tiles: np.ndarray, row_offset: int) -> np.ndarray:
+    shifted: np.ndarray = tiles + np.array([row_offset, 0], tiles.dtype)
     return shifted
 
 

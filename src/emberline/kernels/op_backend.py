@@ -23,10 +23,10 @@ class OpBackend(ABC):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight [n, k] in the layout that `linear` or, with gated=True, `gate_up_silu` reads."""
 
-    def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
+    def fill_weight(self, weight: PackedWeight, values: Tensor) -> int:
         """Store the values in the empty weight and return the device memory used, in bytes."""
-        packed = self.pack_linear(values, gated=empty.gated)
-        empty.data, empty.ptr, empty.handle, empty.layout = packed.data, packed.ptr, packed.handle, packed.layout
+        packed = self.pack_linear(values, gated=weight.gated)
+        weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
 
     def add_packed_copy(self, weight: PackedWeight) -> int:

@@ -76,12 +76,12 @@ def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, ga
     return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, WeightLayout.ROWS, gated)
 
 
-def fill_weight(empty: PackedWeight, values: Tensor) -> int:
+def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     """Store the values in the empty weight, losslessly compressed if that is smaller.
 
     Return the bytes used.
     """
-    return backend_of(values).fill_weight(empty, values)
+    return backend_of(values).fill_weight(weight, values)
 
 
 def add_packed_copy(weight: PackedWeight) -> int:

@@ -83,7 +83,7 @@ class ReferenceBackend(OpBackend):
         k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, layer.cos_sin)
         is_cached = slots >= 0
         block, offset = slots[is_cached] // block_size, slots[is_cached] % block_size
-        _key_panels(keys)[block, :, :, offset] = k[is_cached].to(keys.dtype)
+        _view_key_panels(keys)[block, :, :, offset] = k[is_cached].to(keys.dtype)
         values[block, :, offset] = v[is_cached].to(values.dtype)
 
     def paged_attention(
@@ -103,12 +103,12 @@ class ReferenceBackend(OpBackend):
             first, last = starts[b], starts[b + 1]
             length = before + last - first
             blocks = metadata.block_tables[b, : -(-length // values.shape[2])].long()
-            k = _key_panels(keys)[blocks].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :length].float()
+            k = _view_key_panels(keys)[blocks].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :length].float()
             v = values[blocks].permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :length].float()
             group = q_heads // kv_heads
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
-            hidden = _masked_keys(before, length, layer.window)
+            hidden = _make_attention_mask(before, length, layer.window)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
         return out
@@ -213,7 +213,7 @@ def _sample_row(
     return order[min(keep - 1, int((mass <= uniform * mass[-1]).sum()))]
 
 
-def _masked_keys(first_position: int, num_keys: int, window: int) -> Tensor:
+def _make_attention_mask(first_position: int, num_keys: int, window: int) -> Tensor:
     """Return a mask [queries, keys] that is True where a query must not attend to a key.
 
     The queries have the positions [first_position, num_keys), and the keys [0, num_keys). A `window` of 0 is no window.
@@ -229,7 +229,7 @@ def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], dim=-1)
 
 
-def _key_panels(keys: Tensor) -> Tensor:
+def _view_key_panels(keys: Tensor) -> Tensor:
     """Return a layer's key cache viewed as [blocks, kv_heads, head_dim, block_size], its memory order."""
     blocks, heads, block_size, head_dim = keys.shape
     inner = keys.stride(0), block_size * head_dim, block_size, 1

@@ -54,7 +54,7 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
     if cublas.is_available():
         cache_file = _cache_file()
         found = _load_choices(cache_file)
-        shapes = {_matmul_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
+        shapes = {_make_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
         all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.COLUMNS[-2])
         needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= MIN_PRODUCT_FLOP}
         if missing := needed - found.keys():
@@ -71,7 +71,7 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
     return time.perf_counter() - began
 
 
-def _matmul_problem(weight: PackedWeight, hidden: int) -> MatmulProblem:
+def _make_problem(weight: PackedWeight, hidden: int) -> MatmulProblem:
     kind = ProductKind.GATED if weight.gated else ProductKind.ADD if weight.n == hidden else ProductKind.STORE
     return MatmulProblem(0, weight.n, weight.k, kind)
 
@@ -102,7 +102,7 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
 def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor]) -> int:
     matmul, x = Matmul(problem), _random_matrix(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
-    choices = bitwise_equal_proposals(matmul, x, weights[0])
+    choices = find_bitwise_equal_proposals(matmul, x, weights[0])
     calls: list[ProductCall] = [partial(_call_proposal, matmul, x, out, index) for index in choices]
     if problem.kind is ProductKind.GATED:
         width = problem.n // 2
@@ -118,7 +118,7 @@ def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor]) -> int:
     return choices[best if times[0] > MIN_SPEEDUP * times[best] else 0]
 
 
-def bitwise_equal_proposals(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
+def find_bitwise_equal_proposals(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
     """Return the indices of the proposals with the same bits as the first: tuning keeps results equal."""
     outs = (matmul(x, w, x.new_zeros(len(x), len(w)), index) for index in range(len(matmul)))
     first = next(outs)
@@ -129,9 +129,9 @@ def _call_proposal(matmul: Matmul, x: Tensor, out: Tensor, index: int, w: Tensor
     return matmul(x, w, out, index)
 
 
-def _call_then_silu(call: ProductCall, out: Tensor, narrow: Tensor, group: int, w: Tensor) -> Tensor:
+def _call_then_silu(call: ProductCall, out: Tensor, activated: Tensor, group: int, w: Tensor) -> Tensor:
     call(w)
-    return activation.silu_mul(out, narrow, group, pdl=True)
+    return activation.silu_mul(out, activated, group, pdl=True)
 
 
 def _time_calls(calls: Sequence[ProductCall], weights: Sequence[Tensor]) -> list[float]:
@@ -183,8 +183,8 @@ def _load_choices(file: Path) -> TunedChoices:
         return {}
 
 
-def _save_choices(file: Path, found: TunedChoices) -> None:
-    rows = [[p.m, p.n, p.k, p.kind, choice] for p, choice in found.items()]
+def _save_choices(file: Path, tuned: TunedChoices) -> None:
+    rows = [[p.m, p.n, p.k, p.kind, choice] for p, choice in tuned.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{uuid.uuid4().hex}")
     try:

@@ -43,15 +43,15 @@ def reference_pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight 
     bases = reference_bases(weight)
     codes, escaped = _encode_weights(bits, bases)
     escape_mask = (
-        _to_fragments(escaped).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
+        _to_mma_fragments(escaped).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
     )  # [block, unit, half, f, r, lane]
     counts = escape_mask.flatten(2).sum(-1)
     max_escapes = int(counts.sum(1).max())
     if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
-    words = _to_fragments(bits).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
+    words = _to_mma_fragments(bits).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
     headers = _make_headers(bases, counts, escape_mask, words, header_bytes(k, max_escapes))
-    return UW12Weight(_to_planes(_to_fragments(codes)), headers, n, k)
+    return UW12Weight(_to_byte_planes(_to_mma_fragments(codes)), headers, n, k)
 
 
 def reference_unpack(packed: UW12Weight) -> Tensor:
@@ -100,7 +100,7 @@ def _encode_weights(bits: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     return codes, ~(inside | zero)
 
 
-def _to_fragments(rows: Tensor) -> Tensor:
+def _to_mma_fragments(rows: Tensor) -> Tensor:
     """Rearrange [n, k] into [n / 16, k / 64, fragment, lane, 2 * register + half]."""
     n, k = rows.shape
     h, g, q, t, p = 2, 8, 2, 4, 2
@@ -109,7 +109,7 @@ def _to_fragments(rows: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _to_planes(codes: Tensor) -> Tensor:
+def _to_byte_planes(codes: Tensor) -> Tensor:
     blocks, units = codes.shape[:2]
     low = (codes & 0xFF).to(torch.uint8).view(blocks, units, 2, 2, 32, 8).transpose(3, 4).reshape(blocks, units, 1024)
     nibbles = codes >> 8 & 0x87
@@ -120,9 +120,9 @@ def _to_planes(codes: Tensor) -> Tensor:
     return planes.view(blocks // 4, 4, units, UNIT_BYTES).transpose(1, 2).contiguous()
 
 
-def _make_headers(bases: Tensor, counts: Tensor, escape_mask: Tensor, words: Tensor, stride: int) -> Tensor:
+def _make_headers(bases: Tensor, counts: Tensor, escape_mask: Tensor, words: Tensor, header_stride: int) -> Tensor:
     blocks, units = counts.shape
-    headers = torch.zeros(blocks, stride, dtype=torch.uint8)
+    headers = torch.zeros(blocks, header_stride, dtype=torch.uint8)
     scale = bases + 127 << 7
     headers[:, :STARTS_OFFSET] = _to_bytes((scale << 16 | scale).view(blocks, BLOCK_ROWS))
     starts = torch.cat((torch.zeros(blocks, 1, dtype=torch.int64), counts.cumsum(1)), 1)

@@ -53,8 +53,8 @@ class WeightUnpacker:
         self,
         weights: Sequence[PackedWeight],
         num_with_all_rows: int,
-        computing: UnpackStream,
-        unpacking: UnpackStream,
+        compute_stream: UnpackStream,
+        unpack_stream: UnpackStream,
         unpack: UnpackFunction | None = None,
     ) -> None:
         """Prepare to unpack `weights`, which are in the order in which products use them.
@@ -64,7 +64,7 @@ class WeightUnpacker:
         """
         self._next_weights = dict(pairwise(weights[:num_with_all_rows]))
         self._max_elements = max(weight.n * weight.k for weight in weights)
-        self._computing, self._unpacking, self._unpack_uw12 = computing, unpacking, unpack or _unpack_uw12
+        self._computing, self._unpacking, self._unpack_uw12 = compute_stream, unpack_stream, unpack or _unpack_uw12
         self._buffers: list[_UnpackBuffer] = []
 
     def begin_step(self) -> WeightUnpacker:

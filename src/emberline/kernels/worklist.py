@@ -58,13 +58,13 @@ class WorkList:
         return self.data[HEADER_INTS + 4 * self.capacity :]
 
 
-def item_capacity(rows: int, kv_heads: int, sms: int) -> int:
+def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     """Return an upper bound of the work items of `rows` rows of any lengths.
 
     Each row has one item, and cutting adds more. The maximum part size is at least about a quarter of a CTA's fair
     share of all tiles, which bounds the number of cuts.
     """
-    return rows + -(-5 * CTAS_PER_SM * sms // kv_heads)
+    return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
 
 
 def num_data_ints(rows: int, capacity: int) -> int:
@@ -75,10 +75,10 @@ def num_data_ints(rows: int, capacity: int) -> int:
 def plan_decode_work(
     lengths: ArrayLike,
     kv_heads: int,
-    sms: int,
+    num_sms: int,
     capacity: int,
     *,
-    beside_prefill: bool = False,
+    overlaps_prefill: bool = False,
     part_tiles: int | None = None,
 ) -> WorkList:
     """Return the work items for rows that attend to `lengths` keys, including that of the new token.
@@ -92,7 +92,7 @@ def plan_decode_work(
     size = (
         PART_SIZES.index(part_tiles)
         if part_tiles
-        else _choose_part_size(tiles, kv_heads, CTAS_PER_SM * sms, 0 if beside_prefill else MAX_ROUNDS_IN_STEP)
+        else _choose_part_size(tiles, kv_heads, CTAS_PER_SM * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP)
     )
     parts = -(-tiles // PART_SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only if `capacity` is less than `max_work_items`
@@ -108,27 +108,27 @@ def plan_decode_work(
     return work
 
 
-def _choose_part_size(tiles: IntArray, kv_heads: int, slots: int, max_rounds_in_step: int) -> int:
+def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_in_step: int) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
     Each of `num_ctas` CTAs takes one part after the other, the longest first. If each takes only a few parts, the time
     follows from that number, otherwise from the total work.
     """
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
-    share = bisect_left(PART_SIZES, total / slots)
+    share = bisect_left(PART_SIZES, total / num_ctas)
     candidates = range(max(0, share - SIZES_BELOW_SHARE), share + SIZES_ABOVE_SHARE)
     parts = -(-tiles // np.array([PART_SIZES[size] for size in candidates], np.int32)[:, None])
     counts, max_counts = parts.sum(1).tolist(), parts.max(1).tolist()
 
     def estimate_cost(count: int, max_parts: int) -> float:
         units, part = count * kv_heads, -(-longest // max(1, max_parts))
-        work, rounds = total + PART_COST * units, -(-units // slots)
+        work, rounds = total + PART_COST * units, -(-units // num_ctas)
         merging = MERGE_COST * max_parts if max_parts > 1 else 0.0
-        if units <= max_rounds_in_step * slots:
+        if units <= max_rounds_in_step * num_ctas:
             return (
                 max((ROUND_FACTOR if rounds > 1 else 1.0) * rounds * work / max(1, units), part + PART_COST) + merging
             )
-        return work / slots + LAST_PART_WEIGHT * part + merging
+        return work / num_ctas + LAST_PART_WEIGHT * part + merging
 
     costs = [estimate_cost(*pair) for pair in zip(counts, max_counts, strict=True)]
     return candidates[costs.index(min(costs))]

@@ -68,20 +68,20 @@ class UnweightKVCodec:
         )
 
 
-def select_kv_codec(choice: str, library: ctypes.CDLL | None, dtype: str) -> KVCodec | None:
+def select_kv_codec(codec_setting: str, library: ctypes.CDLL | None, dtype: str) -> KVCodec | None:
     """Return the codec for a cache with this torch dtype, or None if blocks are not compressed.
 
     `codec_setting` is the setting `kv_codec`. Raises InvalidRequest if it is unknown, or if it is "uw" and the codec
     cannot be used.
     """
     dtype = dtype.removeprefix("torch.")
-    if choice not in CODEC_CHOICES:
-        raise InvalidRequest(f"kv_codec is {choice!r}, but must be auto, none or uw", param="kv_codec")
-    if choice == "none":
+    if codec_setting not in CODEC_CHOICES:
+        raise InvalidRequest(f"kv_codec is {codec_setting!r}, but must be auto, none or uw", param="kv_codec")
+    if codec_setting == "none":
         return None
     if library is not None and dtype in ELEMENT_BYTES:
         return UnweightKVCodec(library, ELEMENT_BYTES[dtype])
-    if choice == "uw":
+    if codec_setting == "uw":
         why = "the native library was not built (install g++)" if library is None else f"no support for dtype {dtype}"
         raise InvalidRequest(f"kv_codec uw cannot be used: {why}", param="kv_codec", hint="use --kv-codec auto")
     return None

@@ -59,7 +59,7 @@ def resolve_ipv4_address(host: str, setting_name: str) -> str:
 
 
 @contextmanager
-def confine_new_listeners(host: str) -> Iterator[None]:
+def restrict_new_listeners(allowed_host: str) -> Iterator[None]:
     """Restrict listeners opened within this context to connections to the address `allowed_host`.
 
     Raises ListenerExposed if a listener still accepts connections at a different address, or accepted one before the
@@ -72,18 +72,19 @@ def confine_new_listeners(host: str) -> Iterator[None]:
     try:
         for inode, (fd, _) in opened.items():
             if inode not in before:
-                _attach_socket_filter(fd, host)
+                _attach_socket_filter(fd, allowed_host)
     except OSError as error:
-        raise ListenerExposed(f"cannot restrict Mooncake's listeners to {host}: {error}") from error
-    if early := [address for address in _connection_addresses(ports) if address != host]:
+        raise ListenerExposed(f"cannot restrict Mooncake's listeners to {allowed_host}: {error}") from error
+    if early := [address for address in _connection_addresses(ports) if address != allowed_host]:
         raise ListenerExposed(
-            f"Mooncake's listeners accepted connections to {', '.join(early)} before they were restricted to {host}"
+            f"Mooncake's listeners accepted connections to {', '.join(early)} before they were restricted"
+            f" to {allowed_host}"
         )
-    other = next(address for address in ("127.0.0.2", "127.0.0.3") if address != host)
+    other = next(address for address in ("127.0.0.2", "127.0.0.3") if address != allowed_host)
     for port in ports:
         if _accepts_connection(other, port):
             raise ListenerExposed(
-                f"Mooncake's port {port} accepts connections at {other}, although it was restricted to {host}"
+                f"Mooncake's port {port} accepts connections at {other}, although it was restricted to {allowed_host}"
             )
 
 

@@ -249,7 +249,7 @@ class KVManager:
 
     def _take_pulled_tokens(self, request: Request, pull: Pull) -> None:
         assert self.pulls is not None
-        num_available, ended = self.pulls.poll(pull)
+        num_available, ended = self.pulls.poll_available_tokens(pull)
         if ended:
             del self._active_pulls[request.id]
             request.prefill_result, request.prefill_result_len, request.pulled = (
@@ -262,7 +262,7 @@ class KVManager:
             num_available, pull.covered_tokens, request.num_known - (request.usable_prefill_result is None)
         )
         if num_available > request.num_computed:
-            self.pulls.count_hit_tokens(num_available - request.num_computed)
+            self.pulls.record_hit_tokens(num_available - request.num_computed)
             request.num_computed = request.num_planned = num_available
             self.index_full_blocks(request)
         if request.prefill_result is not None:
@@ -274,7 +274,7 @@ class KVManager:
         table, copies = self._block_tables[request.id], []
         for at, arrival in enumerate(arrivals, request.num_computed // self.block_size):
             self._prefix.insert(arrival.block_hash, self._parent_hash(request, at), table[at])
-            self.tiers.count_hit(arrival.tier, self.block_size)
+            self.tiers.record_hit(arrival.tier, self.block_size)
             copies.append(BlockCopy(table[at], arrival.block_hash, arrival.buffer))
         request.num_computed += len(copies) * self.block_size
         request.num_planned = request.num_cached = request.num_computed

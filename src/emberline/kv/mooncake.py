@@ -106,7 +106,7 @@ class MooncakeStore(Protocol):
     def close(self) -> int: ...
 
 
-def fastest_protocol() -> str:
+def detect_fastest_protocol() -> str:
     """Return the fastest protocol that this machine supports, "rdma" or "tcp"."""
     devices = Path("/sys/class/infiniband")
     return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"

@@ -23,7 +23,7 @@ from emberline.core.request import Request
 from emberline.kv.transfer.errors import BadTransfer, TicketEnded, TransferCancelled, TransferError, TransferTimeout
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.region import Region
-from emberline.kv.transfer.ticket import Ticket, ticket_subject
+from emberline.kv.transfer.ticket import Ticket, compute_ticket_subject
 
 log = logging.getLogger("emberline.transfer")
 
@@ -34,7 +34,7 @@ LEASE_END_TIMEOUT_S = (
 LEASE_CHECK_INTERVAL_S = 1.0  # between checks of the leases of waiting requests
 
 
-class PullSource(Protocol):
+class PullClient(Protocol):
     """The part of Receiver's interface that PullManager uses."""
 
     region: Region
@@ -92,7 +92,7 @@ def _count_covered_tokens(ticket: Ticket, request: Request) -> int:
     Raises BadTransfer if the ticket was issued for different tokens.
     """
     for count in {request.prompt_len, request.submitted_len}:
-        if ticket.subject == ticket_subject(ticket.peer.layout, request.salt, request.tokens[:count]):
+        if ticket.subject == compute_ticket_subject(ticket.peer.layout, request.salt, request.tokens[:count]):
             return count
     raise BadTransfer("the KV ticket was issued for a different prompt than that of the request")
 
@@ -104,7 +104,7 @@ def start_daemon_thread(work: Callable[[], None]) -> None:
 class PullManager:
     def __init__(
         self,
-        source: PullSource,
+        client: PullClient,
         *,
         stall_timeout_s: float = PULL_STALL_TIMEOUT_S,
         clock: Clock | None = None,
@@ -113,7 +113,7 @@ class PullManager:
 
         A pull that receives no byte for `stall_timeout_s` is cancelled, and the missing blocks are computed.
         """
-        self._source = source
+        self._source = client
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock or SystemClock()
         self._start_thread = start_daemon_thread
@@ -172,7 +172,7 @@ class PullManager:
             return None
         return pull
 
-    def poll(self, pull: Pull) -> tuple[int, bool]:
+    def poll_available_tokens(self, pull: Pull) -> tuple[int, bool]:
         """Return how many leading prompt tokens are available, and whether the pull has ended.
 
         A pull that has received no data for too long is cancelled.
@@ -201,7 +201,7 @@ class PullManager:
         if lease is not None:
             self._run_in_background(lambda: self._release_lease(lease.ticket))
 
-    def count_hit_tokens(self, tokens: int) -> None:
+    def record_hit_tokens(self, tokens: int) -> None:
         """Count tokens that a request received from a peer, for the statistics."""
         self._stats.hit_tokens += tokens
 

@@ -35,8 +35,8 @@ class Attention:
                 scale=float(dim**-0.5),
                 cos_sin=cos_sin,
                 window=config.windows[layer],
-                q_norm=weights.vector(f"{at}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
-                k_norm=weights.vector(f"{at}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
+                q_norm=weights.load_vector(f"{at}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
+                k_norm=weights.load_vector(f"{at}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
                 eps=eps,
             ),
         )

@@ -67,15 +67,16 @@ class BertEmbedder:
         max_position = config.size("max_position_embeddings", maximum=1 << 16)
         types = config.size("type_vocab_size", 2, maximum=1 << 10)
         reader = _WeightLoader(Weights(checkpoint, torch.float32))
-        segments = reader.weights.matrix("embeddings.token_type_embeddings.weight", types, dim)
+        segments = reader.weights.load_matrix("embeddings.token_type_embeddings.weight", types, dim)
         sentence = ConfigFields(
             read_object_if_exists(directory / "sentence_bert_config.json"), "sentence_bert_config.json"
         )
         embedder = BertEmbedder(
-            tokens=reader.weights.matrix("embeddings.word_embeddings.weight", vocab, dim).clone(),
-            positions=reader.weights.matrix("embeddings.position_embeddings.weight", max_position, dim) + segments[0],
-            norm=reader.norm("embeddings.LayerNorm", dim),
-            blocks=tuple(reader.block(i, dim, ffn) for i in range(config.size("num_hidden_layers", maximum=256))),
+            tokens=reader.weights.load_matrix("embeddings.word_embeddings.weight", vocab, dim).clone(),
+            positions=reader.weights.load_matrix("embeddings.position_embeddings.weight", max_position, dim)
+            + segments[0],
+            norm=reader.load_norm("embeddings.LayerNorm", dim),
+            blocks=tuple(reader.load_block(i, dim, ffn) for i in range(config.size("num_hidden_layers", maximum=256))),
             heads=heads,
             eps=config.number("layer_norm_eps", 1e-12),
             pooling=_read_pooling(directory),
@@ -146,24 +147,24 @@ class _WeightLoader:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
 
-    def norm(self, name: str, dim: int) -> Affine:
-        return Affine(self.weights.vector(f"{name}.weight", dim), self.weights.vector(f"{name}.bias", dim))
+    def load_norm(self, name: str, dim: int) -> Affine:
+        return Affine(self.weights.load_vector(f"{name}.weight", dim), self.weights.load_vector(f"{name}.bias", dim))
 
-    def linear(self, names: list[str], rows: int, columns: int) -> Affine:
+    def load_linear(self, names: list[str], rows: int, columns: int) -> Affine:
         return Affine(
-            torch.cat([self.weights.matrix(f"{name}.weight", rows, columns) for name in names]),
-            torch.cat([self.weights.vector(f"{name}.bias", rows) for name in names]),
+            torch.cat([self.weights.load_matrix(f"{name}.weight", rows, columns) for name in names]),
+            torch.cat([self.weights.load_vector(f"{name}.bias", rows) for name in names]),
         )
 
-    def block(self, index: int, dim: int, ffn: int) -> EncoderBlock:
+    def load_block(self, index: int, dim: int, ffn_dim: int) -> EncoderBlock:
         at = f"encoder.layer.{index}"
         return EncoderBlock(
-            qkv=self.linear([f"{at}.attention.self.{part}" for part in ("query", "key", "value")], dim, dim),
-            attention_output=self.linear([f"{at}.attention.output.dense"], dim, dim),
-            attention_norm=self.norm(f"{at}.attention.output.LayerNorm", dim),
-            up=self.linear([f"{at}.intermediate.dense"], ffn, dim),
-            down=self.linear([f"{at}.output.dense"], dim, ffn),
-            norm=self.norm(f"{at}.output.LayerNorm", dim),
+            qkv=self.load_linear([f"{at}.attention.self.{part}" for part in ("query", "key", "value")], dim, dim),
+            attention_output=self.load_linear([f"{at}.attention.output.dense"], dim, dim),
+            attention_norm=self.load_norm(f"{at}.attention.output.LayerNorm", dim),
+            up=self.load_linear([f"{at}.intermediate.dense"], ffn_dim, dim),
+            down=self.load_linear([f"{at}.output.dense"], dim, ffn_dim),
+            norm=self.load_norm(f"{at}.output.LayerNorm", dim),
         )
 
 

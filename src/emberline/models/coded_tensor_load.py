@@ -78,7 +78,7 @@ class CodedTensorLoad(TensorLoad):
             if self._tensor is None and not self._read_index(offset, data):
                 return []
             parts, self._early_parts = [*self._early_parts, (offset, data)], []
-            return [run for begin, part in parts for run in self._complete_runs(begin, part)]
+            return [run for begin, part in parts for run in self._find_complete_runs(begin, part)]
 
     def _read_index(self, offset: int, data: Bytes) -> bool:
         """Store the part of `data` that belongs to the index of blocks; return whether the index is complete."""
@@ -91,7 +91,7 @@ class CodedTensorLoad(TensorLoad):
         self._tensor = CodedTensor.open(self.name, self._info, lambda begin, end: self._index[begin:end], self._codec)
         return True
 
-    def _complete_runs(self, offset: int, data: Bytes) -> Iterator[CodedRun]:
+    def _find_complete_runs(self, offset: int, data: Bytes) -> Iterator[CodedRun]:
         assert self._tensor is not None
         starts, step = self._tensor.block_starts, max(1, MAX_RUN_BYTES // (BLOCK_ELEMENTS * self._tensor.element_bytes))
         begin, end = (
@@ -103,14 +103,16 @@ class CodedTensorLoad(TensorLoad):
         first = int(np.searchsorted(starts, begin))  # the first block that begins here
         last = int(np.searchsorted(starts, end, "right")) - 1  # the first that does not end here
         if begin < starts[first]:
-            yield from self._join_block(first - 1, begin, data[begin - offset : min(end, int(starts[first])) - offset])
+            yield from self._add_block_part(
+                first - 1, begin, data[begin - offset : min(end, int(starts[first])) - offset]
+            )
         for block in range(first, last, step):
             stop = min(block + step, last)
             yield CodedRun(self, self._tensor, block, stop, data[starts[block] - offset : starts[stop] - offset])
         if first <= last and starts[last] < end:
-            yield from self._join_block(last, int(starts[last]), data[starts[last] - offset : end - offset])
+            yield from self._add_block_part(last, int(starts[last]), data[starts[last] - offset : end - offset])
 
-    def _join_block(self, block: int, offset: int, part: Bytes) -> Iterator[CodedRun]:
+    def _add_block_part(self, block: int, offset: int, part: Bytes) -> Iterator[CodedRun]:
         """Add a part of a block that arrives in several chunks; yield the block if it is complete now."""
         assert self._tensor is not None
         begin, end = (int(start) for start in self._tensor.block_starts[block : block + 2])

@@ -11,7 +11,7 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.endtokens import end_tokens
+from emberline.models.endtokens import collect_end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.registry import ARCHITECTURES, Architecture
@@ -57,7 +57,7 @@ class ModelConfig:
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         fields = ConfigFields(config, "config.json")
-        arch = _supported_architecture(fields)
+        arch = _find_architecture(fields)
 
         def resolve_rule(value: bool | str) -> bool:
             return fields.flag(value, False) if isinstance(value, str) else value
@@ -80,7 +80,7 @@ class ModelConfig:
             vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            windows=_read_windows(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
+            windows=_read_window_sizes(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
             qkv_bias=resolve_rule(arch.qkv_bias),
             o_bias=resolve_rule(arch.o_bias),
             mlp_bias=resolve_rule(arch.mlp_bias),
@@ -95,10 +95,10 @@ class ModelConfig:
     def from_checkpoint(checkpoint: Checkpoint) -> ModelConfig:
         """Return the config of a checkpoint. Its end tokens are collected from all files of the checkpoint."""
         config = ModelConfig.from_hf(checkpoint.config)
-        return replace(config, eos=end_tokens(checkpoint, config.vocab))
+        return replace(config, eos=collect_end_tokens(checkpoint, config.vocab))
 
 
-def _supported_architecture(fields: ConfigFields) -> Architecture:
+def _find_architecture(fields: ConfigFields) -> Architecture:
     model_type = fields.text("model_type")
     if model_type not in ARCHITECTURES:
         hint = f"supported model types: {' '.join(ARCHITECTURES)}"
@@ -121,18 +121,18 @@ def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]
     kv_heads = fields.size("num_key_value_heads", heads, maximum=MAX_HEADS)
     if heads % kv_heads:
         raise ModelFileError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
-    if not fields.has("head_dim") and hidden % heads:
+    if not fields.has_field("head_dim") and hidden % heads:
         raise ModelFileError(
             f"config.json: hidden_size {hidden} cannot be divided by {heads} heads, and there is no head_dim"
         )
     return heads, kv_heads, fields.size("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
 
 
-def _read_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    if not fields.has("sliding_window"):
+def _read_window_sizes(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+    if not fields.has_field("sliding_window"):
         return (0,) * layers
     window = fields.size("sliding_window", maximum=MAX_CONTEXT_TOKENS)
-    if not fields.has("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
+    if not fields.has_field("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
         full_layers = fields.size("max_window_layers", 0, minimum=0, maximum=1 << 30)
         return tuple(0 if layer < full_layers else window for layer in range(layers))
     kinds = fields.text_list("layer_types")

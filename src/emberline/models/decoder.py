@@ -18,7 +18,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
 from emberline.models.moe import SparseFeedForward
-from emberline.models.rope import cos_sin_table
+from emberline.models.rope import make_cos_sin_table
 from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
 
@@ -60,17 +60,17 @@ class DecoderModel:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> DecoderModel:
-        table = cos_sin_table(config.rope, context).to(weights.device)
+        table = make_cos_sin_table(config.rope, context).to(weights.device)
         layers = tuple(DecoderLayer.load(config, weights, layer, table) for layer in range(config.layers))
         size = config.vocab, config.hidden
         # A checkpoint may set tie_word_embeddings and still have a head: a copy of the embedding, or a different
         # matrix, in which case the setting is wrong.
         tied = config.tie_embeddings and (
-            not weights.has(HEAD_NAME) or weights.drop_duplicate(HEAD_NAME, EMBEDDING_NAME, *size)
+            not weights.has_tensor(HEAD_NAME) or weights.drop_duplicate(HEAD_NAME, EMBEDDING_NAME, *size)
         )
-        embedding = None if tied else weights.embedding_table(EMBEDDING_NAME, *size)
+        embedding = None if tied else weights.load_embedding_table(EMBEDDING_NAME, *size)
         head = weights.linear([(EMBEDDING_NAME if tied else HEAD_NAME, config.vocab)], config.hidden)
-        norm = weights.vector("model.norm.weight", config.hidden)
+        norm = weights.load_vector("model.norm.weight", config.hidden)
         return DecoderModel(
             config=config,
             context=context,
@@ -94,12 +94,12 @@ class DecoderModel:
             return x.new_empty(0, self.config.vocab)
         return ops.linear(x, self.head, out=out, float32_output=True)
 
-    def make_unpacker(self, computing: UnpackStream, unpacking: UnpackStream) -> ops.WeightUnpacker:
+    def make_unpacker(self, compute_stream: UnpackStream, unpack_stream: UnpackStream) -> ops.WeightUnpacker:
         """Return a WeightUnpacker for this model's packed weights, with these two CUDA streams."""
         order = list(iter_instances(ops.PackedWeight, self.layers))  # fields are declared in the order of use
         # After this weight, rows without requested logits are dropped, so the later products have fewer rows.
         same_rows = order.index(self.layers[-1].attention.qkv.weight) + 1
-        return ops.WeightUnpacker(order, same_rows, computing, unpacking)
+        return ops.WeightUnpacker(order, same_rows, compute_stream, unpack_stream)
 
     def _run_stack(self, stack: ops.DenseStack, x: Tensor, batch: ForwardBatch) -> Tensor:
         rows = torch.arange(len(x)) if batch.logit_rows is None else batch.logit_rows

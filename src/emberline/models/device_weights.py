@@ -77,7 +77,7 @@ class DeviceWeights(Weights):
         self._reader = reader
         self._loads: list[TensorLoad] = []
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def load_vector(self, name: str, size: int) -> Tensor:
         return self.stack_vectors([(name, size)])
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
@@ -88,7 +88,7 @@ class DeviceWeights(Weights):
             start += size
         return whole
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self.stack([(name, rows)], columns)
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
@@ -119,8 +119,8 @@ class DeviceWeights(Weights):
             self._queue_load(name, (count, columns), pending.add_part(i))
         return weight
 
-    def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
+    def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+        return self.linear([(name, rows)], columns) if self.packed else self.load_matrix(name, rows, columns)
 
     def finish(self, ignorable_pattern: str) -> None:
         """Read the files and return when every tensor has its values."""
@@ -177,7 +177,7 @@ class DeviceWeights(Weights):
                 if chunk is None:
                     uploader.flush()
                 else:
-                    uploader.upload(chunk, index.loads_in(chunk))
+                    uploader.upload(chunk, index.find_loads(chunk))
                 copied += waiting - began + time.perf_counter() - taken
                 waited += taken - waiting
                 if chunk is None:

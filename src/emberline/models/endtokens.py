@@ -20,24 +20,26 @@ from emberline.models.fields import ConfigFields
 ADDED_TOKENS_PATTERN = re.compile(r'"added_tokens"\s*:\s*')
 
 
-def end_tokens(checkpoint: Checkpoint, vocab: int) -> tuple[int, ...]:
+def collect_end_tokens(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
     """Return the ids of the tokens that end the output; ids that are not below `vocab_size` are dropped."""
     sources = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
     ids = [token for where, values in sources.items() for token in ConfigFields(values, where).id_list("eos_token_id")]
-    return tuple(token for token in dict.fromkeys([*ids, *_tokenizer_end_tokens(checkpoint)]) if token < vocab)
+    return tuple(
+        token for token in dict.fromkeys([*ids, *_read_tokenizer_end_tokens(checkpoint)]) if token < vocab_size
+    )
 
 
-def _tokenizer_end_tokens(checkpoint: Checkpoint) -> list[int]:
+def _read_tokenizer_end_tokens(checkpoint: Checkpoint) -> list[int]:
     eos = checkpoint.tokenizer_config.get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(text, str):
         return []
-    added = _added_tokens(checkpoint.directory / "tokenizer.json")
+    added = _read_added_tokens(checkpoint.directory / "tokenizer.json")
     matching = (ConfigFields(token, "tokenizer.json") for token in added if token.get("content") == text)
     return [id_ for token in matching for id_ in token.id_list("id")]
 
 
-def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
+def _read_added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
     """Return `added_tokens` of tokenizer.json.
 
     The vocabulary after it is not parsed, because that is slow.

@@ -24,7 +24,9 @@ class ExpertsConfig:
     @staticmethod
     def from_hf(fields: ConfigFields, spec: ExpertsSpec, layers: int) -> ExpertsConfig:
         # transformers 5 writes num_local_experts for every model; earlier releases used names per model.
-        count = fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", maximum=MAX_EXPERTS)
+        count = fields.size(
+            "num_experts" if fields.has_field("num_experts") else "num_local_experts", maximum=MAX_EXPERTS
+        )
         step, dense = fields.size("decoder_sparse_step", 1, maximum=1 << 30), fields.id_list("mlp_only_layers")
         renormalised = spec.renormalised
         return ExpertsConfig(

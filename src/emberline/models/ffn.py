@@ -28,7 +28,7 @@ class FeedForward:
         return FeedForward(
             gate_up=ops.LinearLayer(
                 load_stacked(weights, names, config.hidden, gated=True),
-                norm=weights.vector(f"{at}.post_attention_layernorm.weight", config.hidden),
+                norm=weights.load_vector(f"{at}.post_attention_layernorm.weight", config.hidden),
                 eps=config.norm_eps,
             ),
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),

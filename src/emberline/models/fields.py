@@ -16,7 +16,7 @@ class ConfigFields:
         self.values = values
         self.where = where
 
-    def has(self, name: str) -> bool:
+    def has_field(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def size(self, name: str, default: int | None = None, *, maximum: int, minimum: int = 1) -> int:
@@ -71,7 +71,7 @@ class ConfigFields:
 
     def invalid_error(self, name: str, expected: str) -> ModelFileError:
         """Return the error for a field that is missing or has an invalid value."""
-        found = "missing" if not self.has(name) else f"{str(self.values[name])[:80]!r}"
+        found = "missing" if not self.has_field(name) else f"{str(self.values[name])[:80]!r}"
         return ModelFileError(f"{self.where}: {name} is {found}; it must be {expected}")
 
     def _get_field(self, name: str, default: Any) -> Any:

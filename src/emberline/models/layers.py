@@ -31,6 +31,6 @@ def load_linear(
     return ops.LinearLayer(
         load_stacked(weights, names, columns),
         load_stacked_bias(weights, names) if bias else None,
-        None if norm is None else weights.vector(f"{norm}.weight", columns),
+        None if norm is None else weights.load_vector(f"{norm}.weight", columns),
         eps,
     )

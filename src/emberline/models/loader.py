@@ -18,7 +18,7 @@ from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.rope import inverse_frequencies
+from emberline.models.rope import compute_inverse_frequencies
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.format import Bytes
@@ -47,10 +47,10 @@ def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None =
     decoder = DecoderModel.load(config, weights, context, "")
     weights.finish(IGNORABLE_TENSORS)
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
-    return replace(decoder, fingerprint=fingerprint(checkpoint, config, used, context))
+    return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, used, context))
 
 
-def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
+def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
     """Return a hash of the model, which is part of the keys of its KV blocks. Packing does not change it.
 
     To be fast, it hashes only samples of each tensor; training changes a matrix everywhere, so the samples differ. The
@@ -58,14 +58,14 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
     invalidate all stored KV blocks.
     """
     digest = hashlib.sha256(repr((replace(config, max_context=0, eos=()), dtype)).encode())
-    digest.update(inverse_frequencies(config.rope, context).numpy().tobytes())
+    digest.update(compute_inverse_frequencies(config.rope, context).numpy().tobytes())
     files: dict[Path, int] = {}
     try:
         for name, info in sorted(checkpoint.tensors.items()):
             digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
             if info.file not in files:
                 files[info.file] = os.open(info.file, os.O_RDONLY)
-            read, size = _byte_reader(name, info, files[info.file]), info.logical_bytes
+            read, size = _make_byte_reader(name, info, files[info.file]), info.logical_bytes
             for part in (0, size // 2, max(0, size - SAMPLE_BYTES)):
                 digest.update(read(part, min(part + SAMPLE_BYTES, size)).data)
     except OSError as e:
@@ -76,7 +76,7 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
     return digest.hexdigest()[:32]
 
 
-def _byte_reader(name: str, info: TensorInfo, file_descriptor: int) -> Callable[[int, int], Bytes]:
+def _make_byte_reader(name: str, info: TensorInfo, file_descriptor: int) -> Callable[[int, int], Bytes]:
     """Return a function that reads bytes [begin, end) of a tensor, decoding only the blocks it needs."""
 
     def fetch(begin: int, end: int) -> Bytes:

@@ -25,7 +25,7 @@ class SparseFeedForward:
         assert experts is not None and names is not None
         at, hidden = f"model.layers.{layer}.{names.module}", config.hidden
         for fused in (f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"):
-            if weights.has(fused):
+            if weights.has_tensor(fused):
                 hint = "save it with one matrix for each expert, as save_pretrained of transformers does"
                 raise UnsupportedModel(f"tensor {fused!r} holds all experts of a layer in one matrix", hint=hint)
 
@@ -37,7 +37,7 @@ class SparseFeedForward:
 
         return SparseFeedForward(
             Mixture(
-                norm=weights.vector(f"model.layers.{layer}.post_attention_layernorm.weight", hidden),
+                norm=weights.load_vector(f"model.layers.{layer}.post_attention_layernorm.weight", hidden),
                 eps=config.norm_eps,
                 router=load_stacked(weights, [(f"{at}.gate", experts.count)], hidden),
                 experts=tuple(map(load_expert, range(experts.count))),

@@ -18,13 +18,13 @@ from torch import Tensor
 from emberline.models.ropeconfig import RopeConfig
 
 
-def cos_sin_table(rope: RopeConfig, context: int) -> Tensor:
+def make_cos_sin_table(rope: RopeConfig, context: int) -> Tensor:
     """Return float32[context, dim]: for each position the cosines, then the sines."""
-    angles = torch.arange(context, dtype=torch.float32)[:, None] * inverse_frequencies(rope, context)
+    angles = torch.arange(context, dtype=torch.float32)[:, None] * compute_inverse_frequencies(rope, context)
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor)
 
 
-def inverse_frequencies(rope: RopeConfig, context: int) -> Tensor:
+def compute_inverse_frequencies(rope: RopeConfig, context: int) -> Tensor:
     match rope.kind:
         case "linear":
             return _unscaled_frequencies(rope.theta, rope.dim) / rope.factor

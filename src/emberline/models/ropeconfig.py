@@ -34,7 +34,7 @@ class RopeConfig:
     @staticmethod
     def from_hf(config: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
         """Read rope_parameters (from transformers 5 on), or rope_scaling and rope_theta (before that)."""
-        names = [name for name in ("rope_parameters", "rope_scaling") if config.has(name)]
+        names = [name for name in ("rope_parameters", "rope_scaling") if config.has_field(name)]
         fields = config.section(names[0] if names else "rope_scaling")
         if len(names) == 2 and fields.values != config.section(names[1]).values:
             raise UnsupportedModel(

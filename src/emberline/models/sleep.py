@@ -51,7 +51,7 @@ class SleepingMemory:
         waking = [entry for entry in self._slept if entry.storage.nbytes() == 0]
         for entry in waking:  # one by one, so that a storage with memory always has its values
             entry.storage.resize_(entry.size)
-            memory = _bytes_of(entry.storage)
+            memory = _view_bytes(entry.storage)
             _ = memory.zero_() if entry.copy is None else memory.copy_(entry.copy, non_blocking=True)
         _synchronize(entry.storage for entry in waking)
         same = all(entry.storage.data_ptr() == entry.address for entry in self._slept)
@@ -77,14 +77,16 @@ class SleepingMemory:
         self._slept = []
 
 
-def sleep(tensors: Iterable[Tensor], *, zeroed_tensors: Iterable[Tensor] = ()) -> SleepingMemory:
+def put_to_sleep(tensors: Iterable[Tensor], *, zeroed_tensors: Iterable[Tensor] = ()) -> SleepingMemory:
     """Copy `tensors` to the host, then free the device memory of `tensors` and of `zeroed_tensors`.
 
     `zeroed_tensors` are not copied; they are zero after `wake`. Tensors that share memory are copied once, and unlisted
     views of that memory are freed with it. The caller must ensure that no queued work uses the tensors.
     """
-    storages = _storages(tensors)
-    scratch = {address: storage for address, storage in _storages(zeroed_tensors).items() if address not in storages}
+    storages = _unique_storages(tensors)
+    scratch = {
+        address: storage for address, storage in _unique_storages(zeroed_tensors).items() if address not in storages
+    }
     assert all(storage.resizable() for storage in (storages | scratch).values()), "a tensor does not own its memory"
     slept = [
         _SleepingStorage(storage, address, storage.nbytes(), allocate_host_bytes(storage.nbytes()))
@@ -97,7 +99,7 @@ def sleep(tensors: Iterable[Tensor], *, zeroed_tensors: Iterable[Tensor] = ()) -
             if entry.storage.device.type == "cuda":
                 pin(entry.copy)
                 pinned.append(entry.copy)
-            entry.copy.copy_(_bytes_of(entry.storage), non_blocking=True)
+            entry.copy.copy_(_view_bytes(entry.storage), non_blocking=True)
         _synchronize(storages.values())
     except BaseException:
         _synchronize(storages.values())
@@ -126,7 +128,7 @@ def iter_instances(kind: type[T], structure: object) -> Iterator[T]:
             yield from iter_instances(kind, part)
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+def _unique_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     return {storage.data_ptr(): storage for t in tensors if (storage := t.untyped_storage()).nbytes()}
 
 
@@ -138,7 +140,7 @@ def _free_storages(storages: list[UntypedStorage]) -> None:
         torch.cuda.empty_cache()
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def _view_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -46,7 +46,7 @@ class PendingMatrix:
         self._missing_parts += 1
         return MatrixPart(self, index)
 
-    def destination(self, index: int) -> Tensor:
+    def get_destination(self, index: int) -> Tensor:
         if self._whole is None:
             self._whole = torch.empty(self._size, dtype=self._dtype, device=self._device)
         return self._split(self._whole)[index]
@@ -66,9 +66,9 @@ class MatrixPart:
 
 
 class TensorLoad:
-    """The load of one tensor: it copies bytes [start, end) of a file to `destination` on the device.
+    """The load of one tensor: it copies bytes [start, end) of a file to `get_destination` on the device.
 
-    With `shard_slices`, only these slices of the tensor are copied to `destination`.
+    With `shard_slices`, only these slices of the tensor are copied to `get_destination`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TensorLoad:
             self._destination = (
                 self._target
                 if isinstance(self._target, Tensor)
-                else self._target.matrix.destination(self._target.index)
+                else self._target.matrix.get_destination(self._target.index)
             )
             self._staging = (
                 torch.empty(self.num_bytes, dtype=torch.uint8, device=self._destination.device)
@@ -137,7 +137,7 @@ class TensorLoadIndex:
                 self._by_file.setdefault(load.file, []).append(load)
         self._starts = {file: [load.start for load in file_loads] for file, file_loads in self._by_file.items()}
 
-    def loads_in(self, chunk: FileChunk) -> list[TensorLoad]:
+    def find_loads(self, chunk: FileChunk) -> list[TensorLoad]:
         loads = self._by_file.get(chunk.file, [])
         first = max(0, bisect_right(self._starts.get(chunk.file, []), chunk.offset) - 1)
         end = chunk.offset + chunk.length
@@ -145,7 +145,7 @@ class TensorLoadIndex:
         return [load for load in loads[first:last] if load.end > chunk.offset]
 
 
-def overlapping_bytes(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
+def slice_overlapping_bytes(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
     """Return the part of a chunk that belongs to the load, as (offset in the tensor, bytes).
 
     `memory` holds the bytes of the chunk.
@@ -157,6 +157,6 @@ def overlapping_bytes(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tup
 def copy_chunk(chunk: FileChunk, loads: Sequence[TensorLoad], memory: Tensor) -> None:
     """Check the bytes of a chunk, which are in `memory`, and copy them to the tensors of all `loads`."""
     for load in loads:
-        offset, part = overlapping_bytes(chunk, load, memory)
+        offset, part = slice_overlapping_bytes(chunk, load, memory)
         load.verify_part(offset, part)
         load.copy_part(offset, part)

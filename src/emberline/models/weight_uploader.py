@@ -21,7 +21,7 @@ from emberline.core.errors import ModelError
 from emberline.models.coded_tensor_load import MAX_RUN_BYTES, CodedRun, CodedTensorLoad
 from emberline.models.pinned import allocate_host_bytes, pin, unpin
 from emberline.models.reader import STALL_TIMEOUT_S, FileChunk, FileReader
-from emberline.models.tensor_load import TensorLoad, copy_chunk, overlapping_bytes
+from emberline.models.tensor_load import TensorLoad, copy_chunk, slice_overlapping_bytes
 
 MOVER_THREADS, STAGING_SLOTS = 6, 8  # threads that copy chunks to pinned memory, and pinned buffers for chunks
 MAX_DECODER_THREADS, DECODE_SLOTS = 12, 18  # threads that decode, and pinned buffers for decoded runs of blocks
@@ -130,7 +130,7 @@ class WeightUploader:
             plain = [load for load in loads if not isinstance(load, CodedTensorLoad)]
             if plain:
                 slot.last_copy = self._enqueue_copy(partial(copy_chunk, chunk, plain, memory))
-            parts = [(load, *overlapping_bytes(chunk, load, memory)) for load in coded]
+            parts = [(load, *slice_overlapping_bytes(chunk, load, memory)) for load in coded]
             self._decode_runs(
                 [run for load, offset, part in parts for run in load.add_coded_bytes(offset, part.numpy())]
             )

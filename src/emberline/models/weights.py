@@ -50,19 +50,19 @@ class Weights:
         self._unused = set(checkpoint.tensor_names())
         self._files: dict[Path, mmap.mmap] = {}
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self._unused
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def load_vector(self, name: str, size: int) -> Tensor:
         """Return a norm or bias as a float32 copy, because kernels compute with it in float32."""
-        return self._mark_used(name, self._tensor_view(name, (size,)).to(torch.float32, copy=True))
+        return self._mark_used(name, self._view_tensor(name, (size,)).to(torch.float32, copy=True))
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a matrix, which the caller must pack or copy.
 
         It is a view of the mapped file, unless its dtype had to be converted.
         """
-        view = self._tensor_view(name, (rows, columns))
+        view = self._view_tensor(name, (rows, columns))
         kept = torch.float32 if view.dtype == torch.float16 else view.dtype
         return self._mark_used(name, view.to(self.dtype or kept))
 
@@ -72,7 +72,7 @@ class Weights:
         With `gated`, the parts are a gate and an up matrix. Here their rows are not interleaved, because packing for
         the CPU does that; DeviceWeights interleaves them.
         """
-        views = [self.matrix(name, rows, columns) for name, rows in parts]
+        views = [self.load_matrix(name, rows, columns) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
@@ -80,14 +80,14 @@ class Weights:
         return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
-        return torch.cat([self.vector(name, size) for name, size in parts])
+        return torch.cat([self.load_vector(name, size) for name, size in parts])
 
-    def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+    def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         """Return a copy of the embedding matrix, for lookups of rows.
 
         The mapped file may be closed afterwards.
         """
-        return self.matrix(name, rows, columns).clone()
+        return self.load_matrix(name, rows, columns).clone()
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         """Return whether tensor `name` equals tensor `original`.
@@ -95,7 +95,7 @@ class Weights:
         If so, mark `name` as used without loading it. This reads both tensors. Few checkpoints have duplicates, so the
         cost is acceptable.
         """
-        ours, other = self._tensor_view(original, (rows, columns)), self._tensor_view(name, (rows, columns))
+        ours, other = self._view_tensor(original, (rows, columns)), self._view_tensor(name, (rows, columns))
         dtype, step = self.dtype or ours.dtype, max(1, COMPARE_ELEMENTS // max(1, columns))
         repeats = all(
             torch.equal(ours[at : at + step].to(dtype), other[at : at + step].to(dtype)) for at in range(0, rows, step)
@@ -133,15 +133,15 @@ class Weights:
             hint = "run emberline unweight unpack"
             raise UnsupportedModel(f"{info.file} is packed, which is not supported on {self.device}", hint=hint)
 
-    def _tensor_view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _view_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         dtype = DTYPES[info.dtype]
-        flat = self._decode_bytes(name, info) if is_coded(info) else self._raw_bytes(name, info)
+        flat = self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
         return aligned.view(dtype).view(info.shape)[self.shard.tensor_slices(name, info.shape)]
 
-    def _raw_bytes(self, name: str, info: TensorInfo) -> Tensor:
+    def _view_raw_bytes(self, name: str, info: TensorInfo) -> Tensor:
         flat = torch.frombuffer(self._map_file(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
         if info.packing is not None:
             check_raw_crc(name, info, flat.numpy(), self._codec)

@@ -81,7 +81,7 @@ class HTTPClientConnection(asyncio.Protocol):
         while not self._chunks:
             if self._error is None and self._compressed:
                 await asyncio.sleep(0)  # a little compressed data may be much: other tasks run between two pieces
-                self._inflate_next_piece()
+                self._inflate_next_chunk()
                 continue
             if self._error is not None:
                 raise self._error
@@ -100,14 +100,14 @@ class HTTPClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def _wait_for_data(self, seconds: float) -> asyncio.Future[bool]:
+    def _wait_for_data(self, timeout_s: float) -> asyncio.Future[bool]:
         """Return a future whose result is True when data arrives, or False when `timeout_s` have passed."""
         assert self._waiter is None or self._waiter.done(), "the connection is already being read"
         self._waiter = waiter = self._loop.create_future()
-        if seconds <= 0:
+        if timeout_s <= 0:
             waiter.set_result(False)
             return waiter
-        self._timer.set(self._loop.time() + seconds)
+        self._timer.set(self._loop.time() + timeout_s)
         return waiter
 
     def _on_deadline(self) -> None:
@@ -225,7 +225,7 @@ class HTTPClientConnection(asyncio.Protocol):
             self._has_compressed_data = True
             self._compressed += body
             if not self._chunks:
-                self._inflate_piece()
+                self._inflate_chunk()
         elif body:
             self._chunks.append(body)
             self._size += len(body)
@@ -242,10 +242,10 @@ class HTTPClientConnection(asyncio.Protocol):
                 raise UpstreamBroken(TRUNCATED_BODY_MESSAGE)
             self.is_complete = True
 
-    def _inflate_next_piece(self) -> None:
+    def _inflate_next_chunk(self) -> None:
         """Decompress the next chunk of the body, when the caller has read all chunks before it."""
         try:
-            self._inflate_piece()
+            self._inflate_chunk()
             self._complete_if_all_inflated()
         except (zlib.error, UpstreamBroken) as e:
             self._fail_parsing(e)
@@ -253,7 +253,7 @@ class HTTPClientConnection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
-    def _inflate_piece(self) -> None:
+    def _inflate_chunk(self) -> None:
         assert self._inflater is not None
         if self._inflater.eof:
             raise UpstreamBroken("extra data follows the compressed body of the reply")

@@ -141,14 +141,14 @@ class HTTPConnectionPool:
 
     # -- new connections -----------------------------------------------------------------------------------------------
 
-    async def _open_connection(self, target: OriginConnections, seconds: float) -> HTTPClientConnection:
-        seconds = min(seconds, self._connect_timeout_s)
+    async def _open_connection(self, target: OriginConnections, timeout_s: float) -> HTTPClientConnection:
+        timeout_s = min(timeout_s, self._connect_timeout_s)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout_s):
                 return await self._connect(target)
         except TimeoutError:
             raise UpstreamUnreachable(
-                f"connecting to {target.host_header} took longer than the limit of {seconds:.3g} s"
+                f"connecting to {target.host_header} took longer than the limit of {timeout_s:.3g} s"
             ) from None
         except (OSError, ValueError) as e:
             kind = "TLS error: " if isinstance(e, ssl.SSLError) else ""

@@ -35,20 +35,20 @@ class OriginConnections:
         tls = parts.scheme == "https"
         return OriginConnections(host, port or (443 if tls else 80), tls, parts.netloc, is_address_checked)
 
-    def take_idle(self, unused_since: float) -> HTTPClientConnection | None:
+    def take_idle(self, stale_before: float) -> HTTPClientConnection | None:
         """Return the idle connection that was used last, or None if no usable one is left.
 
         Idle connections that were last used before the time `stale_before` are closed.
         """
-        self.close_stale(unused_since)
+        self.close_stale(stale_before)
         while self.idle:
             if not (connection := self.idle.pop()).is_closed:
                 return connection
         return None
 
-    def close_stale(self, unused_since: float) -> None:
+    def close_stale(self, stale_before: float) -> None:
         """Close the idle connections that were last used before the time `stale_before`."""
-        while self.idle and self.idle[0].idle_since < unused_since:
+        while self.idle and self.idle[0].idle_since < stale_before:
             self.idle.popleft().abort()
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class CycleConnection(Protocol):
 
     def send_error(self, status: int) -> None: ...
 
-    def interrupt(self) -> None: ...
+    def close_mid_reply(self) -> None: ...
 
 
 class RequestResponseCycle:
@@ -108,7 +108,7 @@ class RequestResponseCycle:
             if not isinstance(e, ReplyInterrupted | asyncio.CancelledError):
                 log.exception("Request failed: method=%s path=%s", self.scope["method"], self.scope["path"])
             if self.has_started or not isinstance(e, Exception):
-                self._connection.interrupt()
+                self._connection.close_mid_reply()
             elif not self.is_disconnected:
                 self._connection.send_error(500)
             if not isinstance(e, Exception):

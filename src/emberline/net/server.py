@@ -25,7 +25,7 @@ class HTTPServer:
         )
 
     @property
-    def open_requests(self) -> int:
+    def open_request_count(self) -> int:
         return len(self.state.tasks)
 
     async def stop(self, timeout_s: float) -> None:

@@ -102,7 +102,7 @@ class HTTPServerConnection(asyncio.Protocol):
             if self._transport.get_write_buffer_size():
                 self._set_close_deadline(CLOSE_TIMEOUT_S)
 
-    def interrupt(self) -> None:
+    def close_mid_reply(self) -> None:
         """Close the connection in the middle of a reply.
 
         Data that waits to be sent is sent first, unless the client reads too slowly.
@@ -243,18 +243,18 @@ class HTTPServerConnection(asyncio.Protocol):
         cycle.task = self.loop.create_task(cycle.run())
         self._state.tasks.add(cycle.task)
 
-    def _make_scope(self, kind: str, method: str, version: str) -> dict[str, Any]:
+    def _make_scope(self, scope_type: str, method: str, version: str) -> dict[str, Any]:
         path, _, query = self._url.partition(b"?")
         if not path.startswith(b"/") or b"#" in self._url:
             parsed = httptools.parse_url(self._url)
             path, query = parsed.path or b"/", parsed.query or b""
         text = path.decode("ascii")
         return {
-            "type": kind,
+            "type": scope_type,
             "asgi": {"version": "3.0", "spec_version": "2.4"},
             "http_version": version,
             "method": method,
-            "scheme": "http" if kind == "http" else "ws",
+            "scheme": "http" if scope_type == "http" else "ws",
             "path": unquote(text) if "%" in text else text,
             "raw_path": path,
             "query_string": query,

@@ -11,7 +11,7 @@ from emberline.core.blockbatch import BlockBatch
 MAX_ENDED_INCARNATIONS = 16
 
 
-class KVFeed:
+class WorkerKVBlocks:
     def __init__(self) -> None:
         self.incarnation = ""
         self.seq = 0  # number of the last batch applied

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from emberline.core.blockbatch import BlockBatch
-from emberline.router.kvfeed import KVFeed
+from emberline.router.kvfeed import WorkerKVBlocks
 from emberline.router.prefix_block_map import BlockPosition, PrefixBlockMap
 from emberline.router.prefixmap import PromptPrefix
 
@@ -27,7 +27,7 @@ class KVIndex:
 
         A worker whose batch exceeds that limit is removed from the index."""
         self._max_blocks = max_blocks
-        self._feeds: dict[str, KVFeed] = {}
+        self._feeds: dict[str, WorkerKVBlocks] = {}
         self._too_large: set[str] = set()
         self.prefix_blocks = PrefixBlockMap(max_prefixes)
 
@@ -40,15 +40,15 @@ class KVIndex:
             return KVIndexState.FALLBACK
         return KVIndexState.EXACT if feed.is_exact else KVIndexState.DEGRADED
 
-    def block_count(self, worker_id: str) -> int:
+    def count_blocks(self, worker_id: str) -> int:
         """Return the number of KV blocks that the worker holds, or 0 if the index is not exact for this worker."""
         feed = self._feeds.get(worker_id)
         return len(feed.held_blocks) if feed is not None and feed.is_exact else 0
 
-    def status_fields(self, worker_id: str) -> dict[str, Any]:
+    def build_status_fields(self, worker_id: str) -> dict[str, Any]:
         return {
             "kv_index": self.state(worker_id).value,
-            "kv_blocks": self.block_count(worker_id),
+            "kv_blocks": self.count_blocks(worker_id),
             "kv_seq": self.last_applied_batch(worker_id)[1],
         }
 
@@ -65,7 +65,7 @@ class KVIndex:
 
     def apply_batch(self, worker_id: str, batch: BlockBatch) -> KVIndexState:
         if worker_id not in self._too_large:
-            self._feeds.setdefault(worker_id, KVFeed()).apply_batch(batch)
+            self._feeds.setdefault(worker_id, WorkerKVBlocks()).apply_batch(batch)
             if len(self) > self._max_blocks:
                 del self._feeds[worker_id]
                 self._too_large.add(worker_id)

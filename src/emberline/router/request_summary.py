@@ -62,7 +62,7 @@ class RequestSummary:
     def parse(body: bytes, session_id: str = "", tenant_id: str = "") -> RequestSummary:
         """Return the summary of a JSON body. Raises InvalidRequest if it is not JSON or `model` is not a string.
 
-        `tenant_id` identifies the client's API key, or is "". Prompts of different tenants never share cached
+        `derive_tenant_id` identifies the client's API key, or is "". Prompts of different tenants never share cached
         blocks."""
         try:
             fields = _BODY.decode(body)

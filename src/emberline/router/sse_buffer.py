@@ -50,7 +50,7 @@ def remove_comments(events: bytes) -> bytes:
     return b"".join(event + b"\n\n" for event in events.split(b"\n\n")[:-1] if not event.startswith(b":"))
 
 
-def last_event_start(events: bytes) -> int:
+def find_last_event_start(events: bytes) -> int:
     """Return the index in `events` at which the last event begins."""
     before = events.rfind(b"\n\n", 0, len(events) - 2)
     return 0 if before < 0 else before + 2

@@ -15,7 +15,7 @@ from emberline.core.handoff import Handoff, TokenGroup
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.dialect import InvalidWorkerReply
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.router.sse_buffer import FINAL_EVENT_PREFIXES, SSEBuffer, last_event_start
+from emberline.router.sse_buffer import FINAL_EVENT_PREFIXES, SSEBuffer, find_last_event_start
 
 MAX_GROUP_BYTES = 32 << 20
 
@@ -73,7 +73,9 @@ class StreamTracker:
             self.first_chunk = self.first_chunk or output
             self.last_chunk = output
             self.event_count += output.count(b"\n\n")
-            self.has_ended = output.startswith(FINAL_EVENT_PREFIXES, last_event_start(output)) and not self.is_mid_event
+            self.has_ended = (
+                output.startswith(FINAL_EVENT_PREFIXES, find_last_event_start(output)) and not self.is_mid_event
+            )
         return output
 
     def take_remaining_bytes(self) -> bytes:

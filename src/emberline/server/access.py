@@ -18,7 +18,7 @@ PROXY_HEADERS = (b"via", b"forwarded", b"x-forwarded-for", b"x-forwarded-host", 
 CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # sent by a router beside the client's own key
 
 
-def tenant_id(exchange: Exchange) -> str:
+def derive_tenant_id(exchange: Exchange) -> str:
     """Return the client's tenant: a hash of its API key.
 
     Cached prompts of one tenant are never used for a different tenant."""

@@ -15,7 +15,7 @@ from emberline.core.errors import EmberlineError, HostNotAllowed, InvalidRequest
 from emberline.net.server_state import App
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.route_table import reply_error
-from emberline.wire.errors import openai_error
+from emberline.wire.errors import render_openai_error
 from emberline.wire.sse import dumps
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and pages of other sites cannot read the replies
@@ -190,7 +190,7 @@ async def _reply_error(scope: Scope, receive: Receive, send: Send, error: Emberl
         await reply_error(Exchange(scope, receive, send), error)
         return
     await receive()  # websocket.connect
-    reply = openai_error(error)
+    reply = render_openai_error(error)
     headers = [(b"content-type", b"application/json")]
     await send({"type": "websocket.http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": dumps(reply.body)})

@@ -98,13 +98,13 @@ class Exchange:
         self.client_disconnected = True
 
     async def start_reply(
-        self, status: int, content_type: str, headers: Mapping[str, str], body_bytes: int | None = None
+        self, status: int, content_type: str, headers: Mapping[str, str], body_length: int | None = None
     ) -> None:
         """Send the reply's status and headers. `body_length`: bytes of its body, if known."""
         assert self.status is None, "the exchange was answered twice"
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         pairs.append((b"content-type", content_type.encode("latin-1")))
-        if body_bytes is not None:
-            pairs.append((b"content-length", b"%d" % body_bytes))
+        if body_length is not None:
+            pairs.append((b"content-length", b"%d" % body_length))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -108,7 +108,7 @@ async def serve_until_stopped(
     `on_ready` is called when the server accepts requests, and `before_stop` after the signal, while the server still
     accepts requests. `max_message_bytes` limits the size of a WebSocket message; if it is 0, WebSockets are rejected.
     `server` is the server that `answer_while_loading` returned."""
-    with _stop_event() as stop:
+    with _watch_stop_signals() as stop:
         if server is None:
             server = HTTPServer(app, max_message_bytes=max_message_bytes)
             await server.start(listener)
@@ -117,7 +117,7 @@ async def serve_until_stopped(
         gc.freeze()  # objects of the start are permanent: scanning them again would pause the process for 26 ms
         on_ready()
         await stop.wait()
-        if count := server.open_requests:
+        if count := server.open_request_count:
             log.info("Stopping, waiting for open requests: open=%d timeout_s=%g", count, SHUTDOWN_TIMEOUT_S)
         if before_stop is not None:
             await before_stop()
@@ -126,7 +126,7 @@ async def serve_until_stopped(
 
 
 @contextmanager
-def _stop_event() -> Iterator[asyncio.Event]:
+def _watch_stop_signals() -> Iterator[asyncio.Event]:
     """Yield an event that is set when the process receives SIGTERM or SIGINT. Works in the main thread only."""
     stop = asyncio.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -127,9 +127,9 @@ class ModelMetrics:
         self._startup: dict[str, float] = {}
         self._memory = (0, 0)
 
-    def record_engine_start(self, seconds: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
+    def record_engine_start(self, seconds_by_phase: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
         """Record how long each phase of the engine's start took, and the memory of its weights and KV cache."""
-        self._startup, self._memory = dict(seconds), (weight_bytes, kv_bytes)
+        self._startup, self._memory = dict(seconds_by_phase), (weight_bytes, kv_bytes)
 
     def record_step(self, stats: Stats) -> None:
         for kind, seconds in stats.residency:
@@ -147,9 +147,9 @@ class ModelMetrics:
         self._cached_tokens += cached_tokens
         self.computed_tokens.observe(prompt_tokens - cached_tokens)
 
-    def record_completion(self, reason: str, timing: Timing | None, tokens: int) -> None:
-        self._finished[reason] += 1
-        self.generation.observe(tokens)
+    def record_completion(self, finish_reason: str, timing: Timing | None, output_tokens: int) -> None:
+        self._finished[finish_reason] += 1
+        self.generation.observe(output_tokens)
         if timing is None:
             return
         self.ttft.observe(timing.ttft)
@@ -159,11 +159,11 @@ class ModelMetrics:
         self.decode.observe(timing.decode)
         if timing.finished is not None and timing.admitted is not None:
             self.inference.observe(timing.finished - timing.admitted)
-        if timing.decode is not None and tokens > 1:
-            self.tpot.observe(timing.decode / (tokens - 1))
+        if timing.decode is not None and output_tokens > 1:
+            self.tpot.observe(timing.decode / (output_tokens - 1))
 
     def families(
-        self, stats: Stats, *, restarts: int, ready: bool, block_size: int, cache: CacheInfo = CPU_CACHE
+        self, stats: Stats, *, restart_count: int, is_ready: bool, block_size: int, cache: CacheInfo = CPU_CACHE
     ) -> Iterator[MetricFamily]:
         one = self.labels
         for name, help_text, gauge in (
@@ -175,7 +175,7 @@ class ModelMetrics:
             ("emberline:kv_blocks", "KV blocks in total.", stats.blocks_total),
             ("emberline:weight_bytes", "Memory of the weights.", self._memory[0]),
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
-            ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
+            ("emberline:engine_ready", "1 when the engine takes requests.", int(is_ready)),
         ):
             yield MetricFamily.from_samples(name, help_text, "gauge", [(one, gauge)])
         for name, help_text, counter in (
@@ -193,12 +193,12 @@ class ModelMetrics:
                 "CPU time of the engine process, which all models share.",
                 stats.cpu_seconds,
             ),
-            ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
+            ("emberline:engine_restarts_total", "Times the engine process was started again.", restart_count),
         ):
             yield MetricFamily.from_samples(name, help_text, "counter", [(one, counter)])
         labels = self._cache_labels(stats, block_size, cache)
         yield MetricFamily.from_samples("vllm:cache_config_info", "KV cache settings.", "gauge", [(labels, 1)])
-        yield from self._labelled_families(stats)
+        yield from self._build_labelled_metrics(stats)
         for histogram in (
             self.ttft,
             self.itl,
@@ -218,7 +218,7 @@ class ModelMetrics:
         ):
             yield histogram.family(one)
 
-    def sleep_families(self, stats: SleepStats, is_awake: bool) -> Iterator[MetricFamily]:
+    def build_sleep_metrics(self, stats: SleepStats, is_awake: bool) -> Iterator[MetricFamily]:
         one = self.labels
         yield MetricFamily.from_samples(
             "emberline:model_awake",
@@ -236,7 +236,7 @@ class ModelMetrics:
         ):
             yield MetricFamily.from_samples(f"emberline:model_{name}_total", help_text, "counter", [(one, counter)])
 
-    def _tier_families(self, tiers: Mapping[str, TierStats]) -> Iterator[MetricFamily]:
+    def _build_tier_metrics(self, tiers: Mapping[str, TierStats]) -> Iterator[MetricFamily]:
         for name, help_text, kind in (
             ("on", "1 when the tier is in use, 0 after an I/O error.", "gauge"),
             ("blocks", "KV blocks in the tier.", "gauge"),
@@ -274,11 +274,11 @@ class ModelMetrics:
         }
         return ",".join([self.labels, *(f'{name}="{value}"' for name, value in labels.items())])
 
-    def _labelled_families(self, stats: Stats) -> Iterator[MetricFamily]:
+    def _build_labelled_metrics(self, stats: Stats) -> Iterator[MetricFamily]:
         """Yield the metrics that have more labels than the model's name."""
         one = self.labels
         if stats.tiers:
-            yield from self._tier_families(stats.tiers)
+            yield from self._build_tier_metrics(stats.tiers)
         waiting = [
             (f'{one},reason="capacity"', stats.waiting - stats.deferred - stats.asleep),
             (f'{one},reason="deferred"', stats.deferred),

@@ -16,7 +16,7 @@ from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.media_type import require_json
 from emberline.server.metrics import ReplyCounter
 from emberline.server.pages import StaticPage
-from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.errors import render_anthropic_error, render_openai_error
 
 log = logging.getLogger("emberline.server")
 
@@ -90,6 +90,8 @@ class RouteTable:
 
 async def reply_error(exchange: Exchange, error: Exception) -> None:
     """Send an error reply in the format of the request's API protocol (OpenAI or Anthropic)."""
-    reply = (anthropic_error if exchange.protocol_path.startswith("/v1/messages") else openai_error)(error)
+    reply = (render_anthropic_error if exchange.protocol_path.startswith("/v1/messages") else render_openai_error)(
+        error
+    )
     allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
     await exchange.reply_json(reply.body, reply.status, {**reply.headers, **allow})

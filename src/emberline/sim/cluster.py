@@ -220,13 +220,13 @@ class SimCluster:
             self._schedule_callback(self.clock.time + BALANCE_INTERVAL_S, self._record_load_imbalance)
 
 
-def choose_by_policy(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
+def choose_worker_by_policy(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
     return dispatcher.choose_worker(summary, set())
 
 
 def make_random_chooser(seed: int) -> WorkerChooser:
     rng = random.Random(seed)
-    return lambda dispatch, ask: _decision_for(dispatch, ask, rng.choice(sorted(dispatch.workers)))
+    return lambda dispatch, ask: _make_decision_for(dispatch, ask, rng.choice(sorted(dispatch.workers)))
 
 
 def make_round_robin_chooser() -> WorkerChooser:
@@ -234,20 +234,20 @@ def make_round_robin_chooser() -> WorkerChooser:
 
     def choose_next_worker(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
         names = sorted(dispatcher.workers)
-        return _decision_for(dispatcher, summary, names[next(counter) % len(names)])
+        return _make_decision_for(dispatcher, summary, names[next(counter) % len(names)])
 
     return choose_next_worker
 
 
-def choose_fewest_requests(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
-    return _decision_for(
+def choose_worker_with_fewest_requests(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
+    return _make_decision_for(
         dispatcher,
         summary,
         min(dispatcher.workers.values(), key=lambda worker: (worker.open_requests, worker.name)).name,
     )
 
 
-def _decision_for(dispatcher: Dispatcher, summary: RequestSummary, worker_name: str) -> RoutingDecision:
+def _make_decision_for(dispatcher: Dispatcher, summary: RequestSummary, worker_name: str) -> RoutingDecision:
     """Return a routing decision for the worker with this name, with the loads that the router estimates."""
     estimate = dispatcher.estimators[summary.model]
     load = RequestLoad(estimate.estimate_prompt_tokens(summary.prompt_bytes), estimate.estimate_output_tokens(summary))

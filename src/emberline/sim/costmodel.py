@@ -19,7 +19,7 @@ class CostModel:
     token: float = 24.8e-6  # seconds to multiply one token with all weights
     context: float = 30e-9  # seconds to read the keys and values of one token
 
-    def step_seconds(self, plan: StepPlan) -> float:
+    def estimate_step_seconds(self, plan: StepPlan) -> float:
         """Return the estimated duration of a step.
 
         The step reads all weights once, while it computes its tokens. After that, each request reads the keys and

@@ -17,7 +17,7 @@ from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.router.prefix_block_map import BlockPosition
 from emberline.sim.costmodel import CostModel
-from emberline.tokens.blockhash import last_full_block, root_hash
+from emberline.tokens.blockhash import hash_last_full_block, root_hash
 
 VOCAB_SIZE = 100_000
 BLOCK_BUFFER_BYTES = 8  # size of a simulated block; its content does not matter
@@ -39,7 +39,7 @@ class SimRunner:
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
-        seconds = self._cost.step_seconds(plan) if plan.work else 0.0
+        seconds = self._cost.estimate_step_seconds(plan) if plan.work else 0.0
         self._clock.advance(seconds)
         ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
         return StepResult(plan.step, {name: SampledToken(_token_at(name, end)) for name, end in ends}, seconds=seconds)
@@ -84,7 +84,7 @@ class SimWorker:
         return self._block_events.batches_after(incarnation, batch_number)
 
     def last_prompt_block(self, tokens: list[int]) -> BlockPosition | None:
-        end = last_full_block(root_hash(SimRunner.layout), tokens, self.engine.config.block_size)
+        end = hash_last_full_block(root_hash(SimRunner.layout), tokens, self.engine.config.block_size)
         return BlockPosition(*end) if end is not None else None
 
     @property

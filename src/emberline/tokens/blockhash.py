@@ -25,7 +25,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=DIGEST_BYTES).digest()
 
 
-def last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:
+def hash_last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:
     """Return the hash of the last full block and the number of full blocks; None if no block is full."""
     digest = root
     for at in range(0, len(tokens) - block_size + 1, block_size):

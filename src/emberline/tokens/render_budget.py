@@ -39,7 +39,7 @@ class RenderBudget:
             elif isinstance(v, (list, tuple)):
                 stack += v
 
-    def spend_text_call(self, name: str, text: Any, args: list[Any]) -> None:
+    def spend_string_operation(self, name: str, text: Any, args: list[Any]) -> None:
         """Spend the cost of the string method or filter `name`, called with `text` and `args`.
 
         For `replace`, `join` and `indent` the cost includes the result, which may be far longer than the input."""

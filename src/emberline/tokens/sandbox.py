@@ -52,14 +52,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
         self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
         self.filters = {
-            **{name: _spend_before_call(name, FILTERS[name], nested=False) for name in _SHALLOW_FILTERS.split()},
-            **{name: _spend_before_call(name, FILTERS[name], nested=True) for name in _NESTED_FILTERS.split()},
+            **{
+                name: _spend_before_call(name, FILTERS[name], includes_nested=False)
+                for name in _SHALLOW_FILTERS.split()
+            },
+            **{name: _spend_before_call(name, FILTERS[name], includes_nested=True) for name in _NESTED_FILTERS.split()},
             "tojson": _tojson,
             "safe": lambda value: value,  # nothing is ever escaped
             **GUARDS,
         }
         self.tests = {
-            name: _spend_before_call(name, test, nested=name in _NESTED_TESTS.split()) for name, test in TESTS.items()
+            name: _spend_before_call(name, test, includes_nested=name in _NESTED_TESTS.split())
+            for name, test in TESTS.items()
         }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -79,7 +83,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, arguments = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
         name = __obj.__name__ if isinstance(owner, str) else ""
-        render_budget_of(__context).spend_text_call(name, owner, arguments)
+        render_budget_of(__context).spend_string_operation(name, owner, arguments)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -101,21 +105,21 @@ def _is_either_a_sequence(left: Any, right: Any) -> bool:
     return isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
 
 
-def _spend_before_call(name: str, inner: Any, nested: bool) -> Callable[..., Any]:
-    leading = getattr(getattr(inner, "jinja_pass_arg", None), "name", "")
+def _spend_before_call(name: str, function: Any, includes_nested: bool) -> Callable[..., Any]:
+    leading = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
 
     @pass_context
     def spend_and_call(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget, arguments = render_budget_of(context), [*args, *kwargs.values()]
         if name == "join":  # the filter takes the list first, the separator second
-            budget.spend_text_call(name, arguments[0] if arguments else "", [value])
+            budget.spend_string_operation(name, arguments[0] if arguments else "", [value])
         else:
-            budget.spend_text_call(name, value, arguments)
-        if nested:
+            budget.spend_string_operation(name, value, arguments)
+        if includes_nested:
             budget.spend_nested([value, *arguments])
         passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         first = (passed[leading], value) if leading else (value,)
-        result = inner(*first, *args, **kwargs)
+        result = function(*first, *args, **kwargs)
         return list(result) if isinstance(result, Iterator) else result
 
     return spend_and_call

@@ -52,14 +52,18 @@ class ChatTemplate:
             sources = {"default": _read_template_source(separate_file)}
         else:
             json_file = read_object_if_exists(directory / "chat_template.json")
-            sources = _named_sources(config.get("chat_template") or json_file.get("chat_template"))
+            sources = _parse_sources_by_name(config.get("chat_template") or json_file.get("chat_template"))
         if not sources:
             raise UnsupportedModel(
                 f"the model directory {directory} has no chat template", hint="pass one with --chat-template FILE"
             )
         return ChatTemplate(
             sources,
-            {name: text for name in SPECIAL_TOKEN_NAMES if (text := _special_token_text(config.get(name))) is not None},
+            {
+                name: text
+                for name in SPECIAL_TOKEN_NAMES
+                if (text := _parse_special_token(config.get(name))) is not None
+            },
         )
 
     def render(
@@ -125,7 +129,7 @@ def _reject_messages(message: Any = "") -> None:
     raise MessagesRejected(str(message))
 
 
-def _named_sources(value: Any) -> dict[str, str]:
+def _parse_sources_by_name(value: Any) -> dict[str, str]:
     """Return templates by name. `value` is one template, or a list of objects with `name` and `template`."""
     if isinstance(value, str):
         return {"default": value}
@@ -141,7 +145,7 @@ def _read_template_source(path: Path) -> str:
         raise ModelFileError(f"cannot read the chat template {path}: {e}") from e
 
 
-def _special_token_text(value: Any) -> str | None:
+def _parse_special_token(value: Any) -> str | None:
     """Return the text of a special token. `value` is the text, or an object with the text as `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -34,7 +34,7 @@ class Tokenizer:
         self._added_ids = frozenset(added)
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
         self.alphabet, self.strips_first_space = _detect_alphabet(inner.decoder)
-        self._byte_of = _byte_alphabet() if self.alphabet is Alphabet.BYTE_LEVEL else {}
+        self._byte_of = _build_gpt2_byte_table() if self.alphabet is Alphabet.BYTE_LEVEL else {}
         self._bytes: dict[int, bytes] = {}
 
     @staticmethod
@@ -115,7 +115,7 @@ def _detect_alphabet(decoder: Any) -> tuple[Alphabet, bool]:
     return Alphabet.OPAQUE, False
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _build_gpt2_byte_table() -> dict[str, int]:
     """Return the mapping from characters to bytes that GPT-2's tokenizer uses.
 
     A printable Latin-1 character is mapped to its own byte. The other bytes are represented by the characters from

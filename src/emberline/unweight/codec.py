@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.unweight.format import INDEX_ENTRY_BYTES, Bytes, max_coded_bytes, num_blocks
+from emberline.unweight.format import INDEX_ENTRY_BYTES, Bytes, count_blocks, max_coded_bytes
 from emberline.unweight.prefix_code import PrefixCode
 
 
@@ -25,7 +25,7 @@ class WeightCodec(Protocol):
         """Return the coded blocks and their index entries. The last block may have fewer elements."""
 
     def decode(
-        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
+        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, verify_crc: bool = True
     ) -> int:
         """Decode blocks into `out`; return -1, or the index of the first damaged block.
 
@@ -33,7 +33,7 @@ class WeightCodec(Protocol):
         CRC-32 of each block is verified.
         """
 
-    def crc32(self, data: Bytes, start: int = 0) -> int:
+    def crc32(self, data: Bytes, previous_crc: int = 0) -> int:
         """Return the CRC-32 of `data`, continued from `start`, the CRC-32 of preceding bytes."""
 
 
@@ -54,7 +54,7 @@ class NativeWeightCodec:
         count = len(elements) // element_bytes
         coded, index = (
             np.empty(max_coded_bytes(count, element_bytes), np.uint8),
-            np.empty(INDEX_ENTRY_BYTES * num_blocks(count), np.uint8),
+            np.empty(INDEX_ENTRY_BYTES * count_blocks(count), np.uint8),
         )
         size = self._library.ember_unweight_encode(
             _address_of(elements), count, element_bytes, _address_of(code.lengths), _address_of(coded),
@@ -64,10 +64,10 @@ class NativeWeightCodec:
         return coded[:size], index
 
     def decode(
-        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
+        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, verify_crc: bool = True
     ) -> int:
         count = len(out) // element_bytes
-        assert len(index) == INDEX_ENTRY_BYTES * num_blocks(count) and out.flags.writeable
+        assert len(index) == INDEX_ENTRY_BYTES * count_blocks(count) and out.flags.writeable
         return int(
             self._library.ember_unweight_decode(
                 _address_of(coded),
@@ -76,13 +76,13 @@ class NativeWeightCodec:
                 count,
                 element_bytes,
                 _address_of(code.lengths),
-                check,
+                verify_crc,
                 _address_of(out),
             )
         )
 
-    def crc32(self, data: Bytes, start: int = 0) -> int:
-        return int(self._library.ember_crc32(_address_of(data), len(data), start))
+    def crc32(self, data: Bytes, previous_crc: int = 0) -> int:
+        return int(self._library.ember_crc32(_address_of(data), len(data), previous_crc))
 
 
 def select_weight_codec(library: ctypes.CDLL | None) -> WeightCodec:

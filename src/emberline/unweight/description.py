@@ -50,7 +50,7 @@ class TensorDescription:
     def as_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "codec": "raw"}
         if self.code is not None:
-            out |= {"codec": "huffman", "first": self.code.first, "lengths": str(self.code)}
+            out |= {"codec": "huffman", "first": self.code.first_coded_symbol, "lengths": str(self.code)}
             out |= {"entropy": round(self.entropy, 4)}
         return out | {"crc32": self.crc32, "sha256": self.sha256}
 

@@ -28,7 +28,7 @@ class ModelFile:
     def __init__(self, path: Path, codec: WeightCodec) -> None:
         self.path, self.codec = path, codec
         try:
-            self._opened_state = _file_state(path.stat())
+            self._opened_state = _file_identity(path.stat())
         except OSError as e:
             raise self._read_error(e) from e
         self.header = read_header(path)
@@ -44,7 +44,7 @@ class ModelFile:
             with self.path.open("rb") as file:
                 file.seek(info.offset + begin)
                 count = file.readinto(out.data)
-                changed = _file_state(os.fstat(file.fileno())) != self._opened_state
+                changed = _file_identity(os.fstat(file.fileno())) != self._opened_state
         except OSError as e:
             raise self._read_error(e) from e
         if changed or count < len(out):
@@ -72,5 +72,5 @@ class ModelFile:
         return ModelFileError(f"cannot read {self.path}: {error.strerror or error}")
 
 
-def _file_state(stat: os.stat_result) -> tuple[int, ...]:
+def _file_identity(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -23,7 +23,7 @@ MIN_ELEMENTS = 4096  # smaller tensors are stored raw
 MAX_CODED_RATIO = 0.98  # a tensor is coded if this shrinks it at least to this part of its size
 
 
-def num_blocks(num_elements: int) -> int:
+def count_blocks(num_elements: int) -> int:
     return -(-num_elements // BLOCK_ELEMENTS)
 
 
@@ -40,5 +40,5 @@ def max_coded_bytes(num_elements: int, element_bytes: int) -> int:
     return (
         (element_bytes - 1) * num_elements
         + -(-num_elements * MAX_CODE_BITS // 8)
-        + 8 * BLOCK_STREAMS * num_blocks(num_elements)
+        + 8 * BLOCK_STREAMS * count_blocks(num_elements)
     )

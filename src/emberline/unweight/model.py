@@ -27,28 +27,28 @@ from emberline.unweight.unpack import iter_verified_chunks, unpack_file
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".pkl"}
 
 
-def pack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> list[Path]:
+def pack_model(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> list[Path]:
     """Pack the model directory `source` into the new directory `target`.
 
     Return the weight files that were not copied, because they do not belong to the checkpoint.
     """
-    files = weight_files(source)
+    files = list_weight_files(source)
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
             pack_file(file, work / file.name, codec, pool, report_progress)
         return _copy_other_files(source, work)
 
 
-def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> None:
+def unpack_model(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> None:
     """Restore the original of the packed directory `source`, byte for byte, in the directory `target`."""
-    files = weight_files(source)
+    files = list_weight_files(source)
     with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
             unpack_file(file, work / file.name, codec, pool, report_progress)
         _copy_other_files(source, work)
 
 
-def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progress: ReportProgress) -> list[str]:
+def verify_model(packed: Path, original: Path | None, codec: WeightCodec, report_progress: ReportProgress) -> list[str]:
     """Return messages about all packed tensors that do not match their hashes.
 
     With `original`, also compare all tensors and files with that unpacked directory.
@@ -65,15 +65,15 @@ def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progr
             except ModelFileError as e:
                 errors.append(str(e))
     errors += [f"tensor {name!r} of {original} is missing in {packed}" for name in sources]
-    return errors if original is None else errors + _differing_other_files(original, packed)
+    return errors if original is None else errors + _find_differing_files(original, packed)
 
 
-def weight_files(directory: Path) -> list[Path]:
+def list_weight_files(directory: Path) -> list[Path]:
     return sorted({info.file for info in Checkpoint.open(directory).tensors.values()})
 
 
 def _open_tensors(directory: Path, codec: WeightCodec, *, packed: bool) -> dict[str, ModelFile]:
-    files = [ModelFile(path, codec) for path in weight_files(directory)]
+    files = [ModelFile(path, codec) for path in list_weight_files(directory)]
     for file in files:
         if file.header.is_packed != packed:
             hint = "run emberline unweight pack first" if packed else "compare with the original, unpacked model"
@@ -145,9 +145,9 @@ def _remove_files(paths: Iterator[Path]) -> None:
             path.unlink()
 
 
-def _other_files(directory: Path) -> Iterator[Path]:
+def _iter_other_files(directory: Path) -> Iterator[Path]:
     """Yield all files of the directory except the checkpoint's weight files and hidden files."""
-    weights = set(weight_files(directory))
+    weights = set(list_weight_files(directory))
     seen: set[str] = set()
     for folder, folders, files in os.walk(directory, onerror=_raise_error, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -164,20 +164,20 @@ def _raise_error(error: OSError) -> None:
 
 def iter_copied_files(directory: Path) -> Iterator[Path]:
     """Yield the files that packing copies unchanged: all except weight files and hidden files."""
-    return (path for path in _other_files(directory) if path.suffix not in WEIGHT_SUFFIXES)
+    return (path for path in _iter_other_files(directory) if path.suffix not in WEIGHT_SUFFIXES)
 
 
-def _copy_other_files(source: Path, work: Path) -> list[Path]:
+def _copy_other_files(source: Path, target: Path) -> list[Path]:
     for path in iter_copied_files(source):
-        to = work / path.relative_to(source)
+        to = target / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, to)
         with to.open("rb") as copy:
             os.fsync(copy.fileno())
-    return [path for path in _other_files(source) if path.suffix in WEIGHT_SUFFIXES]
+    return [path for path in _iter_other_files(source) if path.suffix in WEIGHT_SUFFIXES]
 
 
-def _differing_other_files(original: Path, packed: Path) -> list[str]:
+def _find_differing_files(original: Path, packed: Path) -> list[str]:
     pairs = [(path, packed / path.relative_to(original)) for path in iter_copied_files(original)]
     return [
         f"{copy} differs from {path}"

@@ -20,7 +20,7 @@ from emberline.unweight.format import (
     MAX_CODE_BITS,
     MAX_LOOKUP_SYMBOLS,
     Bytes,
-    num_blocks,
+    count_blocks,
     stream_bounds,
 )
 from emberline.unweight.prefix_code import PrefixCode
@@ -49,18 +49,18 @@ class NumpyWeightCodec:
         return np.concatenate([empty, *parts]), np.concatenate([empty, *entries])
 
     def decode(
-        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
+        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, verify_crc: bool = True
     ) -> int:
         count = len(out) // element_bytes
         entries = index.reshape(-1, INDEX_ENTRY_BYTES)
         sizes = entries[:, :8].copy().view("<u2").astype(np.int64)
         crcs = entries[:, 8:].copy().view("<u4")[:, 0]
-        counts = np.full(num_blocks(count), BLOCK_ELEMENTS)
+        counts = np.full(count_blocks(count), BLOCK_ELEMENTS)
         counts[-1:] = count - BLOCK_ELEMENTS * (len(counts) - 1)
         ends = np.cumsum(sizes.sum(1) + (element_bytes - 1) * counts)
         starts = np.concatenate([[0], ends])[:-1]
         intact = [
-            bool(end <= len(coded)) and not (check and zlib.crc32(coded[start:end].data) != crc)
+            bool(end <= len(coded)) and not (verify_crc and zlib.crc32(coded[start:end].data) != crc)
             for start, end, crc in zip(starts, ends, crcs, strict=True)
         ]
         if not all(intact):
@@ -75,8 +75,8 @@ class NumpyWeightCodec:
             merge_symbols(np.concatenate([row[:m] for row, m in zip(symbols[i], lengths, strict=True)]), planes, to)
         return -1
 
-    def crc32(self, data: Bytes, start: int = 0) -> int:
-        return zlib.crc32(data.data, start)
+    def crc32(self, data: Bytes, previous_crc: int = 0) -> int:
+        return zlib.crc32(data.data, previous_crc)
 
 
 def split_symbols(elements: Bytes, element_bytes: int) -> tuple[Bytes, Bytes]:

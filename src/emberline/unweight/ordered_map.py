@@ -14,17 +14,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def map_in_order(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def map_in_order(
+    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
     """Yield `function(item)` for each item in order.
 
     Only two items per core are in progress, to bound memory.
     """
     rest, max_pending = iter(items), 2 * core_count()
-    pending: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(rest, max_pending))
+    pending: deque[Future[Result]] = deque(pool.submit(function, item) for item in islice(rest, max_pending))
     try:
         while pending:
             result = pending.popleft().result()
-            pending.extend(pool.submit(work, item) for item in islice(rest, 1))
+            pending.extend(pool.submit(function, item) for item in islice(rest, 1))
             yield result
     finally:
         for future in pending:

@@ -25,7 +25,7 @@ from emberline.unweight.format import (
     MAX_CODED_RATIO,
     MIN_ELEMENTS,
     Bytes,
-    num_blocks,
+    count_blocks,
 )
 from emberline.unweight.ordered_map import map_in_order
 from emberline.unweight.prefix_code import PrefixCode, entropy_bits
@@ -79,11 +79,11 @@ class _FilePacker:
         run_counts = self._pool.map(lambda start: self._codec.count_symbols(read_run(start), width), starts)
         counts: NDArray[np.uint64] = np.sum(list(run_counts), axis=0)
         code, count = PrefixCode.from_counts(counts), info.nbytes // width
-        size = INDEX_ENTRY_BYTES * num_blocks(count) + (width - 1) * count + code.total_bits(counts) / 8
+        size = INDEX_ENTRY_BYTES * count_blocks(count) + (width - 1) * count + code.total_bits(counts) / 8
         if size > MAX_CODED_RATIO * info.nbytes:
             return False
         digest, index = hashlib.sha256(), []
-        self._writer.begin_tensor(INDEX_ENTRY_BYTES * num_blocks(count))
+        self._writer.begin_tensor(INDEX_ENTRY_BYTES * count_blocks(count))
         for elements, (coded, entries) in map_in_order(self._pool, encode_run, starts):
             digest.update(elements.data)
             self._writer.write(coded)

@@ -25,21 +25,23 @@ class PrefixCode:
         return PrefixCode(np.array(_optimal_lengths(counts.tolist()), np.uint8))
 
     @staticmethod
-    def parse(first: object, text: object) -> PrefixCode:
+    def parse(first: object, length_digits: object) -> PrefixCode:
         """Parse the code of a file: one hexadecimal digit per symbol, from `first` on, with its code length."""
-        if type(first) is not int or not isinstance(text, str) or not LENGTH_DIGITS.fullmatch(text):
-            raise ModelFileError(f"invalid prefix code in a packed file: first={first!r} lengths={str(text)[:40]!r}")
-        if not 0 <= first <= 256 - len(text):
-            raise ModelFileError(f"a prefix code of {len(text)} symbols cannot begin at symbol {first}")
+        if type(first) is not int or not isinstance(length_digits, str) or not LENGTH_DIGITS.fullmatch(length_digits):
+            raise ModelFileError(
+                f"invalid prefix code in a packed file: first={first!r} lengths={str(length_digits)[:40]!r}"
+            )
+        if not 0 <= first <= 256 - len(length_digits):
+            raise ModelFileError(f"a prefix code of {len(length_digits)} symbols cannot begin at symbol {first}")
         lengths = np.zeros(256, np.uint8)
-        lengths[first : first + len(text)] = [int(digit, 16) for digit in text]
+        lengths[first : first + len(length_digits)] = [int(digit, 16) for digit in length_digits]
         used = lengths[lengths > 0].astype(np.int64)
         if int((1 << (MAX_CODE_BITS - used)).sum()) != 1 << MAX_CODE_BITS and used.tolist() != [1]:
             raise ModelFileError("a prefix code is invalid: some bit sequences have no symbol, or more than one")
         return PrefixCode(lengths)
 
     @property
-    def first(self) -> int:
+    def first_coded_symbol(self) -> int:
         return int(self.lengths.nonzero()[0][0])
 
     def __str__(self) -> str:
@@ -63,14 +65,14 @@ class PrefixCode:
         return out
 
     @cached_property
-    def first_symbol(self) -> Bytes:
+    def first_symbol_table(self) -> Bytes:
         """Lookup table: for each value of the next 11 bits, the first symbol that they decode to."""
         out = np.zeros(1 << MAX_CODE_BITS, np.uint8)
         for symbol in self.lengths.nonzero()[0].tolist():
             length, code = int(self.lengths[symbol]), int(self.codes[symbol]) & 0xFFFF
             out[code :: 1 << length] = symbol
         if np.count_nonzero(self.lengths) == 1:  # the only incomplete code: 0 and 1 both decode to its one symbol
-            out[:] = self.first
+            out[:] = self.first_coded_symbol
         return out
 
     @cached_property
@@ -86,7 +88,7 @@ class PrefixCode:
         )
         table = np.zeros(1 << MAX_CODE_BITS, np.uint64)
         for position in range(MAX_LOOKUP_SYMBOLS):
-            symbol = self.first_symbol[ahead >> taken]
+            symbol = self.first_symbol_table[ahead >> taken]
             after = taken + self.lengths[symbol]
             fits = (after <= MAX_CODE_BITS) & (number == position)
             table[fits] |= symbol[fits].astype(np.uint64) << np.uint64(8 + 8 * position)

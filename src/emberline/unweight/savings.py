@@ -79,7 +79,7 @@ def sum_savings(savings: Sequence[TensorSavings], file_bytes: int) -> dict[str, 
 
 def format_table(savings: Sequence[TensorSavings]) -> str:
     header = ("tensor", "dtype", "shape", "bits", "bound", "saved")
-    rows = [header, *(_table_row(f) for f in savings)]
+    rows = [header, *(_format_row(f) for f in savings)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     text_columns = 3  # columns of text; the others are numbers
     return "\n".join(
@@ -91,7 +91,7 @@ def format_table(savings: Sequence[TensorSavings]) -> str:
     )
 
 
-def _table_row(savings: TensorSavings) -> tuple[str, ...]:
+def _format_row(savings: TensorSavings) -> tuple[str, ...]:
     shape = " x ".join(map(str, savings.shape)) or "scalar"
     bound = "raw" if savings.bound is None else f"{savings.bound:.3f}"
     return savings.name, savings.dtype, shape, f"{savings.bits_per_element:.3f}", bound, f"{savings.saved_ratio:.1%}"

@@ -18,7 +18,7 @@ from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo
 from emberline.unweight.codec import WeightCodec
 from emberline.unweight.description import TensorDescription
-from emberline.unweight.format import ALIGN_BYTES, BLOCK_ELEMENTS, ELEMENT_BYTES, INDEX_ENTRY_BYTES, Bytes, num_blocks
+from emberline.unweight.format import ALIGN_BYTES, BLOCK_ELEMENTS, ELEMENT_BYTES, INDEX_ENTRY_BYTES, Bytes, count_blocks
 from emberline.unweight.ordered_map import map_in_order
 from emberline.unweight.prefix_code import PrefixCode
 
@@ -53,7 +53,7 @@ class CodedTensor:
             raise damaged_tensor_error(name, info, "the checksum of the tensor's index does not match")
         entries = index.reshape(-1, INDEX_ENTRY_BYTES)
         sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK_ELEMENTS
-        sizes[-1:] -= (width - 1) * (BLOCK_ELEMENTS * num_blocks(count) - count)
+        sizes[-1:] -= (width - 1) * (BLOCK_ELEMENTS * count_blocks(count) - count)
         starts = size + np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         if -(-int(starts[-1]) // ALIGN_BYTES) * ALIGN_BYTES != info.nbytes:
             raise damaged_tensor_error(name, info, "the tensor's size does not match its index")
@@ -69,7 +69,7 @@ class CodedTensor:
             last * BLOCK_ELEMENTS, self.num_elements
         ) * self.element_bytes
 
-    def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
+    def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, verify_crc: bool = True) -> None:
         """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
 
         `coded` are the bytes of these blocks in the file. With `verify_crc`, the CRC-32 of each block is verified.
@@ -77,7 +77,7 @@ class CodedTensor:
         begin, end = self.decoded_span(first, last)
         assert len(coded) == self.block_starts[last] - self.block_starts[first] and len(out) == end - begin
         index = self.index[first * INDEX_ENTRY_BYTES : last * INDEX_ENTRY_BYTES]
-        bad = self.codec.decode(coded, index, self.element_bytes, self.code, out, check=check)
+        bad = self.codec.decode(coded, index, self.element_bytes, self.code, out, verify_crc=verify_crc)
         if bad >= 0:
             raise damaged_tensor_error(self.name, self.info, f"block {first + bad} cannot be decoded")
 
@@ -120,7 +120,7 @@ class CodedTensor:
 
 
 def index_bytes(info: TensorInfo) -> int:
-    return INDEX_ENTRY_BYTES * num_blocks(info.logical_bytes // ELEMENT_BYTES[info.dtype])
+    return INDEX_ENTRY_BYTES * count_blocks(info.logical_bytes // ELEMENT_BYTES[info.dtype])
 
 
 def is_coded(info: TensorInfo) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from emberline.hub.tensorfile import PACKED_FORMAT, PACKED_VERSION, SafetensorsHeader, TensorInfo, header_sha256
+from emberline.hub.tensorfile import PACKED_FORMAT, PACKED_VERSION, SafetensorsHeader, TensorInfo, compute_header_sha256
 from emberline.unweight.description import TensorDescription
 from emberline.unweight.format import ALIGN_BYTES, MAX_CODE_BITS, Bytes
 from emberline.unweight.prefix_code import PrefixCode
@@ -36,7 +36,7 @@ class PackedFileWriter:
                 0,
                 2 * source.file_bytes,
             )
-        self._data_start = -(-(8 + len(self._header_text(UNKNOWN_SHA256))) // ALIGN_BYTES) * ALIGN_BYTES
+        self._data_start = -(-(8 + len(self._format_header(UNKNOWN_SHA256))) // ALIGN_BYTES) * ALIGN_BYTES
         self._entries.clear()
         self._descriptions.clear()
         self._file = path.open("xb")
@@ -67,9 +67,9 @@ class PackedFileWriter:
         self._add_entry(name, description, self._tensor_start - self._data_start, self._position - self._data_start)
 
     def _write_header(self) -> None:
-        text = self._header_text(UNKNOWN_SHA256)
+        text = self._format_header(UNKNOWN_SHA256)
         text += b" " * (self._data_start - 8 - len(text))
-        text = text.replace(UNKNOWN_SHA256.encode(), header_sha256(text, UNKNOWN_SHA256).encode(), 1)
+        text = text.replace(UNKNOWN_SHA256.encode(), compute_header_sha256(text, UNKNOWN_SHA256).encode(), 1)
         self._file.seek(0)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.flush()
@@ -81,7 +81,7 @@ class PackedFileWriter:
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         self._descriptions[name] = description.as_dict()
 
-    def _header_text(self, checksum: str) -> bytes:
+    def _format_header(self, checksum: str) -> bytes:
         metadata = {  # `checksum` comes first, because `_write_header` replaces the first occurrence of the placeholder
             "format": PACKED_FORMAT,
             "version": PACKED_VERSION,

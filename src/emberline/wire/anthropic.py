@@ -31,7 +31,7 @@ from emberline.wire.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.wire.errors import anthropic_error
+from emberline.wire.errors import render_anthropic_error
 from emberline.wire.finish_reasons import TO_ANTHROPIC
 from emberline.wire.reply_context import ReplyContext
 from emberline.wire.signatures import encode_signature
@@ -52,7 +52,7 @@ _EMPTY_BLOCKS: dict[str, Json] = {
 }
 
 
-def safe_tool_id(id: str) -> str:
+def make_safe_tool_id(id: str) -> str:
     """Return the tool call id with "_" in place of each character that Anthropic rejects."""
     return _INVALID_ID_CHARACTERS.sub("_", id)
 
@@ -62,7 +62,7 @@ def sign_thinking(thinking: str) -> str:
     return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
-def render_stop(finish: Finish, has_refusal: bool) -> Json:
+def render_stop_fields(finish: Finish, has_refusal: bool) -> Json:
     """Return the fields stop_reason and stop_sequence. A stop without a known sequence is "end_turn"."""
     if has_refusal:
         return {"stop_reason": "refusal", "stop_sequence": None}
@@ -91,16 +91,16 @@ class _EngineBlock(msgspec.Struct):
             case "thinking":
                 return self.start | {"thinking": text, "signature": sign_thinking(text)}
             case _:
-                return self.start | {"input": _tool_input(text)}
+                return self.start | {"input": _parse_tool_input(text)}
 
 
 class AnthropicWriter:
     def __init__(
-        self, context: ReplyContext, *, of_engine: bool = False, shows_thinking: bool = True, stream: bool = True
+        self, context: ReplyContext, *, from_engine: bool = False, shows_thinking: bool = True, stream: bool = True
     ) -> None:
         """`from_engine`: Emberline's engine generates the reply; thinking is signed, `body` may be called."""
         self._context = context
-        self._of_engine = of_engine
+        self._from_engine = from_engine
         self._shows_thinking = shows_thinking
         self._stream = stream
         self._start: StreamStart | None = None
@@ -136,7 +136,7 @@ class AnthropicWriter:
                 return self._append_text("text", delta.text)
             case ToolCallStart():
                 self._open_slot = delta.slot
-                call = {"id": safe_tool_id(delta.id), "name": delta.name, "input": {}}
+                call = {"id": make_safe_tool_id(delta.id), "name": delta.name, "input": {}}
                 return self._open_block("tool_use", {"type": "tool_use", **call})
             case SignatureDelta():
                 return self._sign_thinking(delta)
@@ -161,13 +161,13 @@ class AnthropicWriter:
         return b""
 
     def write_error(self, error: Exception) -> bytes:
-        return sse.named_event("error", anthropic_error(error).body)
+        return sse.encode_named_event("error", render_anthropic_error(error).body)
 
     def body(self) -> Json:
-        return self._message([block.to_json() for block in self._blocks])
+        return self._render_message([block.to_json() for block in self._blocks])
 
     def _append_text(self, kind: str, text: str) -> bytes:
-        if self._of_engine and not text:
+        if self._from_engine and not text:
             return b""
         before = b"" if self._open_kind == kind else self._open_block(kind, _EMPTY_BLOCKS[kind])
         if self._pieces is not None:
@@ -184,7 +184,7 @@ class AnthropicWriter:
         before = b"" if self._open_kind == "thinking" else self._open_block("thinking", _EMPTY_BLOCKS["thinking"])
         self._open_kind = "signed thinking"
         signature = encode_signature(delta.signature, delta.origin, "anthropic")
-        return before + self._delta_event(b'"signature_delta","signature":', sse.dumps(signature))
+        return before + self._encode_delta_event(b'"signature_delta","signature":', sse.dumps(signature))
 
     def _add_citation(self, citation: Citation) -> bytes:
         """Add the citation to the open text block; drop it if none is open.
@@ -196,35 +196,35 @@ class AnthropicWriter:
             return b""
         self._open_kind = "cited text"
         self._written_citations.add(rendered)
-        return self._delta_event(b'"citations_delta","citation":', rendered)
+        return self._encode_delta_event(b'"citations_delta","citation":', rendered)
 
-    def _delta_event(self, kind: bytes, value: bytes) -> bytes:
+    def _encode_delta_event(self, kind: bytes, value: bytes) -> bytes:
         return _DELTA_EVENT % (self._block_index, kind) + value + b"}}\n\n"
 
     def _start_message(self) -> bytes:
         if self._has_started:
             return b""
         self._has_started = True
-        return self._encode_event({"type": "message_start", "message": self._message([])})
+        return self._encode_event({"type": "message_start", "message": self._render_message([])})
 
-    def _message(self, content: list[Json]) -> Json:
+    def _render_message(self, content: list[Json]) -> Json:
         assert self._start is not None, "a stream starts before its first content"
         usage = render_anthropic_usage(self._usage)
-        if self._of_engine:
+        if self._from_engine:
             usage["service_tier"] = "standard"
         return render_message(self._start.id, self._start.model, content, self._stop_fields(), usage)
 
     def _stop_fields(self) -> Json:
         if self._finish is None:
             return {"stop_reason": None, "stop_sequence": None}
-        return render_stop(self._finish, self._has_refusal)
+        return render_stop_fields(self._finish, self._has_refusal)
 
     def _open_block(self, kind: str, block: Json) -> bytes:
         before = self._start_message() + self._close_block()
         self._block_index += 1
         self._open_kind, self._written_citations = kind, set()
         self._delta_head = _DELTA_EVENT % (self._block_index, _DELTA_TYPES[kind])
-        if self._of_engine:
+        if self._from_engine:
             self._pieces = []
             self._blocks.append(_EngineBlock(block, self._pieces))
         return before + self._encode_event(
@@ -248,10 +248,10 @@ class AnthropicWriter:
         return self._encode_event(message_delta) + self._encode_event({"type": "message_stop"})
 
     def _encode_event(self, event: Json) -> bytes:
-        return sse.named_event(event["type"], event) if self._stream else b""
+        return sse.encode_named_event(event["type"], event) if self._stream else b""
 
 
-def _tool_input(text: str) -> dict[str, Any]:
+def _parse_tool_input(text: str) -> dict[str, Any]:
     """Return a tool call's arguments as an object, or {} if max_tokens cut them off."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])

@@ -25,8 +25,8 @@ from emberline.wire.deltas import (
     ToolCallArguments,
     UsageUpdate,
 )
-from emberline.wire.errors import openai_error
-from emberline.wire.logprobs import prompt_logprobs
+from emberline.wire.errors import render_openai_error
+from emberline.wire.logprobs import render_prompt_logprobs
 from emberline.wire.reply_context import ReplyContext
 from emberline.wire.usage import Usage
 from emberline.wire.usage_objects import render_chat_usage
@@ -66,19 +66,19 @@ class ChatWriter:
             frame = self._frames.get(delta.choice)
             if frame is not None and frame.text and delta.logprobs is None:
                 return b"%b%b%b" % (frame.text, sse.dumps(delta.text), frame.after)
-            return self._write_choice(delta)
+            return self._write_choice_delta(delta)
         if type(delta) is ToolCallArguments:
             frame = self._frames.get(delta.choice)
             if frame is not None and frame.arguments:
                 text = sse.dumps(delta.text)
                 return b'%b%d,"function":{"arguments":%b}}]%b' % (frame.arguments, delta.slot, text, frame.after)
-            return self._write_choice(delta)
+            return self._write_choice_delta(delta)
         if type(delta) is ReasoningDelta:
             if self._engine is not None and not self._engine.shows_reasoning:
                 return b""
             if (frame := self._frames.get(delta.choice)) is not None:
                 return b"%b%b%b" % (frame.reasoning, sse.dumps(delta.text), frame.after)
-            return self._write_choice(delta)
+            return self._write_choice_delta(delta)
         match delta:
             case CitationDelta() | SignatureDelta():
                 self._get_choice(delta.choice).collect(delta)
@@ -91,11 +91,11 @@ class ChatWriter:
             case ReplyStart() | PromptDelta() | TokenIdsDelta():
                 return self._write_engine_delta(delta)
             case _:
-                return self._write_choice(delta)
+                return self._write_choice_delta(delta)
         return b""
 
     def write_error(self, error: Exception) -> bytes:
-        return sse.data_event(openai_error(error).body) + sse.DONE_EVENT
+        return sse.encode_data_event(render_openai_error(error).body) + sse.DONE_EVENT
 
     def body(self) -> Json:
         choices = [choice.body() for choice in self._choices.values()]
@@ -127,9 +127,9 @@ class ChatWriter:
             case ReplyStart():
                 self._usage = Usage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
                 text = self._engine.echoed_text
-                return b"".join([self._write_choice(TextDelta(text, index)) for index in self._choices if text])
+                return b"".join([self._write_choice_delta(TextDelta(text, index)) for index in self._choices if text])
             case PromptDelta():
-                self._prompt_logprobs = prompt_logprobs(delta.tokens)
+                self._prompt_logprobs = render_prompt_logprobs(delta.tokens)
             case TokenIdsDelta():
                 if delta.prompt_ids:
                     self._prompt_ids = list(delta.prompt_ids)
@@ -142,20 +142,20 @@ class ChatWriter:
             choice = self._choices[index] = ChatChoiceWriter(index)
         return choice
 
-    def _write_choice(self, delta: ChoiceDelta) -> bytes:
+    def _write_choice_delta(self, delta: ChoiceDelta) -> bytes:
         assert self._head, "a stream starts before its first content"
         choice = self._get_choice(delta.choice)
-        rows = self._opening_rows(choice)
+        rows = self._render_opening_entries(choice)
         if isinstance(delta, Finish) and choice.annotations and self._stream:
-            rows.append(choice.annotations_row())
+            rows.append(choice.render_annotations_entry())
         rows.append(choice.add(delta))
         if not self._stream:
             return b""
         if self._has_frames and choice.ids is None:
-            self._add_frame(choice)
+            self._add_chunk_frame(choice)
         return b"".join([self._encode_chunk(sse.dumps(row)) for row in rows])
 
-    def _opening_rows(self, choice: ChatChoiceWriter) -> list[Json]:
+    def _render_opening_entries(self, choice: ChatChoiceWriter) -> list[Json]:
         """Return the `choices` entries to send before the first delta of `choice`, each in its own chunk.
 
         Gateway: the choice gets an entry with empty text. Engine, one choice: no entry; the role is sent with the first
@@ -166,9 +166,9 @@ class ChatWriter:
         if self._engine is None:
             return [] if choice.has_opened else [choice.add(TextDelta("", choice.index))]
         first = list(self._choices.values())[: choice.index + 1] if len(self._choices) > 1 else []
-        return [other.opening_row() for other in first if not other.has_opened]
+        return [other.render_opening_entry() for other in first if not other.has_opened]
 
-    def _add_frame(self, choice: ChatChoiceWriter) -> None:
+    def _add_chunk_frame(self, choice: ChatChoiceWriter) -> None:
         start = b'%b[{"index":%d,"delta":{' % (self._head, choice.index)
         if (frame := self._frames.get(choice.index)) is None:
             frame = _ChunkFrame(
@@ -190,7 +190,7 @@ class ChatWriter:
         return b"%b[%b]%b" % (self._head, row, tail)
 
     def _render_usage(self) -> Json | None:
-        return None if self._usage is None else render_chat_usage(self._usage, of_engine=self._engine is not None)
+        return None if self._usage is None else render_chat_usage(self._usage, from_engine=self._engine is not None)
 
     def _end_stream(self) -> bytes:
         if not self._context.include_usage:

@@ -17,7 +17,7 @@ from emberline.wire.deltas import (
     ToolCallStart,
 )
 from emberline.wire.finish_reasons import TO_CHAT
-from emberline.wire.logprobs import chat_logprobs
+from emberline.wire.logprobs import render_chat_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ChatChoiceWriter:
     num_sent_ids: int = 0  # number of `ids` that were sent in chunks
     finish: Finish | None = None
 
-    def opening_row(self) -> Json:
+    def render_opening_entry(self) -> Json:
         """Return an entry for `choices`: with the role if it is the choice's first, else with an empty delta."""
         role = {} if self.has_opened else {"role": "assistant"}
         self.has_opened = True
@@ -65,7 +65,7 @@ class ChatChoiceWriter:
 
     def add(self, delta: ChoiceDelta) -> Json:
         assert self.finish is None, "the choice has already finished"
-        row = self.opening_row()
+        row = self.render_opening_entry()
         match delta:
             case TextDelta():
                 self._add_text(delta, row)
@@ -89,9 +89,9 @@ class ChatChoiceWriter:
         elif delta.origin == "gemini":
             self.next_signature = delta.signature
 
-    def annotations_row(self) -> Json:
+    def render_annotations_entry(self) -> Json:
         """Return one entry for `choices` with all annotations: clients do not join lists of several chunks."""
-        row = self.opening_row()
+        row = self.render_opening_entry()
         row["delta"]["annotations"] = self.annotations
         return row
 
@@ -99,7 +99,7 @@ class ChatChoiceWriter:
         row["delta"]["content"] = delta.text
         logprobs = delta.logprobs
         if delta.tokens:
-            logprobs = chat_logprobs(delta.tokens, as_ids=self.engine is not None and self.engine.tokens_as_ids)
+            logprobs = render_chat_logprobs(delta.tokens, as_ids=self.engine is not None and self.engine.tokens_as_ids)
         if delta.text or delta.tokens:
             self.texts.append(delta.text)
         if logprobs is not None:
@@ -110,7 +110,7 @@ class ChatChoiceWriter:
         self.reasoning_texts.append(delta.text)
         row["delta"]["reasoning_content"] = delta.text
         if delta.tokens:
-            logprobs = chat_logprobs(delta.tokens, as_ids=self.engine is not None and self.engine.tokens_as_ids)
+            logprobs = render_chat_logprobs(delta.tokens, as_ids=self.engine is not None and self.engine.tokens_as_ids)
             self.reasoning_logprobs += logprobs
             row["logprobs"] = {"content": [], "refusal": None, "reasoning_content": logprobs}
 
@@ -135,9 +135,9 @@ class ChatChoiceWriter:
         self.finish = finish
         if self.engine is not None and not self.texts and not self.calls:
             row["delta"]["content"] = ""  # the joined chunks then have the same empty text as the plain reply
-        row |= self._finish_fields()
+        row |= self._render_finish_fields()
 
-    def _finish_fields(self) -> Json:
+    def _render_finish_fields(self) -> Json:
         assert self.finish is not None, "the choice has no Finish yet"
         reason = TO_CHAT[self.finish.reason]
         if self.engine is None:
@@ -146,7 +146,7 @@ class ChatChoiceWriter:
             reason = "function_call"
         return {"finish_reason": reason, **self.finish.stop_details()}
 
-    def _message(self) -> Json:
+    def _render_message(self) -> Json:
         refusal = "".join(self.refusals) or None
         content = "".join(self.texts) if self.texts or not (self.calls or refusal) else None
         message: Json = {"role": "assistant", "content": content, "refusal": refusal}
@@ -166,5 +166,10 @@ class ChatChoiceWriter:
             logprobs = {"content": self.logprobs or [], "refusal": None}
         if logprobs and self.reasoning_logprobs:
             logprobs["reasoning_content"] = self.reasoning_logprobs
-        body = {"index": self.index, "message": self._message(), "logprobs": logprobs, **self._finish_fields()}
+        body = {
+            "index": self.index,
+            "message": self._render_message(),
+            "logprobs": logprobs,
+            **self._render_finish_fields(),
+        }
         return body if self.ids is None else {**body, "token_ids": self.ids}

@@ -35,18 +35,18 @@ class ErrorReply:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def openai_error(error: Exception) -> ErrorReply:
+def render_openai_error(error: Exception) -> ErrorReply:
     wrapped = _as_emberline_error(error)
     kind = _OPENAI_TYPES.get(wrapped.status, "server_error" if wrapped.status >= 500 else "invalid_request_error")
     body = {"error": {"message": str(wrapped), "type": kind, "param": wrapped.param, "code": wrapped.code}}
-    return ErrorReply(wrapped.status, body, _error_headers(wrapped))
+    return ErrorReply(wrapped.status, body, _build_error_headers(wrapped))
 
 
-def anthropic_error(error: Exception) -> ErrorReply:
+def render_anthropic_error(error: Exception) -> ErrorReply:
     wrapped = _as_emberline_error(error)
     kind = _ANTHROPIC_TYPES.get(wrapped.status, "api_error" if wrapped.status >= 500 else "invalid_request_error")
     body = {"type": "error", "error": {"type": kind, "message": str(wrapped)}}
-    return ErrorReply(wrapped.status, body, _error_headers(wrapped))
+    return ErrorReply(wrapped.status, body, _build_error_headers(wrapped))
 
 
 def _as_emberline_error(error: Exception) -> EmberlineError:
@@ -55,7 +55,7 @@ def _as_emberline_error(error: Exception) -> EmberlineError:
     return EmberlineError("internal server error", hint="the server log has the traceback; please report it")
 
 
-def _error_headers(error: EmberlineError) -> dict[str, str]:
+def _build_error_headers(error: EmberlineError) -> dict[str, str]:
     match error:
         case Overloaded():
             return {"retry-after": str(error.retry_after)}

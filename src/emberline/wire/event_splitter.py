@@ -13,10 +13,10 @@ _SEPARATOR = re.compile(b"|".join(_SEPARATORS))
 
 
 class EventSplitter:
-    def __init__(self, error_type: Callable[[str], Exception]) -> None:
+    def __init__(self, make_error: Callable[[str], Exception]) -> None:
         """`make_error` makes the exception for an event that is too large, from an error message."""
         self._partial = bytearray()
-        self._error_type = error_type
+        self._error_type = make_error
 
     def push(self, data: bytes) -> list[bytes]:
         """Add `data` and return the events that are now complete, each with the empty line at its end."""
@@ -47,7 +47,7 @@ class EventSplitter:
             raise self._error_type(f"an event of the stream is larger than the limit of {MAX_EVENT_BYTES} bytes")
 
     @property
-    def partial_bytes(self) -> int:
+    def partial_event_size(self) -> int:
         """Size of the event that is not yet complete, in bytes."""
         return len(self._partial)
 

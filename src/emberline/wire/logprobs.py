@@ -11,14 +11,14 @@ from emberline.wire.deltas import TokenInfo
 MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot represent
 
 
-def chat_logprobs(tokens: Sequence[TokenInfo], *, as_ids: bool = False) -> list[dict[str, Any]]:
+def render_chat_logprobs(tokens: Sequence[TokenInfo], *, as_ids: bool = False) -> list[dict[str, Any]]:
     return [
         {**_render_token(token, as_ids), "top_logprobs": [_render_token(other, as_ids) for other in token.top]}
         for token in tokens
     ]
 
 
-def prompt_logprobs(tokens: Sequence[TokenInfo]) -> list[dict[str, Any] | None]:
+def render_prompt_logprobs(tokens: Sequence[TokenInfo]) -> list[dict[str, Any] | None]:
     return [None if token.logprob is None else _logprobs_by_id(token) for token in tokens]
 
 

@@ -16,9 +16,9 @@ def dumps(payload: Any) -> bytes:
     return _ENCODER.encode(payload)
 
 
-def data_event(payload: Any) -> bytes:
+def encode_data_event(payload: Any) -> bytes:
     return b"data: %b\n\n" % _ENCODER.encode(payload)
 
 
-def named_event(name: str, payload: Any) -> bytes:
+def encode_named_event(name: str, payload: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _ENCODER.encode(payload))

@@ -6,10 +6,10 @@ from emberline.wire.deltas import Json
 from emberline.wire.usage import Usage
 
 
-def render_chat_usage(usage: Usage, *, of_engine: bool = False) -> Json:
+def render_chat_usage(usage: Usage, *, from_engine: bool = False) -> Json:
     """Render the usage. With `from_engine`, the counts that only providers report are left out."""
     prompt_details = {"cached_tokens": usage.cached_read}
-    if not of_engine:
+    if not from_engine:
         prompt_details |= {"cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}
     if usage.image:
         prompt_details["image_tokens"] = usage.image

@@ -36,15 +36,15 @@ log = logging.getLogger("emberline.server")
 
 
 @dataclass(frozen=True, slots=True)
-class PreloadedParts:
+class PreloadedResources:
     """The tokenizers, chat templates and embedding model, which are loaded while the engine starts."""
 
-    models: dict[str, ModelTextFiles]
+    models: dict[str, TokenizerAndTemplate]
     embedding_model: EmbeddingModel | None
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTextFiles:
+class TokenizerAndTemplate:
     """The tokenizer and the chat template of a model, and the directory of its checkpoint."""
 
     directory: Path
@@ -52,15 +52,15 @@ class ModelTextFiles:
     template: ChatTemplate | None
 
 
-def preload_parts(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedParts:
+def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedResources:
     protocols.warm_up_protocols()
     models = {
-        name: ModelTextFiles(directory, Tokenizer.load(directory), _load_template(directory, config))
+        name: TokenizerAndTemplate(directory, Tokenizer.load(directory), _load_template(directory, config))
         for name, directory in directories.items()
     }
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
-    return PreloadedParts(models, _load_embedding_model(config.embedder))
+    return PreloadedResources(models, _load_embedding_model(config.embedder))
 
 
 def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
@@ -94,14 +94,14 @@ class AssembledServer:
 
 
 def assemble_server(
-    config: ServerConfig, parts: PreloadedParts, engine: AsyncEngine, tracing: RequestTracing | None
+    config: ServerConfig, preloaded: PreloadedResources, engine: AsyncEngine, tracing: RequestTracing | None
 ) -> AssembledServer:
     catalog = ModelCatalog(
-        _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in parts.models.items()
+        _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
     )
     store = _open_response_store(config)
-    app = EngineApp(config, engine, catalog, parts.embedding_model, load_pages(), tracing, store)
-    return AssembledServer(app, catalog, parts.embedding_model, store)
+    app = EngineApp(config, engine, catalog, preloaded.embedding_model, load_pages(), tracing, store)
+    return AssembledServer(app, catalog, preloaded.embedding_model, store)
 
 
 def _open_response_store(config: ServerConfig) -> ResponseStore | None:
@@ -117,16 +117,20 @@ def _open_response_store(config: ServerConfig) -> ResponseStore | None:
 
 
 def _assemble_model(
-    config: ServerConfig, name: str, text: ModelTextFiles, engine: AsyncEngine, info: LoadedModelInfo
+    config: ServerConfig,
+    name: str,
+    tokenizer_and_template: TokenizerAndTemplate,
+    engine: AsyncEngine,
+    info: LoadedModelInfo,
 ) -> LoadedModel:
-    sources = "".join(text.template.sources.values()) if text.template else ""
+    sources = "".join(tokenizer_and_template.template.sources.values()) if tokenizer_and_template.template else ""
     tool_style = toolstyle.select_tool_style(sources, config.tool_style)
-    tokenizer_file = text.directory / "tokenizer.json"
+    tokenizer_file = tokenizer_and_template.directory / "tokenizer.json"
     guard = GrammarGuard(tokenizer_file, info.vocab_size, info.eos)
     metrics = ModelMetrics(name)
     generator = Generator(
         engine,
-        PromptBuilder(text.tokenizer, text.template, tool_style, info.max_context),
+        PromptBuilder(tokenizer_and_template.tokenizer, tokenizer_and_template.template, tool_style, info.max_context),
         guard,
         metrics,
         served_name=name,
@@ -136,8 +140,10 @@ def _assemble_model(
         token_timeout=config.token_timeout,
         eos_token_ids=frozenset(info.eos),
     )
-    fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
-    defaults = load_sampling_defaults(text.directory, config.generation_config)
+    fingerprint = (
+        "fp_" + hashlib.sha256(f"{__version__}/{tokenizer_and_template.directory.name}".encode()).hexdigest()[:12]
+    )
+    defaults = load_sampling_defaults(tokenizer_and_template.directory, config.generation_config)
     if defaults:
         log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
     return LoadedModel(name, generator, guard, metrics, fingerprint, defaults)

@@ -38,7 +38,7 @@ class BlockEventStream:
             batches = ledger.batches_after(incarnation, since)
             if batches:
                 incarnation, since = batches[-1].incarnation, batches[-1].seq
-            for batch in batches or [ledger.heartbeat()]:
+            for batch in batches or [ledger.make_heartbeat()]:
                 await exchange.send(dumps(batch) + b"\n")
             if (incarnation, since) == (ledger.incarnation, ledger.seq) or not ledger.is_complete:
                 await ledger.wait_for_change(HEARTBEAT_INTERVAL_S)

@@ -75,7 +75,7 @@ class Choice:
     @property
     def in_reasoning(self) -> bool:
         """Whether the reply is inside its reasoning part, so that the next token belongs to the reasoning."""
-        return self._parser is not None and not self.is_finished and self._parser.in_reasoning
+        return self._parser is not None and not self.is_finished and self._parser.is_in_reasoning
 
     def process_output(self, output: Output) -> list[Delta]:
         """Return the deltas for an engine output. If the output has an error, raise that error."""
@@ -89,7 +89,7 @@ class Choice:
                 self._last_id = output.tokens[-1]
                 self.num_tokens += len(output.tokens)
             return [TextDelta(text, self.index)] if text else []
-        return self._process_in_full(output, text, self.in_reasoning)
+        return self._build_all_deltas(output, text, self.in_reasoning)
 
     def echo_prompt(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
         """Return a delta with the prompt's text, which is sent before the reply.
@@ -113,11 +113,11 @@ class Choice:
             reason = self.finish_reason or output.finish.value
             metrics.record_completion(reason, output.timing, self.num_tokens - self.num_replayed_tokens)
 
-    def _process_in_full(self, output: Output, text: str, was_in_reasoning: bool) -> list[Delta]:
+    def _build_all_deltas(self, output: Output, text: str, was_in_reasoning: bool) -> list[Delta]:
         num_taken = len(self._detokenizer.offsets) - self.num_tokens  # fewer than all if a stop string ended the text
         if output.logprobs:
             self._infos += [
-                self._make_info(t, p, self._detokenizer.offsets[self.num_tokens + i])
+                self._build_token_info(t, p, self._detokenizer.offsets[self.num_tokens + i])
                 for i, (t, p) in enumerate(zip(output.tokens[:num_taken], output.logprobs, strict=False))
             ]
         deltas: list[Delta] = []
@@ -171,7 +171,7 @@ class Choice:
         infos, self._infos = self._infos, []
         return infos
 
-    def _make_info(self, token: int, logprob: TokenLogprob, offset: int) -> TokenInfo:
+    def _build_token_info(self, token: int, logprob: TokenLogprob, offset: int) -> TokenInfo:
         return _make_token_info(self._tokenizer, token, logprob, offset)
 
 
@@ -191,9 +191,9 @@ _REASONS: dict[FinishReason, EngineFinishReason] = {
 }
 
 
-def error_from_output(text: str) -> EmberlineError:
-    if text == DeadlineExceeded.code:
+def error_from_output(error_text: str) -> EmberlineError:
+    if error_text == DeadlineExceeded.code:
         what = "the request, or its next token, exceeded the time limit"
         return DeadlineExceeded(what, hint="raise --request-timeout or --token-timeout of the server")
-    what = f"the output cannot continue under the grammar of response_format: {text}"
+    what = f"the output cannot continue under the grammar of response_format: {error_text}"
     return InvalidRequest(what, param="response_format", hint="simplify the grammar or schema")

@@ -22,7 +22,7 @@ from emberline.core.pickle_cost import check_pickle_cost
 from emberline.core.request import FinishReason
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Exchange
-from emberline.wire.errors import openai_error
+from emberline.wire.errors import render_openai_error
 from emberline.wire.sse import dumps
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.protocols import PROTOCOLS
@@ -90,7 +90,7 @@ class ClusterHandler:
     async def _read_forwarded_request(self, exchange: Exchange) -> tuple[ForwardedRequest, bytes]:
         """Return the forwarded request and the client's body inside it. Raises InvalidRequest or BodyTooLarge."""
         data = await exchange.read_body(self._max_body + MAX_FORWARD_OVERHEAD_BYTES)
-        forwarded, body = await offload.run_by_size(len(data), parse_forwarded_request, data)
+        forwarded, body = await offload.run_inline_if_small(len(data), parse_forwarded_request, data)
         if forwarded.path not in PROTOCOLS:
             raise InvalidRequest(f"path is {forwarded.path[:200]!r}, which is not a generation endpoint", param="path")
         exchange.protocol_path = forwarded.path  # errors of the call have the format of the client's protocol
@@ -120,7 +120,7 @@ async def _stream_lines(exchange: Exchange, outputs: AsyncGenerator[Output, None
                 if output.ticket is not None and exchange.status is None:
                     lines.append(_encode_line("ticket", output.ticket))
                 if output.finish is not None:
-                    lines.append(_encode_line("done", _result_json(output)))
+                    lines.append(_encode_line("done", _build_result_json(output)))
                     ended = True
                 if lines:
                     await _send_lines(exchange, lines, last=ended)
@@ -129,13 +129,13 @@ async def _stream_lines(exchange: Exchange, outputs: AsyncGenerator[Output, None
                 raise
             if not isinstance(e, EmberlineError):
                 log.exception("Prefill failed: path=%s", exchange.path)
-            reply = openai_error(e)
+            reply = render_openai_error(e)
             exchange.log_fields["error"] = reply.body["error"]["code"]
             details = {"code": reply.body["error"]["code"], "message": reply.body["error"]["message"]}
             await _send_lines(exchange, [_encode_line("error", details | {"status": reply.status})], last=True)
 
 
-def _result_json(output: Output) -> dict[str, Any]:
+def _build_result_json(output: Output) -> dict[str, Any]:
     if output.finish is not FinishReason.HANDOFF:
         raise EngineFailed("the engine did not compute the whole prompt", hint="send the request again")
     seconds = output.timing.prefill if output.timing else None

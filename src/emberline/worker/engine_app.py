@@ -31,12 +31,12 @@ from emberline.worker.cluster_handler import ClusterHandler
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.preparation import LONG_TEXT_CHARS
-from emberline.worker.protocols import PROTOCOLS, parse_within_pickle_cost
+from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
 from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
 from emberline.worker.stored_responses import StoredResponses
-from emberline.worker.transfer_metrics import transfer_families as transfer_families
+from emberline.worker.transfer_metrics import build_transfer_metrics as build_transfer_metrics
 
 log = logging.getLogger("emberline.server")
 
@@ -192,7 +192,7 @@ class EngineApp:
                 "status": status,
                 "step": sum(stats.step for stats in engine.stats.values()),
                 "seconds_since_last_sign": round(engine.seconds_without_message, 3),
-                "open_requests": engine.num_open,
+                "open_requests": engine.num_open_submissions,
                 "engine_restarts": engine.restarts,
             },
             200 if is_progressing else 503,
@@ -208,7 +208,7 @@ class EngineApp:
                 "engine_restarts": engine.restarts,
                 "uptime_seconds": time.time() - self._start_time,
                 "kv_usage": s.kv_usage,
-                "open_requests": engine.num_open,
+                "open_requests": engine.num_open_submissions,
                 **{name: getattr(s, name) for name in s.__slots__ if name != "residency"},
             }
         )
@@ -224,14 +224,14 @@ class EngineApp:
         model.metrics.record_engine_start(info.seconds, info.weight_bytes, info.kv_bytes)
         yield from model.metrics.families(
             engine.stats[model.name],
-            restarts=engine.restarts,
-            ready=engine.state is EngineState.READY,
+            restart_count=engine.restarts,
+            is_ready=engine.state is EngineState.READY,
             block_size=info.block_size,
             cache=CacheInfo(info.device, info.kv_dtype, info.prefix_cache),
         )
         if (transfer := engine.stats[model.name].transfer) is not None:
-            yield from transfer_families(model.metrics.labels, transfer)
-        yield from model.metrics.sleep_families(engine.sleep_states[model.name].turns, engine.is_awake(model.name))
+            yield from build_transfer_metrics(model.metrics.labels, transfer)
+        yield from model.metrics.build_sleep_metrics(engine.sleep_states[model.name].turns, engine.is_awake(model.name))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class EngineApp:
         return (
             parse(body)
             if len(body) < LARGE_INPUT_BYTES
-            else await offload.run(len(body), parse_within_pickle_cost, parse, body)
+            else await offload.run(len(body), parse_with_result_limit, parse, body)
         )
 
     def _tenant_of(self, exchange: Exchange) -> str:

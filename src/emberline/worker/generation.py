@@ -20,7 +20,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.async_engine import AsyncEngine
 from emberline.server.metrics import ModelMetrics
-from emberline.tokens.blockhash import last_full_block, root_hash
+from emberline.tokens.blockhash import hash_last_full_block, root_hash
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.wire.deltas import Delta, ReplyStart, UsageUpdate
 from emberline.wire.usage import Usage
@@ -101,18 +101,18 @@ class Generation:
         """Return the last full KV block of the first prompt: its hash and its number, separated by a space."""
         info = self._engine.model_info[self._model]
         root = root_hash(info.layout, self._common.cache_salt)
-        end = last_full_block(root, self._prompts[0].token_ids, info.block_size)
+        end = hash_last_full_block(root, self._prompts[0].token_ids, info.block_size)
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
     def delta_groups(self) -> AsyncGenerator[DeltaGroup, None]:
         """Yield the reply, without the final usage. Closing the generator aborts the engine's requests."""
         prompt = self._prompts[0]
-        return self._all_groups() if prompt.budget is None else self._budgeted_groups(prompt, prompt.budget)
+        return self._generate_groups() if prompt.budget is None else self._budgeted_groups(prompt, prompt.budget)
 
     def final_usage(self) -> DeltaGroup:
-        return DeltaGroup([self._usage()])
+        return DeltaGroup([self._build_usage()])
 
-    def _usage(self) -> UsageUpdate:
+    def _build_usage(self) -> UsageUpdate:
         """Return the token counts so far: of the prompts, and of the output of all choices."""
         input, cached = self._num_prompt_tokens, self._cached_tokens
         output, reasoning = self._count_tokens()
@@ -127,7 +127,7 @@ class Generation:
         """
         prompt = self._prompts[0]
         resumed = self._resumed.tokens_of([0]) if prompt.budget is None else ()
-        async with aclosing(self._submit(prompt.token_ids, self._params, resumed, publish=True)) as outputs:
+        async with aclosing(self._submit(prompt.token_ids, self._params, resumed, publishes_blocks=True)) as outputs:
             async for output in outputs:
                 if self._phase_spans is not None:
                     self._phase_spans.record_output(0, output)
@@ -148,13 +148,13 @@ class Generation:
         params: SamplingParams,
         resumed: tuple[tuple[int, ...], ...] = (),
         *,
-        source: dict[str, Any] | None = None,
-        publish: bool = False,
+        ticket: dict[str, Any] | None = None,
+        publishes_blocks: bool = False,
         merges_outputs: bool = False,
     ) -> AsyncGenerator[Output, None]:
         common, time_left = self._common, max(0.0, self._deadline - self._engine.now())
         head = (uuid.uuid4().hex, ids, params, common.priority, common.cache_salt, time_left, self._model)
-        submission = Submission(*head, resumed, source, publish, self._token_timeout)
+        submission = Submission(*head, resumed, ticket, publishes_blocks, self._token_timeout)
         return self._engine.submit(submission, merges=merges_outputs)
 
     # -- from engine outputs to deltas ---------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Generation:
         finished_elsewhere = choice.is_finished and choice.num_replayed_tokens == choice.num_tokens
         pieces = choice.process_output(output)
         if self._reports_running_usage and group.output:
-            group.deltas.append(self._usage())
+            group.deltas.append(self._build_usage())
         group.deltas += pieces
         if is_replayed:
             choice.num_replayed_tokens = choice.num_tokens
@@ -215,7 +215,7 @@ class Generation:
 
     # -- any number of prompts -----------------------------------------------------------------------------------------
 
-    async def _all_groups(self) -> AsyncGenerator[DeltaGroup, None]:
+    async def _generate_groups(self) -> AsyncGenerator[DeltaGroup, None]:
         if self._replays_start:
             yield self._replay_start()
         num_replayed, top = 0, self._params.logprobs
@@ -246,13 +246,13 @@ class Generation:
                 if (group := self._process_output(prompt, output)) is not None:
                     yield group
 
-    async def _compute_logprobs(self, top: int) -> None:
+    async def _compute_logprobs(self, top_count: int) -> None:
         """Compute the log-probabilities of the resumed tokens, which the handoff does not include.
 
         The engine computes them like prompt log-probabilities. `top_count`: the number of most likely tokens for each
         position.
         """
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top_count)
         for index, tokens in self._resumed:
             ids = self._prompt_of(index).token_ids
             async with aclosing(self._submit([*ids, *tokens], params)) as outputs:
@@ -287,7 +287,7 @@ class Generation:
 
     def _prompt_outputs(self, prompt: PreparedPrompt, merges_outputs: bool) -> AsyncGenerator[Output, None]:
         resumed = self._resumed.tokens_of(prompt.choice_indexes)
-        return self._submit(prompt.token_ids, self._params, resumed, source=self._source, merges_outputs=merges_outputs)
+        return self._submit(prompt.token_ids, self._params, resumed, ticket=self._source, merges_outputs=merges_outputs)
 
     async def _feed_queue(
         self,
@@ -379,10 +379,10 @@ class Generation:
         if choice.is_finished:
             return
         source = self._source if ids is prompt.token_ids else None
-        async with aclosing(self._submit(ids, params, (tuple(tokens),) if tokens else (), source=source)) as outputs:
+        async with aclosing(self._submit(ids, params, (tuple(tokens),) if tokens else (), ticket=source)) as outputs:
             async for output in outputs:
                 yield output, False
 
 
-def _with_finish_time(timing: Timing | None, finished: float | None) -> Timing | None:
-    return timing and replace(timing, finished=finished)
+def _with_finish_time(timing: Timing | None, finished_at: float | None) -> Timing | None:
+    return timing and replace(timing, finished=finished_at)

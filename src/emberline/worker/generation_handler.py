@@ -19,9 +19,9 @@ from emberline.server.exchange import Exchange
 from emberline.wire.deltas import ReplyWriter, StreamEnd, StreamStart
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.generation import DeltaGroup
-from emberline.worker.protocols import PROTOCOLS, parse_large
+from emberline.worker.protocols import PROTOCOLS, parse_large_body
 from emberline.worker.request_context import CHAIN_HEADER, RequestContext
-from emberline.worker.server_timing import server_timing_header
+from emberline.worker.server_timing import build_server_timing_header
 from emberline.worker.stored_responses import RESPONSES_PATH as RESPONSES
 from emberline.worker.stored_responses import ResponseSaver, StoredResponses
 
@@ -51,7 +51,7 @@ class GenerationHandler:
             call = PROTOCOLS[path].parse(body)
         else:
             contexts = {model.name: model.generator.prompt_builder.max_context for model in self._catalog}
-            call = await offload.run(len(body), parse_large, path, body, contexts)
+            call = await offload.run(len(body), parse_large_body, path, body, contexts)
         model = self._catalog.select(call.common.model or None)
         defaults: dict[str, Any] = {
             name: value for name, value in model.sampling_defaults.items() if name in call.unset_params
@@ -86,12 +86,12 @@ class GenerationHandler:
         work = (
             _send_stream(exchange, writer, groups, headers, saver, context.is_tracked)
             if call.stream
-            else _send_plain(exchange, writer, groups, headers, saver)
+            else _send_json_body(exchange, writer, groups, headers, saver)
         )
         await exchange.run_while_connected(work)
 
 
-async def _send_plain(
+async def _send_json_body(
     exchange: Exchange,
     writer: ReplyWriter,
     groups: AsyncGenerator[DeltaGroup, None],
@@ -106,7 +106,7 @@ async def _send_plain(
             if group.chain:
                 headers[CHAIN_HEADER] = group.chain
             if group.output is not None and group.output.timing is not None:
-                headers = server_timing_header(group.output.timing) | headers  # the first timing is kept
+                headers = build_server_timing_header(group.output.timing) | headers  # the first timing is kept
     body = writer.body()
     if saver is not None:
         await saver.save(body)
@@ -136,9 +136,11 @@ async def _send_stream(
                 if not group.is_replayed:
                     if exchange.status is None:
                         await exchange.start_event_stream(
-                            headers | (server_timing_header(group.output.timing) if group.output else {})
+                            headers | (build_server_timing_header(group.output.timing) if group.output else {})
                         )
-                    await exchange.send(b"".join([*_router_comments(group, unsent), *unsent] if is_tracked else unsent))
+                    await exchange.send(
+                        b"".join([*_build_router_comments(group, unsent), *unsent] if is_tracked else unsent)
+                    )
                 unsent = []
             unsent.append(writer.write(StreamEnd()))
             if saver is not None:
@@ -158,7 +160,7 @@ async def _send_stream(
     if exchange.status is None:
         await exchange.start_event_stream(headers)
     await exchange.send(
-        b"".join([*_router_comments(DeltaGroup([]), unsent), *unsent] if is_tracked else unsent), last=True
+        b"".join([*_build_router_comments(DeltaGroup([]), unsent), *unsent] if is_tracked else unsent), last=True
     )
 
 
@@ -171,7 +173,7 @@ async def _end_stream_at_shutdown(exchange: Exchange, writer: ReplyWriter) -> No
             await exchange.send(writer.write_error(error), last=True)
 
 
-def _router_comments(group: DeltaGroup, events: list[bytes]) -> list[bytes]:
+def _build_router_comments(group: DeltaGroup, events: list[bytes]) -> list[bytes]:
     line = group.token_group.to_comment(sum(map(len, events)))
     cached = [b": cached %d\n\n" % group.cached_tokens] if group.cached_tokens is not None else []
     return [*cached, b": chain %s\n\n" % group.chain.encode(), line] if group.chain else [*cached, line]

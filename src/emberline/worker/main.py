@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 async def serve(
-    config: ServerConfig, engine_config: EngineConfig, fleet_config: TimeSharingConfig, start_time: float
+    config: ServerConfig, engine_config: EngineConfig, time_sharing_config: TimeSharingConfig, start_time: float
 ) -> None:
     """Serve until a signal stops the process. `start_time`: when the process started, by the monotonic clock."""
     listener = bind_listener(config.host, config.port)
@@ -58,20 +58,20 @@ async def serve(
     server = await answer_while_loading(listener)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
-        engine_config = replace(engine_config, transfer=_transfer_config(config.worker, config.host, port))
+        engine_config = replace(engine_config, transfer=_build_transfer_config(config.worker, config.host, port))
     configs = {
         name: replace(engine_config.with_kv_ports(i), model=str(directory))
         for i, (name, directory) in enumerate(directories.items())
     }
-    engine = AsyncEngine(configs, fleet_config, stall_timeout=config.stall_timeout)
+    engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
     assembled = registrar = None
     try:
         from emberline.server.tracing import open_tracing
-        from emberline.worker.assembly import assemble_server, preload_parts
+        from emberline.worker.assembly import assemble_server, preload_resources
 
-        parts = await asyncio.to_thread(preload_parts, config, directories)
+        parts = await asyncio.to_thread(preload_resources, config, directories)
         await starting
         service = "emberline-server" if config.worker is None else "emberline-worker"
         async with open_tracing(config.trace, service, _worker_name(config.worker, port)) as spans:
@@ -92,7 +92,7 @@ async def serve(
 
             guarded = CrossSiteGuard(assembled.app, _cross_site_policy(config, listener))
             await serve_until_stopped(guarded, listener, announce_ready, announce_shutdown, server=server)
-            await wait_for_leases(engine)
+            await wait_until_blocks_are_fetched(engine)
     finally:
         if registrar is not None:
             await registrar.stop()
@@ -145,7 +145,7 @@ def _cross_site_policy(config: ServerConfig, listener: socket.socket) -> CrossSi
     )
 
 
-async def wait_for_leases(engine: AsyncEngine) -> None:
+async def wait_until_blocks_are_fetched(engine: AsyncEngine) -> None:
     """Wait until other workers have read the KV blocks that this worker keeps for them, or until a time limit.
 
     After the time limit the other workers compute these blocks themselves.
@@ -188,12 +188,12 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
     For a worker that listens on all interfaces, the URL has the address of the interface that leads to the router.
     Raises InvalidRequest if that address cannot be found.
     """
-    from emberline.cluster.address import is_unspecified_address, outgoing_address
+    from emberline.cluster.address import find_outgoing_address, is_unspecified_address
 
     if worker.worker_url or not is_unspecified_address(host):
         return worker
     try:
-        found = outgoing_address(worker.router)
+        found = find_outgoing_address(worker.router)
     except (OSError, ValueError) as e:
         what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
         raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
@@ -213,14 +213,14 @@ def _worker_name(worker: WorkerConfig | None, port: int) -> str:
     )
 
 
-def _transfer_config(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
+def _build_transfer_config(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
     """Return the configuration of KV transfers, with the worker's name and address."""
     hostname = urlsplit(worker.worker_url).hostname if worker.worker_url else None
     return TransferConfig(_worker_name(worker, port), host, advertised_host=hostname, required=worker.role != "both")
 
 
-def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
-    for name, info in ready.items():
+def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
+    for name, info in info_by_model.items():
         log.info(
             "Model loaded: model=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
             name,
@@ -232,10 +232,10 @@ def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
         )
 
 
-def _log_ready(host: str, port: int, ready: Mapping[str, LoadedModelInfo], start_time: float) -> None:
+def _log_ready(host: str, port: int, info_by_model: Mapping[str, LoadedModelInfo], start_time: float) -> None:
     """Log that the server is ready, with the seconds of each start-up phase added up over all models."""
     phases: dict[str, float] = {}
-    for info in ready.values():
+    for info in info_by_model.values():
         for phase, seconds in info.seconds.items():
             phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
     phase_list = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())

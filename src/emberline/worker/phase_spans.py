@@ -25,10 +25,10 @@ class PhaseSpans:
         self._generated = self._all_generated = 0  # tokens of the first choice, and of all choices
         span.attributes |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompt_lengths)}
 
-    def record_output(self, index: int, output: Output) -> None:
+    def record_output(self, choice_index: int, output: Output) -> None:
         """Add an engine output of a choice. `choice_index` numbers the choices of all prompts of the request."""
         self._all_generated += len(output.tokens)
-        if index:
+        if choice_index:
             self._all_cached += 0 if output.index else output.cached_tokens
             return
         self._generated += len(output.tokens)

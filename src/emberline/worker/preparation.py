@@ -16,7 +16,7 @@ from typing import Any
 from emberline.api import reasoning as reasoning_styles
 from emberline.api import tools
 from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool, ToolChoice
-from emberline.api.lark import match_either
+from emberline.api.lark import build_either_grammar
 from emberline.api.output_parser import OutputParser
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.template_settings import find_ignored_settings
@@ -111,7 +111,7 @@ class PromptBuilder:
     def _tools_for_template(self, call: ChatCall) -> list[dict[str, Any]] | None:
         """Return the tools in the form that templates take; None if there are none or the template ignores tools."""
         shown = _callable_tools(call)
-        return tools.tools_for_template(shown) if shown and self._supports_tools else None
+        return tools.to_template_tools(shown) if shown and self._supports_tools else None
 
     async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
         if isinstance(text, list):
@@ -202,12 +202,16 @@ class CallPreparer:
             if style is None and self._reasoning is None:
                 return None
             return OutputParser(
-                index, _make_tool_call_ids(reply_id, index), style, self._reasoning, starts_in_reasoning=opens_reasoning
+                index,
+                _make_tool_call_id_factory(reply_id, index),
+                style,
+                self._reasoning,
+                starts_in_reasoning=opens_reasoning,
             )
 
         budget = None
         if call.thinking_budget is not None and self._prompt_builder.reasoning_end_tokens:
-            after = await self._params_with_grammar(call, style, opens_reasoning, closes_reasoning=True)
+            after = await self._params_with_grammar(call, style, opens_reasoning, prompt_ends_after_reasoning=True)
             budget = ReasoningBudget(call.thinking_budget, self._prompt_builder.reasoning_end_tokens, after)
         return PreparedPrompt(
             token_ids=ids,
@@ -248,7 +252,11 @@ class CallPreparer:
         ]
 
     async def _params_with_grammar(
-        self, call: ChatCall, style: ToolStyle | None, opens_reasoning: bool, closes_reasoning: bool = False
+        self,
+        call: ChatCall,
+        style: ToolStyle | None,
+        prompt_ends_in_reasoning: bool,
+        prompt_ends_after_reasoning: bool = False,
     ) -> SamplingParams:
         """Return the sampling parameters with a grammar for the response format and the tools."""
         special = self._special_marker_ids(style)
@@ -258,17 +266,23 @@ class CallPreparer:
             # The reply either has the requested format or consists of tool calls.
             allows_format = grammar is not None and call.tool_choice.mode == "auto"
             choice = ToolChoice("required") if allows_format else call.tool_choice
-            tool_grammar = tools.tool_call_grammar(call.tools, choice, style, call.parallel_tool_calls, special)
+            tool_grammar = tools.build_tool_call_grammar(call.tools, choice, style, call.parallel_tool_calls, special)
             if tool_grammar is not None:
-                grammar = match_either(tool_grammar, grammar) if allows_format and grammar is not None else tool_grammar
+                grammar = (
+                    build_either_grammar(tool_grammar, grammar)
+                    if allows_format and grammar is not None
+                    else tool_grammar
+                )
                 param = "tools"
         if grammar is None:
             return call.params
         if self._reasoning is not None:
             grammar = (
                 reasoning_styles.constrain_answer(grammar)
-                if closes_reasoning
-                else reasoning_styles.constrain_after_reasoning(grammar, self._reasoning, opens_reasoning, special)
+                if prompt_ends_after_reasoning
+                else reasoning_styles.constrain_after_reasoning(
+                    grammar, self._reasoning, prompt_ends_in_reasoning, special
+                )
             )
         await asyncio.to_thread(self._grammar_guard.check, grammar, param)
         return replace(call.params, grammar=grammar)
@@ -311,10 +325,10 @@ def _iterate_texts(value: Any) -> Iterator[str]:
             yield from _iterate_texts(inner)
 
 
-def _append_end_marker(last: dict[str, Any], marker: str) -> dict[str, Any]:
+def _append_end_marker(last_message: dict[str, Any], marker: str) -> dict[str, Any]:
     """Return the message with the marker at the end of its content."""
-    content = (last.get("content") or "").rstrip()
-    return {**last, "content": content + marker} if content else last
+    content = (last_message.get("content") or "").rstrip()
+    return {**last_message, "content": content + marker} if content else last_message
 
 
 def _cut_at_end_marker(text: str, marker: str) -> str:
@@ -332,10 +346,10 @@ def _cut_at_end_marker(text: str, marker: str) -> str:
     return text[:at]
 
 
-def _make_tool_call_ids(reply_id: str, index: int) -> Callable[[], str]:
+def _make_tool_call_id_factory(reply_id: str, choice_index: int) -> Callable[[], str]:
     """Return a function that creates a new tool call id each time that it is called.
 
     The ids depend only on the reply's id and the index of the choice, so that a different worker creates the same ids.
     """
     numbers = count()
-    return lambda: sha256(f"{reply_id}/{index}/{next(numbers)}".encode()).hexdigest()[:24]
+    return lambda: sha256(f"{reply_id}/{choice_index}/{next(numbers)}".encode()).hexdigest()[:24]

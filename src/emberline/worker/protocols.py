@@ -34,7 +34,7 @@ SAMPLE_MESSAGE = b'{"role":"user","content":"a"}'
 MAX_CHARS_PER_TOKEN = 128  # a text with more characters per token of the context is rejected without tokenizing it
 
 
-def parse_large(path: str, body: bytes, max_contexts_by_model: Mapping[str, int]) -> ChatCall | CompletionCall:
+def parse_large_body(path: str, body: bytes, max_contexts_by_model: Mapping[str, int]) -> ChatCall | CompletionCall:
     """Return the parsed body. This runs in a child process.
 
     A prompt that is longer than the model's context is rejected here, before it is sent back to the server process.
@@ -78,7 +78,7 @@ def _iterate_texts(value: Any) -> Iterator[str]:
             yield from _iterate_texts(inner)
 
 
-def parse_within_pickle_cost(parse: Callable[[bytes], T], body: bytes) -> T:
+def parse_with_result_limit(parse: Callable[[bytes], T], body: bytes) -> T:
     """Return the parsed body. This runs in a child process.
 
     Raises WorkTooLarge if sending the result back to the server process would take too long.

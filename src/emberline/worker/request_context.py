@@ -14,7 +14,7 @@ from typing import Any
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.handoff import Handoff
-from emberline.server.access import tenant_id
+from emberline.server.access import derive_tenant_id
 from emberline.server.exchange import Exchange
 from emberline.trace.span import Span
 
@@ -46,10 +46,10 @@ class RequestContext:
     @staticmethod
     def from_exchange(exchange: Exchange, has_api_keys: bool = False) -> RequestContext:
         """Return the context in the headers of a request. `has_api_keys`: clients of this server need an API key."""
-        seed, created = _integer_header(exchange, SEED_HEADER), _integer_header(exchange, CREATED_HEADER)
+        seed, created = _parse_integer_header(exchange, SEED_HEADER), _parse_integer_header(exchange, CREATED_HEADER)
         tracked, chained = exchange.header(TRACK_HEADER) == "1", exchange.header(CHAIN_HEADER) == "1"
         times: dict[str, Any] = {} if created is None else {"created": created}
-        tenant = tenant_id(exchange) if has_api_keys else tenant_from_router(exchange)
+        tenant = derive_tenant_id(exchange) if has_api_keys else tenant_from_router(exchange)
         return RequestContext(
             seed=seed, is_tracked=tracked, reports_chain=chained, span=exchange.span, tenant=tenant, **times
         )
@@ -61,7 +61,7 @@ def tenant_from_router(exchange: Exchange, has_api_keys: bool = False) -> str:
     return tenant if source == "checked" or has_api_keys else ""
 
 
-def _integer_header(exchange: Exchange, name: str) -> int | None:
+def _parse_integer_header(exchange: Exchange, name: str) -> int | None:
     value = exchange.header(name)
     if value and not (value.isascii() and value.isdigit() and len(value) <= 20 and int(value) < 1 << 64):
         raise InvalidRequest(f"header {name} is {value[:40]!r}; it must be an integer in [0, 2**64)")

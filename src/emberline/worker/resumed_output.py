@@ -35,16 +35,16 @@ class ResumedOutput:
         """Yield the index and the tokens of each choice."""
         return iter(self._tokens.items())
 
-    def tokens_of(self, choices: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    def tokens_of(self, choice_indexes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each choice in `choice_indexes`, or () if none of them has tokens.
 
         The result is the value of Submission.resumed."""
-        tokens = tuple(tuple(self._tokens.get(index, ())) for index in choices)
+        tokens = tuple(tuple(self._tokens.get(index, ())) for index in choice_indexes)
         return tokens if any(tokens) else ()
 
-    def set_logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> None:
+    def set_logprobs(self, choice_index: int, logprobs: Iterable[TokenLogprob]) -> None:
         """Set the log-probabilities of all tokens of a choice, which the handoff does not include."""
-        self._logprobs[index] = iter(logprobs)
+        self._logprobs[choice_index] = iter(logprobs)
 
     def next_output(self) -> tuple[int, Output]:
         """Return the index of a choice and the next output of that choice to replay.

@@ -38,7 +38,7 @@ def load_sampling_defaults(directory: Path, source: str = "auto") -> dict[str, A
         if name not in PARAM_NAMES or value is None:
             continue
         try:
-            setting: dict[str, Any] = {PARAM_NAMES[name]: _checked_number(name, value)}
+            setting: dict[str, Any] = {PARAM_NAMES[name]: _parse_number(name, value)}
             SamplingParams(**setting)
         except (InvalidRequest, TypeError, ValueError):
             log.warning(
@@ -65,7 +65,7 @@ def _read_generation_config(directory: Path, source: str) -> dict[str, Any]:
         ) from error
 
 
-def _checked_number(name: str, value: Any) -> float:
+def _parse_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(name)
     return max(int(value), 0) if name in INTEGER_SETTINGS else float(value)

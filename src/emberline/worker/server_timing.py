@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberline.core.events import Timing
 
 
-def server_timing_header(timing: Timing | None) -> dict[str, str]:
+def build_server_timing_header(timing: Timing | None) -> dict[str, str]:
     """Return the Server-Timing header, or {} if the times are unknown.
 
     If a different worker computed the prompt, the header has the time of that prefill, and the time to fetch its KV

@@ -55,13 +55,13 @@ class StoredResponses:
         Return None instead of a ResponseSaver if the response is not to be stored. Raises NotFound if
         previous_response_id is unknown, and InvalidRequest if this server stores no responses.
         """
-        fields = await offload.run_by_size(len(body), read_storage_fields, body)
+        fields = await offload.run_inline_if_small(len(body), read_storage_fields, body)
         if fields is None:
             return body, None  # the protocol's parser rejects the body and names the field
         given = fields.items
         if fields.previous_response_id is not None:
             before = await self._get_response(tenant, fields.previous_response_id, "previous_response_id")
-            body, given = await offload.run_by_size(len(body), prepend_conversation, body, before.items, given)
+            body, given = await offload.run_inline_if_small(len(body), prepend_conversation, body, before.items, given)
         is_stored = fields.store is not False and self._store is not None
         return body, ResponseSaver(self._store, tenant, given) if is_stored and self._store is not None else None
 

@@ -8,7 +8,7 @@ from emberline.core.events import TransferStats
 from emberline.server.metrics import MetricFamily
 
 
-def transfer_families(labels: str, stats: TransferStats) -> Iterator[MetricFamily]:
+def build_transfer_metrics(labels: str, stats: TransferStats) -> Iterator[MetricFamily]:
     for name, help_, total in (
         ("vllm:nixl_xfer_time_seconds", "Total time of pulls from other engines in seconds.", stats.pull_seconds),
         ("vllm:nixl_bytes_transferred", "Bytes pulled from other engines.", float(stats.pulled_bytes)),

@@ -42,11 +42,11 @@ class WorkerReporter:
             self._name,
             self._incarnation,
             self._url,
-            tuple(map(self._model_registration, self._served_models())),
+            tuple(map(self._build_model_registration, self._served_models())),
             self._role,
         )
 
-    def _model_registration(self, model: ServedModel) -> ModelRegistration:
+    def _build_model_registration(self, model: ServedModel) -> ModelRegistration:
         info = self._engine.model_info.get(model.id)
         if info is None:  # the embedding model
             return ModelRegistration(model.id, max_context=model.max_context)

@@ -13,4 +13,4 @@ def make_writer(call: MessagesCall, id: str, created: int, fingerprint: str) -> 
     `created` and `fingerprint` are unused; they are parameters of every protocol's make_writer.
     """
     context = ReplyContext(call.common.model, id=id)
-    return AnthropicWriter(context, of_engine=True, shows_thinking=call.shows_thinking, stream=call.stream)
+    return AnthropicWriter(context, from_engine=True, shows_thinking=call.shows_thinking, stream=call.stream)

@@ -19,7 +19,7 @@ from emberline.api.anthropic.content import CacheControl, Message, PlainTextBloc
 from emberline.api.call import ChatCall, CommonFields, Tool, ToolChoice
 from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only, find_ignored_fields
 from emberline.api.openai.sampling import CHECKPOINT_DEFAULTS, ModelName
-from emberline.api.parse import WireStruct, decode, encode_text
+from emberline.api.parse import WireStruct, decode, encode_json_text
 from emberline.api.template_settings import TemplateSetting
 from emberline.api.tool_validation import check_tools
 from emberline.core.errors import InvalidRequest
@@ -210,7 +210,7 @@ def _build_sampling_params(request: MessagesRequest) -> SamplingParams:
         top_p=request.top_p or 1.0,
         top_k=request.top_k or 0,
         stop=tuple(filter(None, request.stop_sequences or ())),
-        grammar=GrammarSpec("json_schema", encode_text(output_format.schema)) if output_format else None,
+        grammar=GrammarSpec("json_schema", encode_json_text(output_format.schema)) if output_format else None,
     )
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from emberline.api.call import ChatCall
 from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.generation_fields import build_generation_fields
-from emberline.api.openai.messages import AssistantMessage, Message, add_text_only_hint, messages_for_template
+from emberline.api.openai.messages import AssistantMessage, Message, add_text_only_hint, to_template_messages
 from emberline.api.openai.sampling import LogprobCount, UsageStreamOptions
 from emberline.api.openai.template import (
     ThinkingOption,
@@ -93,9 +93,9 @@ def parse(body: bytes) -> OpenAIChatCall:
     )
     return OpenAIChatCall(
         **build_generation_fields(request, request.stream_options, max_tokens),
-        common=request.common_fields(user=request.safety_identifier),
-        messages=messages_for_template(request.messages),
-        params=request.sampling_params(
+        common=request.build_common_fields(extra_user_id=request.safety_identifier),
+        messages=to_template_messages(request.messages),
+        params=request.build_sampling_params(
             max_tokens=max_tokens, logprobs=_resolve_top_logprobs(request), prompt_logprobs=request.prompt_logprobs
         ),
         tools=tools.tools,
@@ -137,7 +137,7 @@ def _resolve_max_tokens(request: ChatRequest) -> int | None:
 def _find_echoed_text(request: ChatRequest) -> str:
     if not request.echo or not isinstance(request.messages[-1], AssistantMessage):
         return ""
-    return messages_for_template(request.messages[-1:])[0].get("content") or ""
+    return to_template_messages(request.messages[-1:])[0].get("content") or ""
 
 
 def _resolve_top_logprobs(request: ChatRequest) -> int | None:

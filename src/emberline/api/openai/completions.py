@@ -67,9 +67,9 @@ def parse(body: bytes) -> OpenAICompletionCall:
         raise InvalidRequest("max_tokens is 0 without echo: nothing to return", param="max_tokens", hint=hint)
     return OpenAICompletionCall(
         **build_generation_fields(request, request.stream_options, max_tokens),
-        common=request.common_fields(),
+        common=request.build_common_fields(),
         prompts=prompts,
-        params=request.sampling_params(
+        params=request.build_sampling_params(
             max_tokens=1 if max_tokens == 0 else max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=_resolve_prompt_logprobs(request),

@@ -19,8 +19,8 @@ from emberline.wire.deltas import (
     TokenIdsDelta,
     UsageUpdate,
 )
-from emberline.wire.errors import openai_error
-from emberline.wire.logprobs import TextLogprobs, prompt_logprobs
+from emberline.wire.errors import render_openai_error
+from emberline.wire.logprobs import TextLogprobs, render_prompt_logprobs
 from emberline.wire.usage import Usage
 from emberline.wire.usage_objects import render_chat_usage
 
@@ -37,16 +37,16 @@ class _CompletionChoice:
     echoed: int = 0  # number of prompt characters before the generated text
     finish: Finish | None = None
 
-    def finish_fields(self) -> Json:
+    def render_finish_fields(self) -> Json:
         assert self.finish is not None, "the choice has no Finish yet"
         return {"finish_reason": self.finish.reason, **self.finish.stop_details()}
 
-    def add_ids(self, delta: TokenIdsDelta) -> None:
+    def add_token_ids(self, delta: TokenIdsDelta) -> None:
         self.ids = [*(self.ids or ()), *delta.ids]
         if delta.prompt_ids:
             self.prompt_ids = list(delta.prompt_ids)
 
-    def take_unsent_ids(self) -> Json:
+    def take_unsent_token_ids(self) -> Json:
         """Return the next chunk's token id fields, with the ids that no earlier chunk contained."""
         if self.ids is None:
             return {}
@@ -81,10 +81,10 @@ class CompletionReplyWriter:
             return b"" if self._call.echoes_only else self._add_text(delta)
         match delta:
             case PromptDelta():
-                self._choices[delta.choice].prompt = prompt_logprobs(delta.tokens)
+                self._choices[delta.choice].prompt = render_prompt_logprobs(delta.tokens)
                 return self._add_text(delta) if self._call.echo else b""
             case TokenIdsDelta():
-                self._choices[delta.choice].add_ids(delta)
+                self._choices[delta.choice].add_token_ids(delta)
                 return b""
             case Finish():
                 return self._finish_choice(delta)
@@ -104,12 +104,12 @@ class CompletionReplyWriter:
         raise AssertionError(f"a text completion cannot contain a {type(delta).__name__}")
 
     def write_error(self, error: Exception) -> bytes:
-        return sse.data_event(openai_error(error).body) + sse.DONE_EVENT
+        return sse.encode_data_event(render_openai_error(error).body) + sse.DONE_EVENT
 
     def body(self) -> Json:
         return {
             **self._head,
-            "choices": [self._choice_body(choice) for choice in self._choices],
+            "choices": [self._render_choice(choice) for choice in self._choices],
             "usage": self._render_usage(),
         }
 
@@ -127,18 +127,23 @@ class CompletionReplyWriter:
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
         entry = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
-        return self._encode_chunk([entry | (choice.take_unsent_ids() if self._call.stream else {})])
+        return self._encode_chunk([entry | (choice.take_unsent_token_ids() if self._call.stream else {})])
 
     def _finish_choice(self, finish: Finish) -> bytes:
         choice = self._choices[finish.choice]
         # With max_tokens: 0 the engine's one token may be an end token, but the reply ends by its length.
         choice.finish = Finish("length", choice=finish.choice) if self._call.echoes_only else finish
-        entry = {"index": finish.choice, "text": "", "logprobs": None, **choice.finish_fields()}
-        return self._encode_chunk([entry | (choice.take_unsent_ids() if self._call.stream else {})])
+        entry = {"index": finish.choice, "text": "", "logprobs": None, **choice.render_finish_fields()}
+        return self._encode_chunk([entry | (choice.take_unsent_token_ids() if self._call.stream else {})])
 
-    def _choice_body(self, choice: _CompletionChoice) -> Json:
+    def _render_choice(self, choice: _CompletionChoice) -> Json:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
-        body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
+        body = {
+            "index": choice.index,
+            "text": "".join(choice.texts),
+            "logprobs": logprobs,
+            **choice.render_finish_fields(),
+        }
         body["prompt_logprobs"] = choice.prompt if self._call.shows_prompt_logprobs else None  # vLLM's clients read it
         if choice.ids is not None:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
@@ -150,7 +155,7 @@ class CompletionReplyWriter:
         chunk: Json = {**self._head, "choices": choices}
         if self._call.includes_usage:
             chunk["usage"] = self._render_usage() if self._call.running_usage else usage
-        return sse.data_event(chunk)
+        return sse.encode_data_event(chunk)
 
     def _render_usage(self) -> Json | None:
         if self._usage is None:
@@ -158,4 +163,4 @@ class CompletionReplyWriter:
         usage = self._usage
         if self._call.echoes_only:  # the engine's one token is not part of the reply
             usage = Usage(input=usage.input, cached_read=usage.cached_read)
-        return render_chat_usage(usage, of_engine=True)
+        return render_chat_usage(usage, from_engine=True)

@@ -41,7 +41,7 @@ def build_generation_fields(
         keeps_first_tokens=request.truncation_side == "right",
         return_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        unset_params=request.unset_params(max_tokens),
+        unset_params=request.list_unset_params(max_tokens),
         ignored_fields=find_ignored_fields(request) + ignored,
         stream=bool(request.stream),
         includes_usage=request.returns_usage(),

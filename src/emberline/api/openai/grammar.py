@@ -10,7 +10,7 @@ from msgspec import Meta, field
 
 from emberline.api.fields import OnlyEmpty, OnlyFalse
 from emberline.api.openai.accepted import AcceptedFields
-from emberline.api.parse import WireStruct, decode_object, encode_text
+from emberline.api.parse import WireStruct, decode_json_object, encode_json_text
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
 
@@ -114,7 +114,7 @@ def _grammar_from_response_format(response_format: ResponseFormat | None) -> Gra
             | JsonSchemaFormat(schema=dict(schema))
             | JsonObjectFormat(schema=dict(schema))
         ):
-            return GrammarSpec("json_schema", encode_text(schema))
+            return GrammarSpec("json_schema", encode_json_text(schema))
         case JsonSchemaFormat() | JsonObjectFormat():
             return GrammarSpec("json_object")
     return None
@@ -124,8 +124,8 @@ def _grammar_from_schema(schema: Schema | None, param: str) -> GrammarSpec | Non
     if schema is None:
         return None
     if isinstance(schema, str):
-        schema = decode_object(schema, param)
-    return GrammarSpec("json_schema", encode_text(schema))
+        schema = decode_json_object(schema, param)
+    return GrammarSpec("json_schema", encode_json_text(schema))
 
 
 def _grammar_from_text(kind: Literal["regex", "grammar"], text: str | None) -> GrammarSpec | None:
@@ -133,4 +133,4 @@ def _grammar_from_text(kind: Literal["regex", "grammar"], text: str | None) -> G
 
 
 def _grammar_from_choices(choices: list[str] | None) -> GrammarSpec | None:
-    return None if choices is None else GrammarSpec("choice", encode_text(choices))
+    return None if choices is None else GrammarSpec("choice", encode_json_text(choices))

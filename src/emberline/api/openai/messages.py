@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from emberline.api.parse import WireStruct, decode_object
+from emberline.api.parse import WireStruct, decode_json_object
 from emberline.core.errors import InvalidRequest
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -113,7 +113,7 @@ class FunctionMessage(WireStruct, tag_field="role", tag="function"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
-def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
+def to_template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return [_convert_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -170,7 +170,7 @@ def _convert_tool_call(id: str, function: CalledFunction, param: str) -> dict[st
     # Clients often send an empty text for a call without arguments.
     arguments = function.arguments or {}
     if isinstance(arguments, str):
-        arguments = decode_object(arguments, f"{param}.arguments") if arguments.strip() else {}
+        arguments = decode_json_object(arguments, f"{param}.arguments") if arguments.strip() else {}
     return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 

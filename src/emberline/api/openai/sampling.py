@@ -91,12 +91,12 @@ class SamplingFields(GrammarFields, kw_only=True):
     priority: int | None = None  # above 0: batch priority
     cache_salt: str | None = None
 
-    def common_fields(self, *, user: str | None = None) -> CommonFields:
+    def build_common_fields(self, *, extra_user_id: str | None = None) -> CommonFields:
         """Return the fields that every call has.
 
         `extra_user_id`, from a field such as safety_identifier, is logged beside the id in the `user` field.
         """
-        users = dict.fromkeys(name for name in (user, self.user) if name)
+        users = dict.fromkeys(name for name in (extra_user_id, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
         return CommonFields(
             model=self.model or "",
@@ -106,7 +106,7 @@ class SamplingFields(GrammarFields, kw_only=True):
             request_id=self.request_id or self.rid,
         )
 
-    def unset_params(self, max_tokens: int | None) -> frozenset[str]:
+    def list_unset_params(self, max_tokens: int | None) -> frozenset[str]:
         """Return the sampling parameters that the request leaves unset; the checkpoint's defaults apply."""
         names = {name for name in CHECKPOINT_DEFAULTS if getattr(self, name) is None}
         if self.repeat_penalty is not None:
@@ -115,7 +115,7 @@ class SamplingFields(GrammarFields, kw_only=True):
             names.discard("temperature")
         return frozenset(names if max_tokens is not None else {*names, "max_tokens"})
 
-    def sampling_params(
+    def build_sampling_params(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []

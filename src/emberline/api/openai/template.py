@@ -45,7 +45,7 @@ def build_template_args(kwargs: dict[str, Any] | None, effort: str | None = None
     if effort is None:
         return args
     # Templates use one variable or the other; chat_template_kwargs take precedence.
-    return {**_reasoning_effort_variables(effort), **args}
+    return {**_build_effort_variables(effort), **args}
 
 
 def list_template_settings(
@@ -69,27 +69,29 @@ def list_template_settings(
     ]
     if effort is None:
         return settings
-    names = tuple(name for name, value in _reasoning_effort_variables(effort).items() if args.get(name, value) == value)
+    names = tuple(name for name, value in _build_effort_variables(effort).items() if args.get(name, value) == value)
     if not names:
         what = f"{effort_field} is {effort!r}, which contradicts chat_template_kwargs"
         raise InvalidRequest(what, param=effort_field, hint="send one of them")
     return [TemplateSetting(effort_field, names, enables_reasoning=False if effort == "none" else None), *settings]
 
 
-def _reasoning_effort_variables(effort: str) -> dict[str, Any]:
+def _build_effort_variables(effort: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def continues_last_message(messages: list[Message], is_requested: bool | None, generation_prompt: bool | None) -> bool:
+def continues_last_message(
+    messages: list[Message], continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> bool:
     """Return whether the output continues the last message (`continue_final_message`).
 
     Raises InvalidRequest if continue_final_message is set together with add_generation_prompt, or if the last message
     is not an assistant message.
     """
-    if not is_requested:
+    if not continue_final_message:
         return False
     param = "continue_final_message"
-    if generation_prompt:
+    if add_generation_prompt:
         what = f"{param} and add_generation_prompt are both true"
         raise InvalidRequest(what, param=param, hint="send add_generation_prompt: false")
     if not isinstance(messages[-1], AssistantMessage):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from emberline.api.openai.messages import FunctionName
-from emberline.api.parse import WireStruct, decode_object
+from emberline.api.parse import WireStruct, decode_json_object
 from emberline.api.transcript import Transcript
 from emberline.core.errors import InvalidRequest
 
@@ -125,16 +125,16 @@ def _add_item(transcript: Transcript, item: Item, path: str) -> None:
         case MessageItem(role="user" | "assistant" | "system" as role):
             transcript.add_text(role, _join_texts(item.content))
         case ReasoningItem():
-            if text := _reasoning_text(item, path):
+            if text := _read_reasoning_text(item, path):
                 transcript.add_reasoning(text)
         case FunctionCallItem():
-            arguments = decode_object(item.arguments, f"{path}.arguments") if item.arguments.strip() else {}
+            arguments = decode_json_object(item.arguments, f"{path}.arguments") if item.arguments.strip() else {}
             transcript.add_tool_call(item.call_id, item.name, arguments)
         case FunctionCallOutputItem():
             transcript.add_tool_result(item.call_id, _join_texts(item.output), param=f"{path}.call_id")
 
 
-def _reasoning_text(item: ReasoningItem, path: str) -> str:
+def _read_reasoning_text(item: ReasoningItem, path: str) -> str:
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content:

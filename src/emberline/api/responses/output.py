@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from emberline.api.responses.items import Status, encode_reasoning
 from emberline.wire.deltas import TokenInfo
-from emberline.wire.logprobs import chat_logprobs
+from emberline.wire.logprobs import render_chat_logprobs
 
 Json = dict[str, Any]
 
@@ -29,20 +29,20 @@ class OutputItem(ABC):
     @abstractmethod
     def to_json(self) -> Json: ...
 
-    def begin_events(self) -> list[Json]:
-        return [self._item_event("added")]
+    def make_begin_events(self) -> list[Json]:
+        return [self._make_item_event("added")]
 
-    def append_event(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+    def append_text(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
         self._pieces.append(text)
         return {"type": f"response.{self.event_kind}.delta", **self.location, "delta": text}
 
-    def close_events(self, status: Status) -> list[Json]:
+    def make_close_events(self, status: Status) -> list[Json]:
         self.status = status
-        return [self._item_event("done")]
+        return [self._make_item_event("done")]
 
-    def _item_event(self, change: str) -> Json:
+    def _make_item_event(self, event_suffix: str) -> Json:
         return {
-            "type": f"response.output_item.{change}",
+            "type": f"response.output_item.{event_suffix}",
             "output_index": self.location["output_index"],
             "item": self.to_json(),
         }
@@ -60,9 +60,9 @@ class OutputFunctionCall(OutputItem):
         call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
         return {"id": self.id, "type": "function_call", "status": self.status, **call}
 
-    def close_events(self, status: Status) -> list[Json]:
+    def make_close_events(self, status: Status) -> list[Json]:
         done = {"type": f"response.{self.event_kind}.done", **self.location, "name": self._name, "arguments": self.text}
-        return [done, *super().close_events(status)]
+        return [done, *super().make_close_events(status)]
 
 
 class _TextItem(OutputItem):
@@ -84,13 +84,13 @@ class _TextItem(OutputItem):
     def extra_fields(self) -> Json:
         return {}
 
-    def begin_events(self) -> list[Json]:
-        events = super().begin_events()
+    def make_begin_events(self) -> list[Json]:
+        events = super().make_begin_events()
         self._begun = True
         self.location["content_index"] = 0
         return [*events, {"type": "response.content_part.added", **self.location, "part": self.part_json()}]
 
-    def close_events(self, status: Status) -> list[Json]:
+    def make_close_events(self, status: Status) -> list[Json]:
         text_done = {
             "type": f"response.{self.event_kind}.done",
             **self.location,
@@ -98,7 +98,7 @@ class _TextItem(OutputItem):
             **self.extra_fields(),
         }
         part_done = {"type": "response.content_part.done", **self.location, "part": self.part_json()}
-        return [text_done, part_done, *super().close_events(status)]
+        return [text_done, part_done, *super().make_close_events(status)]
 
 
 class OutputMessage(_TextItem):
@@ -118,10 +118,10 @@ class OutputMessage(_TextItem):
         head = {"id": self.id, "type": "message", "status": self.status}
         return {**head, "role": "assistant", "content": self.content_json()}
 
-    def append_event(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
-        logprobs = chat_logprobs(tokens)
+    def append_text(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+        logprobs = render_chat_logprobs(tokens)
         self._logprobs += logprobs
-        return {**super().append_event(text), "logprobs": logprobs}
+        return {**super().append_text(text), "logprobs": logprobs}
 
 
 class OutputReasoning(_TextItem):

@@ -22,7 +22,7 @@ from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
 from emberline.api.openai.messages import FunctionName, add_text_only_hint
 from emberline.api.openai.sampling import LogprobCount, StreamOptions
 from emberline.api.openai.template import build_template_args, list_template_settings
-from emberline.api.parse import WireStruct, decode, encode_text
+from emberline.api.parse import WireStruct, decode, encode_json_text
 from emberline.api.responses.items import Item, build_transcript, continues_last_message
 from emberline.api.tool_validation import check_tools
 from emberline.core.errors import InvalidRequest
@@ -138,7 +138,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     access_programs: None = None
 
     def grammar(self) -> GrammarSpec | None:
-        shared, own = super().grammar(), _grammar_of_format(self.text)
+        shared, own = super().grammar(), _grammar_from_text_format(self.text)
         if shared and own:
             hint = "send text.format only"
             raise InvalidRequest("text.format and another output format are both set", param="text.format", hint=hint)
@@ -161,9 +161,9 @@ def parse(body: bytes) -> ResponsesCall:
     ignored = find_ignored_fields(request)
     request.returns_usage()
     tools, choice = _convert_tools(request)
-    common = request.common_fields(user=request.safety_identifier)
+    common = request.build_common_fields(extra_user_id=request.safety_identifier)
     effort = request.reasoning.effort if request.reasoning else None
-    params = request.sampling_params(
+    params = request.build_sampling_params(
         max_tokens=request.max_output_tokens, logprobs=_resolve_top_logprobs(request), prompt_logprobs=None
     )
     return ResponsesCall(
@@ -181,7 +181,7 @@ def parse(body: bytes) -> ResponsesCall:
         bad_words=request.bad_words or (),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         keeps_first_tokens=request.truncation_side == "right",
-        unset_params=request.unset_params(request.max_output_tokens),
+        unset_params=request.list_unset_params(request.max_output_tokens),
         ignored_fields=ignored,
         stream=bool(request.stream),
         store=request.store,
@@ -213,12 +213,12 @@ def _add_text_only_hint(error: InvalidRequest) -> InvalidRequest:
     )
 
 
-def _grammar_of_format(text: TextConfig | None) -> GrammarSpec | None:
+def _grammar_from_text_format(text: TextConfig | None) -> GrammarSpec | None:
     match text and text.format:
         case JsonObjectFormat():
             return GrammarSpec("json_object")
         case SchemaFormat(schema=schema):
-            return GrammarSpec("json_schema", encode_text(schema))
+            return GrammarSpec("json_schema", encode_json_text(schema))
     return None
 
 

@@ -22,7 +22,7 @@ from emberline.wire.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.wire.errors import openai_error
+from emberline.wire.errors import render_openai_error
 from emberline.wire.usage import Usage
 from emberline.wire.usage_objects import render_responses_usage
 
@@ -47,7 +47,7 @@ class ResponsesReplyWriter:
         return self._encode_events(self._make_events(delta))
 
     def write_error(self, error: Exception) -> bytes:
-        reply = openai_error(error)
+        reply = render_openai_error(error)
         code = _ERROR_CODES.get(reply.status, "server_error")
         self._error = {"code": code, "message": reply.body["error"]["message"]}
         if self._is_open:
@@ -82,7 +82,7 @@ class ResponsesReplyWriter:
                 )
             case ToolCallArguments():
                 assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
-                return [self._output[-1].append_event(delta.text)] if delta.text else []
+                return [self._output[-1].append_text(delta.text)] if delta.text else []
             case Finish():
                 self._finish = delta
                 return self._close_item()
@@ -108,7 +108,7 @@ class ResponsesReplyWriter:
         events = []
         if not (self._is_open and isinstance(self._output[-1], kind)):
             events = self._begin_item(self._make_item(kind))
-        return [*events, self._output[-1].append_event(delta.text, delta.tokens)]
+        return [*events, self._output[-1].append_text(delta.text, delta.tokens)]
 
     def _make_item(self, kind: type[OutputMessage] | type[OutputReasoning]) -> OutputItem:
         if kind is OutputMessage:
@@ -124,13 +124,13 @@ class ResponsesReplyWriter:
         events = self._close_item()
         self._output.append(item)
         self._is_open = True
-        return [*events, *item.begin_events()]
+        return [*events, *item.make_begin_events()]
 
     def _close_item(self) -> list[Json]:
         if not self._is_open:
             return []
         self._is_open = False
-        return self._output[-1].close_events(
+        return self._output[-1].make_close_events(
             "incomplete" if self._finish_reason() in ("length", "abort") else "completed"
         )
 
@@ -149,4 +149,4 @@ class ResponsesReplyWriter:
             return b""
         numbered = [{**event, "sequence_number": self._num_sent + i} for i, event in enumerate(events)]
         self._num_sent += len(events)
-        return b"".join([sse.named_event(event["type"], event) for event in numbered])
+        return b"".join([sse.encode_named_event(event["type"], event) for event in numbered])

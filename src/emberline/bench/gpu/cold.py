@@ -179,7 +179,7 @@ def time_import(preload_recorded_files: bool) -> dict[str, Any]:
     from emberline.models.reader import FileReader
 
     began = time.monotonic()
-    first = preload.recorded_ranges() if preload_recorded_files else []
+    first = preload.recorded_file_ranges() if preload_recorded_files else []
     with FileReader.start([], prefetch=first) as reader:
         reader.wait_for_prefetch(preload.MAX_PRELOAD_WAIT_S)
     before, entered = read_io_counters(), time.monotonic()
@@ -187,7 +187,7 @@ def time_import(preload_recorded_files: bool) -> dict[str, Any]:
     importlib.import_module("torch")
     ready = time.monotonic()
     spent = {name: count - before[name] for name, count in read_io_counters().items()}
-    known = preload.read_record()
+    known = preload.read_file_record()
     return {
         "entered": entered,
         "ready": ready,
@@ -226,7 +226,7 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     record_phase("second_request")  # its second token comes from a captured step
     seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(phase_times)}
     seconds |= {f"boot_{name}": spent for name, spent in booted.seconds.items()}
-    preload.write_record()
+    preload.write_file_record()
     return {
         "entered": phase_times[0][1],
         "ready": dict(phase_times)["first_token"],
@@ -237,7 +237,7 @@ def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "read_when_imported": read_by_then.bytes,
         "read_seconds": reader.stats.seconds,
         "read_rate": reader.stats.gigabytes_per_second,
-        "read_first": sum(end - begin for spans in preload.read_record().values() for begin, end in spans),
+        "read_first": sum(end - begin for spans in preload.read_file_record().values() for begin, end in spans),
     }
 
 

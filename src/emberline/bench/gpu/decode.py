@@ -15,7 +15,7 @@ from torch import Tensor
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels import worklist
-from emberline.kernels.cuda.decode import DecodeCache, DecodeScratch, DecodeWork, count_sms, decode_attention
+from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, count_sms, decode_attention
 
 BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64
@@ -67,7 +67,7 @@ class DecodeInputs:
             row[: len(blocks)] = blocks
         shape = (layers, sum(counts), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         keys, values = (_random_tensor(shape, dtype) for _ in range(2))
-        self._caches = [DecodeCache(k, v) for k, v in zip(keys, values, strict=True)]
+        self._caches = [DecodeTensorMaps(k, v) for k, v in zip(keys, values, strict=True)]
         self._qkv = _random_tensor((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
         self._out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
         context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - 1
@@ -83,13 +83,13 @@ class DecodeInputs:
         """
         rows, sms = len(self.lengths), count_sms(self._device)
         parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
-        capacity = max(parts, worklist.item_capacity(rows, KV_HEADS, sms))
+        capacity = max(parts, worklist.max_work_items(rows, KV_HEADS, sms))
         items = worklist.plan_decode_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part)
-        work = DecodeWork(torch.from_numpy(items.data).to(self._device), rows, capacity)
+        work = DeviceWorkList(torch.from_numpy(items.data).to(self._device), rows, capacity)
         scratch = DecodeScratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
         heads, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._tables_and_context
 
-        def make_call(cached: DecodeCache) -> Callable[[], Tensor]:
+        def make_call(cached: DecodeTensorMaps) -> Callable[[], Tensor]:
             return lambda: decode_attention(
                 self._qkv, cached, tables, context, work, HEAD_DIM**-0.5, *heads,
                 out=self._out, scratch=scratch, pdl=use_pdl,

@@ -31,9 +31,9 @@ Call = Callable[[], object]
 def measure(report: BenchReport) -> None:
     for rows in ROWS:
         for name, make, size in (
-            ("norm", _norm_calls, 4 * HIDDEN),
-            ("rope", _rope_calls, 4 * (HEADS[0] + 2 * HEADS[1]) * HEADS[2]),
-            ("silu_mul", _silu_calls, 6 * FFN),
+            ("norm", _make_norm_calls, 4 * HIDDEN),
+            ("rope", _make_rope_calls, 4 * (HEADS[0] + 2 * HEADS[1]) * HEADS[2]),
+            ("silu_mul", _make_silu_calls, 6 * FFN),
         ):
             pairs = [make(rows) for _ in range(min(MAX_COPIES, count_input_sets(size * rows)))]
             peers = [peer for _, peer in pairs if peer is not None]
@@ -42,13 +42,13 @@ def measure(report: BenchReport) -> None:
             report.add(f"{name}_{rows}", us, "us", limit=size * rows / BYTES_PER_US, peer=peer)
 
 
-def _norm_calls(rows: int) -> tuple[Call, Call]:
+def _make_norm_calls(rows: int) -> tuple[Call, Call]:
     x, weight = _random_tensor(rows, HIDDEN), torch.rand(HIDDEN, device="cuda")
     out, same = torch.empty_like(x), weight.bfloat16()
     return lambda: rms_norm(x, weight, 1e-5, out, pdl=True), lambda: F.rms_norm(x, (HIDDEN,), same, 1e-5)
 
 
-def _rope_calls(rows: int) -> tuple[Call, None]:
+def _make_rope_calls(rows: int) -> tuple[Call, None]:
     q_heads, kv_heads, dim = HEADS
     qkv = _random_tensor(rows, (q_heads + 2 * kv_heads) * dim)
     layer = AttentionLayer(*HEADS, scale=1.0, cos_sin=torch.rand(rows, dim, device="cuda"))
@@ -59,7 +59,7 @@ def _rope_calls(rows: int) -> tuple[Call, None]:
     return lambda: rope_and_cache(qkv, layer, keys, values, metadata, pdl=True), None
 
 
-def _silu_calls(rows: int) -> tuple[Call, Call]:
+def _make_silu_calls(rows: int) -> tuple[Call, Call]:
     gate_up, out = _random_tensor(rows, 2 * FFN), _random_tensor(rows, FFN)
     gate, up = gate_up.chunk(2, dim=1)
     return lambda: silu_mul(gate_up, out, 16, pdl=True), lambda: F.silu(gate) * up

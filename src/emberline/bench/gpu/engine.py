@@ -188,7 +188,7 @@ def _abort_requests(engine: MeasuredEngine, request_ids: dict[str, int], max_ste
         pass
 
 
-def token_cost(settings: dict[str, Any]) -> TokenCost:
+def compute_token_cost(settings: dict[str, Any]) -> TokenCost:
     total = TokenCost.from_config(CONFIG)
     if settings.get("weights") in ("packed", "both"):
         total = replace(total, width=PACKED_WEIGHT_BYTES)
@@ -213,7 +213,7 @@ def min_prefill_ms(tokens: int, cost: TokenCost) -> float:
     return 1e3 * tokens / cost.max_prefill_rate(H200, tokens)
 
 
-def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
+def make_warm_up_lengths(requests: int) -> list[tuple[int, int]]:
     """Return (prompt, output) lengths for a warm-up in which the batch shrinks as requests end.
 
     The batch shrinks by 8 requests at a time down to 16 requests, then by one at a time. So the engine runs every one
@@ -268,9 +268,9 @@ class EngineBench:
         )
 
     def measure_chat(self, requests: int) -> None:
-        self.run_job(workload.make_job(warm_up_lengths(requests), VOCAB), JOB_TIMEOUT_S)
-        self.run_job(workload.make_job(workload.chat_lengths(min(128, requests), seed=1), VOCAB), JOB_TIMEOUT_S)
-        job = workload.make_job(workload.chat_lengths(requests), VOCAB)
+        self.run_job(workload.make_job(make_warm_up_lengths(requests), VOCAB), JOB_TIMEOUT_S)
+        self.run_job(workload.make_job(workload.draw_chat_lengths(min(128, requests), seed=1), VOCAB), JOB_TIMEOUT_S)
+        job = workload.make_job(workload.draw_chat_lengths(requests), VOCAB)
         course = self.run_job(job, JOB_TIMEOUT_S)
         rate = course.timeline.output_rate()
         self._add_result(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.max_output_rate(H200, job))
@@ -301,7 +301,7 @@ def measure(
         "memory": asdict(booted.plan),
         "boot_s": {"all": time.perf_counter() - began, **booted.seconds},
     }
-    bench = EngineBench(report, partial(run_job, booted.engine), token_cost(chosen), rounds or ROUNDS)
+    bench = EngineBench(report, partial(run_job, booted.engine), compute_token_cost(chosen), rounds or ROUNDS)
     for name in NAMES:
         if is_measurement_selected(name, name_patterns):
             run_measurement(report, name, partial(bench.measure_by_name, name))
@@ -319,12 +319,14 @@ def _run_sampled_job(engine: MeasuredEngine, job: BenchJob, params: SamplingPara
 def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     import torch
 
-    from emberline.bench.gpu.sampled_decode import grammar_compiler
+    from emberline.bench.gpu.sampled_decode import make_grammar_compiler
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
     config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **settings}).with_gpu_defaults()
-    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, compiler=grammar_compiler)
+    return boot_gpu(
+        CONFIG, weights, context=settings["max_context"], settings=config, make_compiler=make_grammar_compiler
+    )
 
 
 def is_measurement_selected(name: str, name_patterns: Sequence[str]) -> bool:

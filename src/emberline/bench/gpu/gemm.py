@@ -45,7 +45,7 @@ def measure(report: BenchReport) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _make_weights(n, k)
         for m in ROWS:
-            ours, theirs = [_gemm_calls(name, weights, m)], [_cublas_calls(name, weights, m)]
+            ours, theirs = [_make_gemm_calls(name, weights, m)], [_make_cublas_calls(name, weights, m)]
             flop = 2.0 * m * n * k
             bursts = [_time_burst(calls) for calls in ours + theirs]
             seconds = LONG_LOAD_SECONDS if m >= MIN_LONG_LOAD_ROWS else SHORT_LOAD_SECONDS
@@ -81,7 +81,7 @@ def measure_variants() -> None:
         for plan in dict.fromkeys(_candidate_plans(m, n, k)):
             if time.monotonic() > end:
                 return
-            calls = _gemm_calls(name, weights, m, plan)
+            calls = _make_gemm_calls(name, weights, m, plan)
             burst, load = flop / _time_burst(calls) / 1e6, flop / _time_sustained(calls, 0.4) / 1e6
             print(f"{name} m={m} {_describe_plan(plan)}: burst {burst:.0f}, sustained {load:.0f} TFLOP/s", flush=True)
         del weights
@@ -100,7 +100,7 @@ def _describe_plan(plan: gemm.GemmPlan) -> str:
     return f"{plan.width}x{plan.cluster} band {plan.band} lag {plan.lag}"
 
 
-def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPlan | None = None) -> list[Call]:
+def _make_gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPlan | None = None) -> list[Call]:
     """Return one function per weight that calls our GEMM kernel.
 
     In some layers the kernel adds the product to its output. The values of that output grow slightly with every call,
@@ -117,7 +117,7 @@ def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPla
     return [make_call(weight) for weight in weights]
 
 
-def _cublas_calls(name: str, weights: list[BF16Weight], m: int) -> list[Call]:
+def _make_cublas_calls(name: str, weights: list[BF16Weight], m: int) -> list[Call]:
     x, n = _random_matrix(m, weights[0].k), weights[0].n
     out = _random_matrix(m, n // 2 if name == GATED_LAYER else n)
 

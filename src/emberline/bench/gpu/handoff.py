@@ -68,7 +68,7 @@ def _measure_blocks(report: BenchReport, rounds: int) -> None:
     The name of a TCP result ends with the number of connections. The engine uses four by default.
     """
     crc = select_crc(find_library())
-    with _child_process(_publish_blocks) as pipe:
+    with _running_child_process(_publish_blocks) as pipe:
         region = _make_region()
         size = MOVED_BLOCKS * region.layout.block_bytes
         limits = _measure_copies(region, rounds)
@@ -115,7 +115,7 @@ def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, ro
 
 
 def _measure_requests(report: BenchReport, rounds: int) -> None:
-    with _child_process(_compute_prompts) as pipe:
+    with _running_child_process(_compute_prompts) as pipe:
         engine = _make_engine("here")
         for transport in TRANSPORTS:
             moves = [_run_handoff(engine, pipe, transport, i) for i in range(rounds + 1)][1:]  # the first one connects
@@ -255,7 +255,7 @@ def _compute_prompts(pipe: Connection) -> None:
 
 
 @contextmanager
-def _child_process(child_main: Callable[[Connection], None]) -> Iterator[Connection]:
+def _running_child_process(child_main: Callable[[Connection], None]) -> Iterator[Connection]:
     """Run `child_main` in a child process while the context is open, and yield the connection to that process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -291,7 +291,9 @@ def _make_engine(name: str) -> Engine:
     ).with_gpu_defaults()
     weights = GPURandomWeights("cuda", torch.bfloat16)
     context = PROMPT_TOKENS + 256
-    return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_open_endpoint, name)).engine
+    return boot_gpu(
+        CONFIG, weights, context=context, settings=settings, build_endpoint=partial(_open_endpoint, name)
+    ).engine
 
 
 def _open_endpoint(name: str, region: DeviceRegion) -> TransferEndpoint:

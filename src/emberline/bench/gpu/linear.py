@@ -53,7 +53,7 @@ AnyWeight = BF16Weight | UW12Weight
 def measure(report: BenchReport) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _make_weights(n, k)
-        packed = _packed_copies(weights)
+        packed = _make_packed_copies(weights)
         for m in ROWS:
             _measure_shape(report, f"{name} m={m}", weights, packed, m)
         _measure_packing(report, name, weights[0], packed[0])
@@ -74,7 +74,9 @@ def sweep_plans(seconds: float = SWEEP_SECONDS) -> None:
             plans = dict.fromkeys(_candidate_plans(m, n, k))
             tried = {plan: _time_our_linear(weights, m, plan=plan, replays=3) for plan in plans}
             best = sorted(tried, key=lambda plan: tried[plan])
-            print(f"{name} m={m}: limit {_memory_limit_us(m, n, k):.2f}, rule {tried[rule]:.2f} {_describe_plan(rule)}")
+            print(
+                f"{name} m={m}: limit {_min_memory_time_us(m, n, k):.2f}, rule {tried[rule]:.2f} {_describe_plan(rule)}"
+            )
             for warps in (WARPS, 2 * WARPS):
                 these = [plan for plan in best if plan.warps == warps][:4]
                 print("    " + "  ".join(f"{tried[plan]:.2f} {_describe_plan(plan)}" for plan in these), flush=True)
@@ -91,18 +93,18 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
     """
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
-        packed = _packed_copies(_make_weights(n, k))
+        packed = _make_packed_copies(_make_weights(n, k))
         torch.cuda.empty_cache()
         for m in (m for m in ROWS if is_skinny(m, n, k)):
             rule = choose_plan(m, n, k, header_stride=packed[0].header_stride)
             plans = dict.fromkeys([rule, *_candidate_packed_plans(rule, n, k)])
-            _compile_variants({plan.variant("STORE") for plan in plans})
+            _compile_variants({plan.kernel_name("STORE") for plan in plans})
             tried: dict[SkinnyPlan, float] = {}
             for plan in plans:
                 if time.monotonic() < end or plan == rule:
                     tried[plan] = _time_our_linear(packed, m, plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
-            limit_us = _memory_limit_us(m, n, k, packed[0])
+            limit_us = _min_memory_time_us(m, n, k, packed[0])
             print(f"{name} m={m}: limit {limit_us:.2f}, rule {tried[rule]:.2f} {_describe_plan(rule)}")
             print("    " + "  ".join(f"{tried[plan]:.2f} {_describe_plan(plan)}" for plan in best), flush=True)
         del packed
@@ -148,7 +150,7 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
             texts = [f"{tried[plan]:.2f} {_describe_wide_plan(plan)}" for plan in best]
             rule_us = f"{tried[rule]:.2f}" if rule in tried else "no time"
-            print(f"{name} m={m}: limit {_memory_limit_us(m, n, k):.2f}, rule {rule_us} {_describe_wide_plan(rule)}")
+            print(f"{name} m={m}: limit {_min_memory_time_us(m, n, k):.2f}, rule {rule_us} {_describe_wide_plan(rule)}")
             print("    " + "  ".join(texts), flush=True)
         del weights
         torch.cuda.empty_cache()
@@ -163,7 +165,7 @@ def _candidate_wide_plans(chosen_plan: wide.WidePlan, n: int, k: int) -> Iterato
     yield from deep
     for plan in deep[:5]:
         half = (MAX_SHARED_BYTES // 2 - 1024) // (
-            plan.slot_bytes + 16
+            plan.stage_bytes + 16
         )  # leaves room for the next kernel's CTA on the SM
         yield from (replace(plan, stages=stages) for stages in (plan.stages - 1, half) if 1 < stages < plan.stages)
         if plan.split == 1:
@@ -179,10 +181,10 @@ def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], pa
     x = _random_matrix(m, k)
     cublas = time_graph_replay([bind_arguments(F.linear, x, weight.data) for weight in weights])
     ours, alone = _time_our_linear(weights, m), _time_our_linear(weights, m, pdl=False)
-    report.add(name, ours, "us", peer=cublas, limit=_memory_limit_us(m, n, k))
-    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_memory_limit_us(m, n, k))
+    report.add(name, ours, "us", peer=cublas, limit=_min_memory_time_us(m, n, k))
+    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_min_memory_time_us(m, n, k))
     print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
-    limit = _memory_limit_us(m, n, k, packed[0])
+    limit = _min_memory_time_us(m, n, k, packed[0])
     ours, alone = _time_our_linear(packed, m), _time_our_linear(packed, m, pdl=False)
     report.add(f"{name} packed", ours, "us", peer=cublas, limit=limit)
     report.add(f"{name} packed without pdl", alone, "us", peer=cublas, limit=limit)
@@ -268,18 +270,18 @@ def _measure_all_layers(report: BenchReport) -> None:
         )
     ]
     for m in ROWS:
-        cublas = time_graph_replay([_cublas_layer_calls(layers, head, m)]) / 1e3
+        cublas = time_graph_replay([_make_cublas_layers_call(layers, head, m)]) / 1e3
         print(f"chain m={m}: cublas {cublas:.3f} ms", flush=True)
         for label, pdl in (("", True), (" without pdl", False)):
-            ours = time_graph_replay([_our_layer_calls(layers, head, m, pdl=pdl)]) / 1e3
+            ours = time_graph_replay([_make_our_layers_call(layers, head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=sizes[0])
             print(f"chain m={m}{label}: {ours:.3f} ms", flush=True)
-            ours = time_graph_replay([_our_layer_calls(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
+            ours = time_graph_replay([_make_our_layers_call(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m} packed{label}", ours, "ms", peer=cublas, limit=sizes[1])
             print(f"chain m={m} packed{label}: {ours:.3f} ms, limit {sizes[1]:.3f}", flush=True)
 
 
-def _our_layer_calls(
+def _make_our_layers_call(
     layers: Sequence[Sequence[AnyWeight]], head: AnyWeight, m: int, *, pdl: bool
 ) -> Callable[[], None]:
     """Return a function that runs all linear layers with the fused operations of a model.
@@ -305,7 +307,7 @@ def _our_layer_calls(
     return run_all_layers
 
 
-def _cublas_layer_calls(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> Callable[[], None]:
+def _make_cublas_layers_call(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> Callable[[], None]:
     inputs = {k: _random_matrix(m, k) for k in (4096, 14336)}
 
     def run_all_layers() -> None:
@@ -321,7 +323,7 @@ def _make_weights(n: int, k: int) -> list[BF16Weight]:
     return [BF16Weight(_heavy_tailed_matrix(n, k)) for _ in range(count_input_sets(2 * n * k))]
 
 
-def _packed_copies(weights: Sequence[BF16Weight]) -> list[UW12Weight]:
+def _make_packed_copies(weights: Sequence[BF16Weight]) -> list[UW12Weight]:
     """Return compressed copies of the first weight, one for each weight.
 
     All copies have headers of the same size, because a kernel plan is made for one header size.
@@ -354,7 +356,7 @@ def _random_matrix(rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
 
 
-def _memory_limit_us(m: int, n: int, k: int, packed: UW12Weight | None = None) -> float:
+def _min_memory_time_us(m: int, n: int, k: int, packed: UW12Weight | None = None) -> float:
     return ((2 * n * k if packed is None else packed.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
 
 

@@ -68,19 +68,19 @@ class GPURandomWeights(Weights):
         self.loaded_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return not name.endswith(".bias")
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self._count_bytes(torch.ones(size, device=self.device))
+    def load_vector(self, name: str, size: int) -> Tensor:
+        return self._add_to_loaded_bytes(torch.ones(size, device=self.device))
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         drawn = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        return self._count_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
+        return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return one random matrix with the rows of all parts. The order of the rows does not matter."""
-        return self.matrix(parts[0][0], sum(rows for _, rows in parts), columns)
+        return self.load_matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         if not self.packed:
@@ -92,10 +92,10 @@ class GPURandomWeights(Weights):
         return weight
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
-        return self.vector(parts[0][0], sum(size for _, size in parts))
+        return self.load_vector(parts[0][0], sum(size for _, size in parts))
 
-    def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
+    def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+        return self.linear([(name, rows)], columns) if self.packed else self.load_matrix(name, rows, columns)
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         return True
@@ -104,12 +104,12 @@ class GPURandomWeights(Weights):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _count_bytes(self, tensor: Tensor) -> Tensor:
+    def _add_to_loaded_bytes(self, tensor: Tensor) -> Tensor:
         self.loaded_bytes += tensor.nbytes
         return tensor
 
 
-def tensor_shapes(config: ModelConfig) -> Shapes:
+def list_tensor_shapes(config: ModelConfig) -> Shapes:
     """Return the names and shapes of the tensors of a published checkpoint, in the checkpoint's order."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab, hidden)}
@@ -149,7 +149,7 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX_FILE).unlink(missing_ok=True)
-    parts = split_shapes(tensor_shapes(ModelConfig.from_hf(hf_config)), shards)
+    parts = split_shapes(list_tensor_shapes(ModelConfig.from_hf(hf_config)), shards)
     files = [directory / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     with ThreadPoolExecutor(len(parts)) as pool:
         seeds = range(len(parts))
@@ -200,7 +200,7 @@ def _random_tensor_bytes(shapes: Shapes, device: str, seed: int) -> Iterator[mem
     view = memoryview(buffer.numpy().data)
     for name, shape in shapes.items():
         matrix = len(shape) == 2
-        drawn = source.matrix(name, *shape) if matrix else source.vector(name, *shape).to(torch.bfloat16)
+        drawn = source.load_matrix(name, *shape) if matrix else source.load_vector(name, *shape).to(torch.bfloat16)
         raw = drawn.view(torch.uint8).flatten()
         for at in range(0, len(raw), PIECE_BYTES):
             piece = raw[at : at + PIECE_BYTES]

@@ -20,9 +20,9 @@ from emberline.bench.gpu.engine import (
     boot_engine,
     is_measurement_selected,
     make_submission,
+    make_warm_up_lengths,
     run_job,
     run_measurement,
-    warm_up_lengths,
 )
 from emberline.bench.job import BenchJob
 from emberline.bench.report import BenchReport
@@ -164,7 +164,7 @@ class OpenLoopBench:
         self.measure(rate)
 
     def warm_up(self, rate: float) -> None:
-        run_job(self.engine, workload.make_job(warm_up_lengths(128), VOCAB))
+        run_job(self.engine, workload.make_job(make_warm_up_lengths(128), VOCAB))
         run_job(self.engine, workload.make_job([(PROMPT_TOKENS, 16)] * 8, VOCAB))
         self._check_finished(
             run_open_loop(self.engine, *make_open_loop_job(rate, 5.0, seed=1), timeout_s=5.0 + DRAIN_TIMEOUT_S)
@@ -181,10 +181,10 @@ class OpenLoopBench:
         self._add_percentiles(rate, "ttft", run.first_token_seconds, 1)
         self._check_finished(run)
 
-    def _add_percentiles(self, rate: float, latency_kind: str, seconds: list[float], peer_figure_index: int) -> None:
+    def _add_percentiles(self, rate: float, latency_kind: str, seconds: list[float], vllm_figure_index: int) -> None:
         no_figures: Percentiles = (None,) * len(PERCENTILES)
         usual, small = (
-            table[rate][peer_figure_index] if rate in table else no_figures
+            table[rate][vllm_figure_index] if rate in table else no_figures
             for table in (VLLM_FIGURES, VLLM_2048_FIGURES)
         )
         for p, value, peer, other in zip(PERCENTILES, latency_percentiles(seconds), usual, small, strict=True):

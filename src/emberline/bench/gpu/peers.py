@@ -19,10 +19,10 @@ from emberline.bench.gpu import engine, openloop
 from emberline.bench.gpu.engine import (
     EngineBench,
     JobRun,
+    compute_token_cost,
     is_measurement_selected,
     run_job,
     run_measurement,
-    token_cost,
 )
 from emberline.bench.gpu.model import LLAMA_8B, write_config
 from emberline.bench.job import BenchJob
@@ -122,14 +122,14 @@ def measure(
     if peer_name == "transformers":
         library = GPUTransformers()
         report.config |= {"version": library.facts["transformers"], "boot_s": time.perf_counter() - began}
-        bench = EngineBench(report, library.run_job, token_cost({}), rounds or engine.ROUNDS, peer_name)
+        bench = EngineBench(report, library.run_job, compute_token_cost({}), rounds or engine.ROUNDS, peer_name)
         _measure_selected(bench, TRANSFORMERS_NAMES, name_patterns)
         return
     with TemporaryDirectory() as directory:
         write_config(Path(directory))
         vllm = OfflineVLLM(Path(directory))
         report.config |= {"version": vllm.version, "boot_s": time.perf_counter() - began}
-        bench = EngineBench(report, partial(run_job, vllm), token_cost({}), rounds or engine.ROUNDS, peer_name)
+        bench = EngineBench(report, partial(run_job, vllm), compute_token_cost({}), rounds or engine.ROUNDS, peer_name)
         _measure_selected(bench, engine.NAMES, name_patterns)
         loop = openloop.OpenLoopBench(report, vllm, duration_s or openloop.LOAD_SECONDS, peer_name)
         for rate, name in zip(rates, openloop.measurement_names(rates), strict=True):

@@ -30,11 +30,11 @@ SHAPES = {  # requests, new tokens of each, tokens before them
 def measure(report: BenchReport) -> None:
     max_blocks = max(batch * -(-(new + before) // BLOCK_SIZE) for batch, new, before in SHAPES.values())
     cache = torch.randn(2, max_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    cached = prefill.PrefillCache(cache[0], cache[1])
+    cached = prefill.PrefillTensorMaps(cache[0], cache[1])
     rates = report.config.setdefault("prefill_tflops", {})
     for name, (batch, new, before) in SHAPES.items():
-        flop = causal_flop(batch, new, before)
-        ms = time_graph_replay([_attention_call(cached, max_blocks, batch, new, before)]) / 1e3
+        flop = count_causal_flop(batch, new, before)
+        ms = time_graph_replay([_make_attention_call(cached, max_blocks, batch, new, before)]) / 1e3
         theirs = None if before else _time_cudnn_ms(batch, new)
         rates[name] = round(flop / ms / 1e9)
         report.add(f"prefill_{name}", ms, "ms", limit=flop / FLOPS * 1e3, peer=theirs)
@@ -42,13 +42,13 @@ def measure(report: BenchReport) -> None:
         print(f"prefill_{name}: {ms:.4g} ms, {rates[name]} TFLOP/s{note}", file=sys.stderr, flush=True)
 
 
-def causal_flop(batch: int, new_tokens: int, cached_tokens: int) -> float:
+def count_causal_flop(batch: int, new_tokens: int, cached_tokens: int) -> float:
     """Return the floating-point operations of causal attention. Masked scores do not count."""
     return 4.0 * HEAD_DIM * Q_HEADS * batch * (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2)
 
 
-def _attention_call(
-    cache: prefill.PrefillCache, blocks: int, batch: int, new_tokens: int, cached_tokens: int
+def _make_attention_call(
+    cache: prefill.PrefillTensorMaps, blocks: int, batch: int, new_tokens: int, cached_tokens: int
 ) -> Callable[[], Tensor]:
     row_blocks = -(-(new_tokens + cached_tokens) // BLOCK_SIZE)
     device = torch.device("cuda")

@@ -32,14 +32,16 @@ def measure(report: BenchReport) -> None:
         copies = min(MAX_COPIES, count_input_sets(4 * rows * VOCAB))
         inputs = [_random_logits(rows) for _ in range(copies)]
         limit = 4 * rows * VOCAB / BYTES_PER_US
-        greedy = _sample_calls(inputs, 0.0), [bind_arguments(torch.argmax, x, -1) for x in inputs]
-        top = _sample_calls(inputs, 1.0, TOP_K, TOP_P), [bind_arguments(_sample_by_sorting, x) for x in inputs]
+        greedy = _make_sample_calls(inputs, 0.0), [bind_arguments(torch.argmax, x, -1) for x in inputs]
+        top = _make_sample_calls(inputs, 1.0, TOP_K, TOP_P), [bind_arguments(_sample_by_sorting, x) for x in inputs]
         _add_comparison(report, f"sample_greedy_{rows}", *greedy, limit)
         _add_comparison(report, f"sample_top_{rows}", *top, limit)
         for name, settings in {"top_p": (1.0, 0, TOP_P), "plain": (1.0, 0, 1.0), "hot": (20.0, 0, 1.0)}.items():
-            report.add(f"sample_{name}_{rows}", time_graph_replay(_sample_calls(inputs, *settings)), "us", limit=limit)
-        report.add(f"penalties_{rows}", time_graph_replay(_penalty_calls(inputs)), "us")
-        report.add(f"log_probs_{rows}", time_graph_replay(_log_prob_calls(inputs)), "us", limit=limit)
+            report.add(
+                f"sample_{name}_{rows}", time_graph_replay(_make_sample_calls(inputs, *settings)), "us", limit=limit
+            )
+        report.add(f"penalties_{rows}", time_graph_replay(_make_penalty_calls(inputs)), "us")
+        report.add(f"log_probs_{rows}", time_graph_replay(_make_log_prob_calls(inputs)), "us", limit=limit)
         print(f"sample {rows}: done", flush=True)
         del inputs, greedy, top
         torch.cuda.empty_cache()
@@ -49,7 +51,7 @@ def _add_comparison(report: BenchReport, name: str, our_calls: Calls, torch_call
     report.add(name, time_graph_replay(our_calls), "us", peer=time_graph_replay(torch_calls, replays=5), limit=limit)
 
 
-def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_p: float = 1.0) -> Calls:
+def _make_sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_p: float = 1.0) -> Calls:
     rows = len(inputs[0])
 
     def filled_tensor(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,13 +70,13 @@ def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_
     return [bind_arguments(sample, logits, *settings, out) for logits in inputs]
 
 
-def _log_prob_calls(inputs: list[Tensor]) -> Calls:
+def _make_log_prob_calls(inputs: list[Tensor]) -> Calls:
     ids = torch.arange(len(inputs[0]), device="cuda")
     out = log_probs(inputs[0], ids, 5)
     return [lambda x=x: log_probs(x, ids, 5, out=out) for x in inputs]  # type: ignore[misc]
 
 
-def _penalty_calls(inputs: list[Tensor]) -> Calls:
+def _make_penalty_calls(inputs: list[Tensor]) -> Calls:
     """Return functions that apply penalties for a prompt of 4,096 tokens and count one sampled token."""
     rows = torch.arange(len(inputs[0]), device="cuda", dtype=torch.int32)
     counts = torch.zeros(len(rows), VOCAB, device="cuda", dtype=torch.int16)

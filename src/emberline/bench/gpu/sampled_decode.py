@@ -68,7 +68,7 @@ def measure(
 
 
 @cache
-def grammar_compiler() -> GrammarCompiler:
+def make_grammar_compiler() -> GrammarCompiler:
     """Return a grammar compiler for a synthetic vocabulary of Llama 3.1's size."""
     from emberline.engine.grammar import GrammarCompiler
 

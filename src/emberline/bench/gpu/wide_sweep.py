@@ -98,12 +98,12 @@ def sweep_shape(
         labels, best=asdict(best), us=fastest_us, without_pdl=alone, rule=tried.get(rule), over_cublas=speedup
     )
     beats_cublas = (
-        m < wide.LARGE_COLUMNS or compare_with_epilogue(labels, plain_weights, candidate_weights, x, best) > 1
+        m < wide.LARGE_COLUMNS or measure_fused_speedup(labels, plain_weights, candidate_weights, x, best) > 1
     )
     return known[best] if packed or beats_cublas else None
 
 
-def compare_with_epilogue(
+def measure_fused_speedup(
     labels: dict[str, object],
     plain_weights: list[BF16Weight],
     candidate_weights: Sequence[AnyWeight],
@@ -145,7 +145,7 @@ def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.
         fits = (
             plan.grid <= row.ctas_per_sm * NUM_SMS and plan.shared_bytes <= wide.SHARED_BYTES_BY_CTAS[row.ctas_per_sm]
         )
-        if fits and plan.stages > 1 and (plan.fits_exchange or not row.unclustered):
+        if fits and plan.stages > 1 and (plan.can_exchange_sums or not row.unclustered):
             result[plan] = row
     return dict(sorted(result.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
 

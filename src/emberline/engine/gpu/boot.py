@@ -40,7 +40,7 @@ from emberline.kv.transfer.endpoint import TransferEndpoint
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS, fingerprint
+from emberline.models.loader import IGNORABLE_TENSORS, compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
@@ -86,17 +86,20 @@ def boot_gpu(
     *,
     context: int,
     settings: EngineConfig,
-    identity: Callable[[], str] = lambda: "random",
-    compiler: Callable[[], GrammarCompiler] | None = None,
+    compute_fingerprint: Callable[[], str] = lambda: "random",
+    make_compiler: Callable[[], GrammarCompiler] | None = None,
     device: Device | None = None,
-    tiers: MakeTiers | None = None,
-    endpoint: MakeTransferEndpoint | None = None,
+    build_tiers: MakeTiers | None = None,
+    build_endpoint: MakeTransferEndpoint | None = None,
 ) -> BootedGPUEngine:
     """Build the engine while the weights are being loaded.
 
     `weights`: tensors that are still being loaded; this function waits for them. `compute_fingerprint`: returns the
     checkpoint's fingerprint. `build_tiers`, `build_endpoint`: needed if the settings have KV tiers or transfers."""
-    assert (tiers is not None, endpoint is not None) == (settings.tiers.has_tiers, settings.transfer is not None)
+    assert (build_tiers is not None, build_endpoint is not None) == (
+        settings.tiers.has_tiers,
+        settings.transfer is not None,
+    )
     began = time.perf_counter()
     device = device or CudaDevice()
     model = DecoderModel.load(config, weights, context, "")
@@ -106,11 +109,13 @@ def boot_gpu(
     served = settings.with_settings(max_context=context)
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed)
     # Before the cache fills the memory.
-    tuned = _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.gpu.graphs else 0.0
+    tuned = (
+        _tune_matrix_products(model, settings) if device.torch_device.type == "cuda" and settings.gpu.graphs else 0.0
+    )
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
     eos = frozenset(config.eos)
-    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), settings, device, context)
+    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, make_compiler), settings, device, context)
     ready = time.perf_counter()
     seconds = {
         "plan": planned - began - tuned,
@@ -126,14 +131,14 @@ def boot_gpu(
     # Computing the identity reads a little of every tensor: not while the disk is busy.
     weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
     # The format is part of the fingerprint, since other kernels compute other keys and values.
-    model_id = identity() if weight_format == "plain" else f"{identity()}-{weight_format}"
+    model_id = compute_fingerprint() if weight_format == "plain" else f"{compute_fingerprint()}-{weight_format}"
     runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = settings.scheduler.for_model(context)
     begun = time.perf_counter()
-    below = make_tiers(runner, tiers) if tiers is not None else None
+    below = make_tiers(runner, build_tiers) if build_tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
-    shared = endpoint(make_region(runner, device)) if endpoint is not None else None
+    shared = build_endpoint(make_region(runner, device)) if build_endpoint is not None else None
     engine = Engine(
         scheduler, runner if settings.gpu.overlap else SyncRunner(runner), tiers=below, transfer_endpoint=shared
     )
@@ -155,9 +160,9 @@ def boot_from_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     reader: FileReader | None = None,
-    compiler: Callable[[Path, ModelConfig], GrammarCompiler] | None = None,
-    tiers: MakeTiers | None = None,
-    endpoint: MakeTransferEndpoint | None = None,
+    make_compiler: Callable[[Path, ModelConfig], GrammarCompiler] | None = None,
+    build_tiers: MakeTiers | None = None,
+    build_endpoint: MakeTransferEndpoint | None = None,
 ) -> BootedGPUEngine:
     """Build the engine of a checkpoint.
 
@@ -165,31 +170,31 @@ def boot_from_checkpoint(
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
-    memory.reject_experts(config)
-    context = memory.served_context(config, settings)
+    memory.reject_mixture_of_experts(config)
+    context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     used = memory.weight_dtype(checkpoint, name)
     packed = memory.uses_packed_weights(checkpoint, settings, used)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
-        codec = other.submit(_start_codec, checkpoint)
+        codec = other.submit(_load_codec, checkpoint)
         device = CudaDevice()
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
     weights = DeviceWeights(checkpoint, dtype, device.torch_device, reader, packed=packed)
-    identity = partial(fingerprint, checkpoint, config, used, context)
-    grammars = None if compiler is None else partial(compiler, directory, config)
+    identity = partial(compute_fingerprint, checkpoint, config, used, context)
+    grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,
         weights,
         context=context,
         settings=settings,
-        identity=identity,
-        compiler=grammars,
+        compute_fingerprint=identity,
+        make_compiler=grammars,
         device=device,
-        tiers=tiers,
-        endpoint=endpoint,
+        build_tiers=build_tiers,
+        build_endpoint=build_endpoint,
     )
     return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
 
@@ -200,8 +205,8 @@ def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:
     The memory of the first tier, which is main memory, stays pinned until the tier is closed."""
     assert runner.copier is not None
     tiers = make_stack(runner.layout, runner.cache.shape)
-    runner.copier.attach_area(tiers.host.memory)
-    tiers.host.on_close = runner.copier.detach_area
+    runner.copier.attach_host_memory(tiers.host.memory)
+    tiers.host.on_close = runner.copier.detach_host_memory
     return tiers
 
 
@@ -211,7 +216,7 @@ def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
     return DeviceRegion(layout, runner.cache, device)
 
 
-def _tune_products(model: DecoderModel, settings: EngineConfig) -> float:
+def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
     """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
 
     Measurements of an earlier start are reused."""
@@ -312,23 +317,31 @@ def _zero_weight_model(model: DecoderModel) -> DecoderModel:
     return replace(model, **parts)
 
 
-def _with_zero_weights(part: Any, zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
+def _with_zero_weights(model_part: Any, make_zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
     `make_zero_weight`: returns a zero weight for the arguments n, k and gated. This is not a nested function, since a
     recursive closure would keep the zero weights in memory until the next garbage collection."""
-    if isinstance(part, ops.PackedWeight):
-        return zero_weight(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
-    if isinstance(part, tuple):
-        return tuple(_with_zero_weights(one, zero_weight) for one in part)
-    if not is_dataclass(part) or isinstance(part, type):
-        return part
+    if isinstance(model_part, ops.PackedWeight):
+        return (
+            make_zero_weight(model_part.n, model_part.k, model_part.gated)
+            if model_part.dtype is torch.bfloat16
+            else model_part
+        )
+    if isinstance(model_part, tuple):
+        return tuple(_with_zero_weights(one, make_zero_weight) for one in model_part)
+    if not is_dataclass(model_part) or isinstance(model_part, type):
+        return model_part
     return replace(
-        part, **{field.name: _with_zero_weights(getattr(part, field.name), zero_weight) for field in fields(part)}
+        model_part,
+        **{
+            field.name: _with_zero_weights(getattr(model_part, field.name), make_zero_weight)
+            for field in fields(model_part)
+        },
     )
 
 
-def _start_codec(checkpoint: Checkpoint) -> None:
+def _load_codec(checkpoint: Checkpoint) -> None:
     """If the checkpoint has packed tensors, load the codec that unpacks them, compiling it if needed."""
     if any(tensor.packing is not None for tensor in checkpoint.tensors.values()):
         backend = ops.start_backend(threads=1)
@@ -350,7 +363,7 @@ def compile_kernels(runner: GPURunner) -> float:
     facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources(), str(runner.shapes)]
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
     if not done.exists():
-        with driver.compile_in_parallel(sample.kernel_module()):
+        with driver.compile_in_parallel(sample.get_module()):
             runner.launch_all_kernels()
             torch.cuda.synchronize()
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -388,10 +401,10 @@ def warm_up(runner: GPURunner) -> float:
 
 
 def _device_memory(device: Device) -> int:
-    return device_memory(device.torch_device) if device.torch_device.type == "cuda" else 1 << 30
+    return usable_gpu_bytes(device.torch_device) if device.torch_device.type == "cuda" else 1 << 30
 
 
-def device_memory(device: torch.device) -> int:
+def usable_gpu_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU's memory that other processes do not use."""
     free, total = torch.cuda.mem_get_info(device)
     return memory.usable_bytes(total, free, torch.cuda.memory_reserved(device))

@@ -45,7 +45,7 @@ class PendingCopy:
         self.host_copies.clear()
 
 
-class ScratchPiece:
+class ScratchBuffer:
     """Scratch memory for a few KV blocks, in the format of the buffers: keys of all layers, then values."""
 
     def __init__(self, blocks: int, layers: int, words: int, device: torch.device) -> None:
@@ -59,11 +59,11 @@ class DeviceCopier:
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._device = device
         self._size = cache.shape.block_bytes
-        self._blocks_per_piece = at_once = memory.blocks_per_piece(self._size)
+        self._blocks_per_piece = at_once = memory.blocks_per_scratch_buffer(self._size)
         halves = (half.flatten(2).view(WORD_DTYPE) for half in (cache.keys, cache.values))
         self._halves = [half.transpose(0, 1) for half in halves]  # keys, values: [block, layer, word]
         _, layers, words = self._halves[0].shape
-        self._pieces = [ScratchPiece(at_once, layers, words, device.torch_device) for _ in range(memory.COPY_PIECES)]
+        self._pieces = [ScratchBuffer(at_once, layers, words, device.torch_device) for _ in range(memory.COPY_PIECES)]
         self._next_out, self._next_in = cycle(self._pieces[::2]), cycle(self._pieces[1::2])
         self._step_stream, self._out_stream, self._in_stream = (
             device.step_stream,
@@ -73,15 +73,15 @@ class DeviceCopier:
         self._block_ids = InputStaging(2 * (8 * cache.num_blocks + ALIGN_BYTES), device)
         self._area: Tensor | None = None
 
-    def attach_area(self, area: memoryview) -> None:
+    def attach_host_memory(self, host_memory: memoryview) -> None:
         """Set the main memory that contains all buffers, and pin it until `detach_host_memory` if possible."""
         assert self._area is None
-        self._area = torch.frombuffer(area, dtype=torch.uint8)
+        self._area = torch.frombuffer(host_memory, dtype=torch.uint8)
         if not self._device.pin(self._area):
             for piece in self._pieces:
                 piece.pinned = self._device.allocate_pinned(piece.rows.numel()).view_as(piece.rows)
 
-    def detach_area(self) -> None:
+    def detach_host_memory(self) -> None:
         """Wait for all copies, then unpin the main memory of the buffers, so that it can be freed."""
         assert self._area is not None
         for piece in self._pieces:
@@ -101,8 +101,8 @@ class DeviceCopier:
         staged = self._block_ids.new_inputs()
         saved, loaded = (staged.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
         staged.send()
-        pending = [self._save_piece(*part) for part in self._split_into_pieces(saves, saved)]
-        pending += [self._load_piece(*part) for part in self._split_into_pieces(loads, loaded)]
+        pending = [self._save_blocks(*part) for part in self._split_to_fit_scratch(saves, saved)]
+        pending += [self._load_blocks(*part) for part in self._split_to_fit_scratch(loads, loaded)]
 
         def finish() -> None:
             for copy in pending:
@@ -110,25 +110,25 @@ class DeviceCopier:
 
         return finish
 
-    def forget_addresses(self) -> None:
+    def drop_device_addresses(self) -> None:
         self._block_ids.forget_views()
 
     def device_buffers(self) -> list[Tensor]:
         return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
-    def _split_into_pieces(
+    def _split_to_fit_scratch(
         self, copies: Sequence[BlockCopy], block_ids: Tensor
     ) -> Iterator[tuple[Sequence[BlockCopy], Tensor]]:
         for i in range(0, len(copies), self._blocks_per_piece):
             yield copies[i : i + self._blocks_per_piece], block_ids[i : i + self._blocks_per_piece]
 
-    def _save_piece(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+    def _save_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
         piece = self._wait_until_free(next(self._next_out), self._step_stream)
         for at, half in enumerate(self._halves):
             torch.index_select(half, 0, block_ids, out=piece.memory[: len(copies), at])
         self._out_stream.wait_event(self._step_stream.record_event())
         with self._out_stream.activate():
-            buffers, host_copies = [self._buffer_of(copy) for copy in copies], []
+            buffers, host_copies = [self._buffer_as_tensor(copy) for copy in copies], []
             if piece.pinned is not None:
                 piece.pinned[: len(copies)].copy_(piece.rows[: len(copies)], non_blocking=True)
                 host_copies = list(zip(buffers, piece.pinned, strict=False))
@@ -138,9 +138,9 @@ class DeviceCopier:
             piece.last_copy = PendingCopy(self._out_stream.record_event(), host_copies)
         return piece.last_copy
 
-    def _load_piece(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+    def _load_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
         piece = self._wait_until_free(next(self._next_in), self._in_stream)
-        buffers = [self._buffer_of(copy) for copy in copies]
+        buffers = [self._buffer_as_tensor(copy) for copy in copies]
         if piece.pinned is not None:
             for row, buffer in zip(piece.pinned, buffers, strict=False):
                 row.copy_(buffer)
@@ -155,13 +155,13 @@ class DeviceCopier:
         return piece.last_copy
 
     @staticmethod
-    def _wait_until_free(piece: ScratchPiece, stream: DeviceStream) -> ScratchPiece:
+    def _wait_until_free(scratch: ScratchBuffer, stream: DeviceStream) -> ScratchBuffer:
         """Make the stream wait until the last copy from or to this scratch memory is done; return the memory."""
-        if piece.last_copy is not None:
-            if piece.pinned is not None:
-                piece.last_copy.finish()
-            stream.wait_event(piece.last_copy.event)
-        return piece
+        if scratch.last_copy is not None:
+            if scratch.pinned is not None:
+                scratch.last_copy.finish()
+            stream.wait_event(scratch.last_copy.event)
+        return scratch
 
-    def _buffer_of(self, copy: BlockCopy) -> Tensor:
+    def _buffer_as_tensor(self, copy: BlockCopy) -> Tensor:
         return torch.frombuffer(copy.buffer, dtype=torch.uint8, count=self._size)

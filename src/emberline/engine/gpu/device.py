@@ -117,14 +117,14 @@ class CudaStream:
         self._pool = None
 
 
-def has_hopper() -> bool:
+def has_hopper_gpu() -> bool:
     """Return whether the GPU has compute capability 9.0, the only one that the kernels support."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 class CudaDevice:
     def __init__(self) -> None:
-        if not has_hopper():
+        if not has_hopper_gpu():
             hint = "use --device auto; emberline doctor shows the hardware"
             raise InvalidRequest("device is cuda, but there is no GPU with compute capability 9.0", hint=hint)
         self.torch_device = torch.device("cuda", 0)

@@ -51,16 +51,16 @@ class StepGraphs:
         self.captured: dict[StepShape, CapturedStep] = {}
         self._logits: Tensor | None = None
 
-    def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
+    def get_logits_buffer(self, rows: int, vocab_size: int, device: torch.device) -> Tensor:
         """Return the first `rows` rows of the buffer that all captured steps write their logits to.
 
         The buffer is allocated by the first call. The next step overwrites it."""
         if self._logits is None:
-            self._logits = torch.empty(self.max_rows, vocab, device=device)
+            self._logits = torch.empty(self.max_rows, vocab_size, device=device)
         assert rows <= self.max_rows
         return self._logits[:rows]
 
-    def forget_addresses(self) -> None:
+    def drop_device_addresses(self) -> None:
         self.captured.clear()
         self.stream.release_captures()
         self.inputs.forget_views()

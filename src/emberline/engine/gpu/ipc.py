@@ -40,7 +40,7 @@ from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import IDLE_TIMEOUT_S, TransferServer, generations_crc
+from emberline.kv.transfer.server import IDLE_TIMEOUT_S, TransferServer, compute_generations_crc
 from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
@@ -95,7 +95,7 @@ class PeerMemory:
         self.bases = [self._opened[handle].address + offset for handle, offset in parts]
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def keep_mapped(self) -> Iterator[None]:
         with self._lock:
             if not self._users:
                 raise PeerUnreachable("the sender has disconnected, and its GPU memory was unmapped")
@@ -159,8 +159,8 @@ class IpcLink(StreamLink):
         if not fetch.pieces:
             return
         try:
-            with self._memory.hold(), self._region.receiving():
-                for piece in merge_layers(fetch.pieces):
+            with self._memory.keep_mapped(), self._region.direct_write():
+                for piece in merge_adjacent_layers(fetch.pieces):
                     part = slice(piece.first_block, piece.end_block)
                     self._copy_blocks(piece, fetch.blocks[part], fetch.target_blocks[part])
         except CudaDriverError as error:
@@ -190,7 +190,7 @@ class IpcLink(StreamLink):
         first, last = min(piece.first_block for piece in fetch.pieces), max(piece.end_block for piece in fetch.pieces)
         whole = TransferPiece(0, self._layout.layers, first, last)
         query = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}
-        if self._call(MessageKind.CONFIRM_READ, query, fetch.deadline).get("mark") != generations_crc(
+        if self._call(MessageKind.CONFIRM_READ, query, fetch.deadline).get("mark") != compute_generations_crc(
             fetch.generations[first:last]
         ):
             raise TransferCorrupted("the sender reused KV blocks while they were being copied")
@@ -208,10 +208,10 @@ class IpcTransport:
                 f"{peer.name} has blocks of {peer.layout.tokens} tokens instead of {self._region.layout.tokens}, which "
                 "CUDA IPC cannot convert"
             )
-        return IpcLink(peer, self._region, unix.unix_connector(peer.endpoints[self.kind]), deadline)
+        return IpcLink(peer, self._region, unix.make_unix_connector(peer.endpoints[self.kind]), deadline)
 
 
-def merge_layers(pieces: Iterable[TransferPiece]) -> list[TransferPiece]:
+def merge_adjacent_layers(pieces: Iterable[TransferPiece]) -> list[TransferPiece]:
     """Merge transfer pieces that contain the same KV blocks in adjacent layers."""
     merged: list[TransferPiece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.first_block, piece.end_block, piece.first_layer)):

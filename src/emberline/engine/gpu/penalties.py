@@ -68,17 +68,17 @@ class DevicePenalties:
             *(inputs.put(np.concatenate(parts)) for parts in (prompt, output, occurrences)),
         )
 
-    def reset(self, reset: CountReset) -> None:
-        self.counts.index_fill_(0, reset.slots, 0)
+    def reset_counts(self, new_counts: CountReset) -> None:
+        self.counts.index_fill_(0, new_counts.slots, 0)
         flat = self.counts.view(-1)
-        flat.index_fill_(0, reset.prompt, IN_PROMPT_BIT)
-        if len(reset.output):
-            flat.index_add_(0, reset.output, reset.occurrences)
+        flat.index_fill_(0, new_counts.prompt, IN_PROMPT_BIT)
+        if len(new_counts.output):
+            flat.index_add_(0, new_counts.output, new_counts.occurrences)
 
     def apply(self, logits: Tensor, penalised: PenalisedRows) -> None:
         ops.apply_penalties(logits, penalised.rows, penalised.slots, penalised.settings, self.counts)
 
-    def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
+    def count_tokens(self, tokens: Tensor, penalised: PenalisedRows) -> None:
         """Count the sampled tokens of requests with penalties. `tokens`: one for each row of the logits."""
         ops.count_tokens(self.counts, penalised.slots, penalised.rows, tokens)
 

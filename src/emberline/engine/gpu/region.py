@@ -77,7 +77,7 @@ class DeviceRegion(Region):
                 with self._on_stream(slot):
                     indexes, scratch, pinned = self._slot_views(slot, layers, width, index)
                     for i, words in enumerate(self.parts):
-                        torch.index_select(_layer_rows(words, layers, width), 1, indexes, out=scratch[:, i])
+                        torch.index_select(_view_layers(words, layers, width), 1, indexes, out=scratch[:, i])
                     pinned.copy_(scratch, non_blocking=True)
                 slot.read(part)
 
@@ -91,10 +91,10 @@ class DeviceRegion(Region):
                     scratch.copy_(pinned, non_blocking=True)
                     slot.stream.wait_event(self._fence_event)
                     for i, words in enumerate(self.parts):
-                        _layer_rows(words, layers, width).index_copy_(1, indexes, scratch[:, i])
+                        _view_layers(words, layers, width).index_copy_(1, indexes, scratch[:, i])
 
     @contextmanager
-    def receiving(self) -> Iterator[None]:
+    def direct_write(self) -> Iterator[None]:
         """Return a context in which KV blocks may be written directly, without a staging slot.
 
         The writes wait until the steps that used the blocks before are done."""
@@ -103,12 +103,14 @@ class DeviceRegion(Region):
             yield
 
     def _split_by_slot(
-        self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
+        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview
     ) -> Iterator[tuple[range, int, BlockIds, memoryview]]:
         """Split a transfer piece into groups of layers that fit into one staging slot.
 
         Yield for each group: its layers, the words per element, the indexes of the elements, and its part of `data`."""
-        size, index = self.element_indices(piece, blocks, wire, 0)  # the same for values, since keys are not turned
+        size, index = self.element_indices(
+            piece, blocks, wire_layout, 0
+        )  # the same for values, since keys are not turned
         each = len(self.parts) * size * len(index)
         if each > self.slot_bytes:
             raise BadTransfer(f"one layer of the transfer {piece} has {each} bytes; the limit is {self.slot_bytes}")
@@ -118,14 +120,14 @@ class DeviceRegion(Region):
             yield range(top, bottom), size // WORD_DTYPE.itemsize, index, part
 
     def _slot_views(
-        self, slot: StagingSlot, layers: range, width: int, index: BlockIds
+        self, slot: StagingSlot, layers: range, words_per_element: int, element_indexes: BlockIds
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the element indexes on the device, and views of the slot's scratch and pinned memory.
 
         The views have the shape [layer, keys or values, element, word]."""
-        shape = len(layers), len(self.parts), len(index), width
-        count = len(layers) * len(self.parts) * len(index) * width
-        indexes = torch.from_numpy(index).to(self.device)
+        shape = len(layers), len(self.parts), len(element_indexes), words_per_element
+        count = len(layers) * len(self.parts) * len(element_indexes) * words_per_element
+        indexes = torch.from_numpy(element_indexes).to(self.device)
         return indexes, slot.scratch[:count].view(shape), slot.pinned[:count].view(shape)
 
     @contextmanager
@@ -152,6 +154,6 @@ class DeviceRegion(Region):
             slot.stream.record_event().wait()
 
 
-def _layer_rows(words: Tensor, layers: range, width: int) -> Tensor:
+def _view_layers(words: Tensor, layers: range, words_per_element: int) -> Tensor:
     """Return a view of some layers of the keys or values, in elements of `words_per_element` words."""
-    return words[layers.start : layers.stop].view(len(layers), -1, width)
+    return words[layers.start : layers.stop].view(len(layers), -1, words_per_element)

@@ -49,7 +49,7 @@ class DeviceRows:
         rows = self.by_request
         return [rows[w.id] for w in work]
 
-    def admitted_work(self, work: Sequence[WorkItem]) -> list[WorkItem]:
+    def filter_admitted(self, work: Sequence[WorkItem]) -> list[WorkItem]:
         """Return the work items of requests that were added and have not been removed."""
         rows = self.by_request
         return [w for w in work if w.id in rows]
@@ -76,16 +76,16 @@ class DeviceRows:
                     self._free.append(row.index)
                     row.index = -1
         for row in missing:
-            self._assign(row, self._free.pop())
+            self._assign_row(row, self._free.pop())
 
-    def _assign(self, row: RequestRow, index: int) -> None:
+    def _assign_row(self, row: RequestRow, index: int) -> None:
         row.index, row.num_blocks, row.has_counts = index, 0, False
         p = row.sampling.params
         self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
         self.top_p[index], self.min_p[index] = p.top_p, p.min_p
         self.seed[index] = np.uint64(row.sampling.seed % (1 << 64)).astype(np.int64)
 
-    def table_updates(self, work: Sequence[WorkItem]) -> tuple[np.ndarray, np.ndarray]:
+    def take_block_table_updates(self, work: Sequence[WorkItem]) -> tuple[np.ndarray, np.ndarray]:
         """Return the block table entries to send: indexes in the device's flattened tables, and block ids."""
         width = self.host_tables.shape[1]
         indexes: list[np.ndarray] = []

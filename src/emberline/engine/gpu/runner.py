@@ -25,8 +25,8 @@ from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs
 from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.rows import DeviceRows
-from emberline.engine.gpu.sampling import StepSampling, mask_words
-from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, order_by_use
+from emberline.engine.gpu.sampling import StepSampling, words_per_mask
+from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory, split_logit_rows, token_logprobs
@@ -73,12 +73,12 @@ class GPURunner:
         )
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
-        self.shapes = order_by_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
+        self.shapes = order_by_expected_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         size = _staging_bytes(limits, self._attention_planner)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
-        masks = limits.max_running * mask_words(self.vocab_size) * 4
+        masks = limits.max_running * words_per_mask(self.vocab_size) * 4
         self._extra_inputs = InputStaging(size + masks, device)  # a step's inputs other than the model's
         self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
 
@@ -99,7 +99,7 @@ class GPURunner:
             except InvalidRequest as e:
                 failed[admission.id] = str(e)
         # A request that failed in the previous step may still be in this plan, which was made before that was known.
-        work = self._rows.admitted_work(plan.work)
+        work = self._rows.filter_admitted(plan.work)
         with torch.inference_mode(), self._graphs.stream.activate():
             copied = self._launch_copies(plan)
             computed = (
@@ -112,16 +112,16 @@ class GPURunner:
 
         return finish
 
-    def forget_addresses(self) -> None:
+    def drop_device_addresses(self) -> None:
         """Drop captured graphs and all else that contains device addresses, before device memory moves.
 
         What was dropped is rebuilt when it is next needed."""
-        self._graphs.forget_addresses()
+        self._graphs.drop_device_addresses()
         self._next_shape = 0
         self._extra_inputs.forget_views()
         self._attention_planner.drop_tensor_maps()
         if self.copier is not None:
-            self.copier.forget_addresses()
+            self.copier.drop_device_addresses()
 
     def device_buffers(self) -> list[Tensor]:
         """Return all tensors that stay on the device between steps, except weights.
@@ -140,11 +140,11 @@ class GPURunner:
         return self.copier.launch(plan.saves, plan.loads)
 
     def _launch_step(
-        self, step: int, work: Sequence[WorkItem], failures_by_request: dict[str, str]
+        self, step_number: int, work: Sequence[WorkItem], failures_by_request: dict[str, str]
     ) -> Callable[[], StepResult]:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
-        table_indexes, table_blocks = self._rows.table_updates(work)
+        table_indexes, table_blocks = self._rows.take_block_table_updates(work)
         singles, chunks = DeviceBatch.split(work)
         model_step = self._prepare_model_step(singles, chunks)
         staged = self._extra_inputs.new_inputs()
@@ -158,7 +158,7 @@ class GPURunner:
         if len(table_indexes):
             self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
         if reset is not None:
-            self._penalties.reset(reset)
+            self._penalties.reset_counts(reset)
         logits = self._run_model_step(model_step)
         scores, sampled.logits = self._score_prompts([*singles, *chunks], logits)
         if waits:
@@ -168,10 +168,12 @@ class GPURunner:
             sampled.launch(self._graphs.stream)
 
         def finish() -> StepResult:
-            tokens, lost = sampled.results()
+            tokens, lost = sampled.wait_for_tokens_and_failures()
             self._sample_waiting_step()
             prompts = {name: score() for name, score in scores.items()}
-            return StepResult(step, tokens, prompts, failures_by_request | lost, sampled.end_event.seconds_since(began))
+            return StepResult(
+                step_number, tokens, prompts, failures_by_request | lost, sampled.end_event.seconds_since(began)
+            )
 
         return finish
 
@@ -185,18 +187,18 @@ class GPURunner:
                 staged.send()
                 step.launch(self._graphs.stream)
 
-    def _captured_shape(self, singles: list[WorkItem], chunks: list[WorkItem]) -> StepShape | None:
+    def _choose_captured_shape(self, singles: list[WorkItem], chunks: list[WorkItem]) -> StepShape | None:
         """Return the shape of the captured step to use for this work; None if the work must run uncaptured."""
         ends = (w.start + len(w.tokens) for w in chunks)
         can_capture = self.graphs and (
-            not chunks or (self._attention_planner.has_static_shapes and self._attention_planner.can_widen(ends))
+            not chunks or (self._attention_planner.has_static_shapes and self._attention_planner.can_widen_blocks(ends))
         )
         return StepShape.for_work(singles, chunks, self._grid) if can_capture else None
 
     def _prepare_model_step(self, singles: list[WorkItem], chunks: list[WorkItem]) -> ModelStep:
         """Queue the copy of the model's inputs to the device, and return the step to run."""
         graphs = self._graphs
-        shape = self._captured_shape(singles, chunks)
+        shape = self._choose_captured_shape(singles, chunks)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size)
         if shape is not None:
             batch = batch.pad_to(shape, self._rows.padding_row)
@@ -205,7 +207,7 @@ class GPURunner:
         is_contiguous = len(batch.used_logit_rows) == 0 or len(batch.used_logit_rows) == batch.used_logit_rows[-1] + 1
         wanted = None if is_contiguous else staged.put(batch.used_logit_rows)
         staged.send()
-        logits, replay = (None, None) if shape is None else self._find_or_capture(shape, inputs)
+        logits, replay = (None, None) if shape is None else self._find_or_capture_graph(shape, inputs)
         return ModelStep(inputs, logits, replay, len(batch.used_logit_rows), wanted)
 
     def _run_model_step(self, step: ModelStep) -> Tensor:
@@ -230,7 +232,7 @@ class GPURunner:
         self._next_shape += 1
         if self._can_be_captured(shape):
             with torch.inference_mode(), self._graphs.stream.activate():
-                _, replay = self._find_or_capture(shape, self._padding_inputs(shape))
+                _, replay = self._find_or_capture_graph(shape, self._padding_inputs(shape))
                 if replay is not None:
                     replay()  # the first replay also uploads the graph, which would delay a request
         return True
@@ -243,14 +245,14 @@ class GPURunner:
         mixed = [shape for shape in self.shapes if shape.chunks and self._can_be_captured(shape)]
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in {*without_chunks[:1], *without_chunks[-1:], *mixed[:1], *mixed[-1:]}:
-                logits = self._graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+                logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
                 self._run_model(self._padding_inputs(shape), logits)
 
     def launch_all_kernels(self) -> None:
         """Launch every kernel that steps need, on padding only, so that the kernels are compiled together."""
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in filter(self._can_be_captured, self.shapes):
-                logits = self._graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+                logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
                 self._run_model(self._padding_inputs(shape), logits)
 
     def _can_be_captured(self, shape: StepShape) -> bool:
@@ -264,7 +266,7 @@ class GPURunner:
         staged.send()
         return inputs
 
-    def _find_or_capture(self, shape: StepShape, inputs: StepInputs) -> tuple[Tensor, Callable[[], None] | None]:
+    def _find_or_capture_graph(self, shape: StepShape, inputs: StepInputs) -> tuple[Tensor, Callable[[], None] | None]:
         """Return the logits buffer of a step of this shape, and a function that replays its captured graph.
 
         The graph is captured at its first use, which takes the host as long as launching the step once. The function
@@ -273,7 +275,7 @@ class GPURunner:
         if shape in graphs.captured:
             captured = graphs.captured[shape]
             return captured.logits, captured.replay
-        logits = graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+        logits = graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
         if graphs.capture_failed:
             return logits, None
         try:

@@ -40,9 +40,9 @@ class StepSampling:
             for w, row in zip(self._work, self._rows.rows_of(self._work), strict=True)
         )
 
-    def prepare(self, vocab: int, staged: StagedInputs) -> None:
+    def prepare(self, vocab_size: int, staged: StagedInputs) -> None:
         if self._work:
-            self._inputs = prepare_sampling(self._work, self._rows, vocab, staged)
+            self._inputs = prepare_sampling(self._work, self._rows, vocab_size, staged)
 
     def launch(self, stream: DeviceStream) -> None:
         if self._inputs is not None and self.logits is not None:
@@ -55,14 +55,14 @@ class StepSampling:
         assert self._end_event is not None, "the step was not sampled yet: results must be read in order"
         return self._end_event
 
-    def results(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    def wait_for_tokens_and_failures(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Wait for the device; return the sampled tokens, and errors of requests that cannot continue.
 
         Both are dicts by request id."""
         self.end_event.wait()
         if self._inputs is None or self._outputs is None:
             return {}, {}
-        return self._outputs.results(self._inputs, self._rows)
+        return self._outputs.tokens_and_failures(self._inputs, self._rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,14 @@ class SamplingInputs:
     scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of requests with log-probabilities, on host and device
 
 
-def mask_words(vocab: int) -> int:
+def words_per_mask(vocab_size: int) -> int:
     """Return the number of 32-bit words of a mask with one bit for each token."""
-    return -(-vocab // 32)
+    return -(-vocab_size // 32)
 
 
-def prepare_sampling(work: Sequence[WorkItem], rows: DeviceRows, vocab: int, staged: StagedInputs) -> SamplingInputs:
+def prepare_sampling(
+    work: Sequence[WorkItem], rows: DeviceRows, vocab_size: int, staged: StagedInputs
+) -> SamplingInputs:
     request_rows = rows.rows_of(work)
     index = np.array([p.index for p in request_rows], np.int64)
     known = np.array([w.start + len(w.tokens) for w in work], np.int32)
@@ -105,14 +107,14 @@ def prepare_sampling(work: Sequence[WorkItem], rows: DeviceRows, vocab: int, sta
         ),
         staged.put(rows.seed[index]),
         prepare_penalised_rows(request_rows, special, staged),
-        _stage_edits(request_rows, special, known, staged),
-        _stage_masks(request_rows, special, vocab, staged),
+        _stage_logit_edits(request_rows, special, known, staged),
+        _stage_masks(request_rows, special, vocab_size, staged),
         (scored, staged.put(np.array(scored, np.int64))) if scored else None,
     )
 
 
 def launch_sampling(
-    inputs: SamplingInputs, logits: Tensor, newest: Tensor, penalties: DevicePenalties
+    inputs: SamplingInputs, logits: Tensor, newest_tokens: Tensor, penalties: DevicePenalties
 ) -> SamplingOutputs:
     """Queue the sampling of a step. This overwrites the logits and stores the tokens on the device.
 
@@ -125,9 +127,9 @@ def launch_sampling(
     if inputs.mask is not None:
         ops.apply_bitmask(logits, *inputs.mask)
     tokens = ops.sample_with_seed(logits, inputs.settings, inputs.seed, inputs.position)
-    newest.index_copy_(0, inputs.rows, tokens)
+    newest_tokens.index_copy_(0, inputs.rows, tokens)
     if inputs.penalised is not None:
-        penalties.count(tokens, inputs.penalised)
+        penalties.count_tokens(tokens, inputs.penalised)
     parts = [tokens]
     if inputs.scored is not None and raw is not None:
         max_top = max(inputs.request_rows[i].sampling.params.logprobs or 0 for i in inputs.scored[0])
@@ -143,7 +145,9 @@ class SamplingOutputs:
     top: Tensor | None = None
     rank: Tensor | None = None
 
-    def results(self, inputs: SamplingInputs, rows: DeviceRows) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    def tokens_and_failures(
+        self, inputs: SamplingInputs, rows: DeviceRows
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Return the sampled tokens, and errors of requests that cannot continue, both by request id.
 
         Requests that have ended in the meantime are left out."""
@@ -183,7 +187,7 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _stage_edits(
+def _stage_logit_edits(
     request_rows: Sequence[RequestRow], special_rows: Sequence[int], num_known: np.ndarray, staged: StagedInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     edits = [(i, e) for i in special_rows if (e := request_rows[i].sampling.logit_edits(int(num_known[i]))) is not None]
@@ -199,7 +203,7 @@ def _stage_edits(
 
 
 def _stage_masks(
-    request_rows: Sequence[RequestRow], special_rows: Sequence[int], vocab: int, staged: StagedInputs
+    request_rows: Sequence[RequestRow], special_rows: Sequence[int], vocab_size: int, staged: StagedInputs
 ) -> tuple[Tensor, Tensor] | None:
     masked = [
         (i, m)
@@ -208,6 +212,6 @@ def _stage_masks(
     ]
     if not masked:  # a request whose grammar is already complete is not masked: its token is dropped
         return None
-    bits = np.full((len(masked), mask_words(vocab)), -1, np.int32)
+    bits = np.full((len(masked), words_per_mask(vocab_size)), -1, np.int32)
     fill_masks([matcher for _, matcher in masked], bits)
     return staged.put(bits), staged.put(np.array([i for i, _ in masked], np.int64))

@@ -32,17 +32,19 @@ class ShapeGrid:
     coarse_grain: int = TOKEN_GRAIN  # grain of steps with more than MAX_CHUNK_TOKENS
 
     @staticmethod
-    def for_model(parameters: int, max_batch_tokens: int) -> ShapeGrid:
+    def for_model(parameter_count: int, max_batch_tokens: int) -> ShapeGrid:
         """Return the sizes to capture for a model with `parameter_count` weights in its layers.
 
         A step is worth capturing if launching it takes longer than computing it. For a small model that holds for
         larger steps too, but it gets coarser sizes, because padding costs it little."""
-        worth = min(int(LAUNCH_FLOP / (2 * parameters)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
+        worth = (
+            min(int(LAUNCH_FLOP / (2 * parameter_count)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
+        )
         if min(worth, max_batch_tokens) <= MAX_CHUNK_TOKENS:
             return ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
         return ShapeGrid(min(worth, max_batch_tokens), (MAX_CHUNKS,), 2 * TOKEN_GRAIN, MAX_CHUNK_TOKENS)
 
-    def pad_tokens(self, token_count: int) -> int:
+    def pad_token_count(self, token_count: int) -> int:
         """Return the padded number of tokens of a step with `token_count` tokens."""
         grain = self.grain if token_count <= MAX_CHUNK_TOKENS + self.grain else self.coarse_grain
         return -(-token_count // grain) * grain
@@ -67,36 +69,36 @@ class StepShape:
 
         Steps with too many chunks or tokens are not captured, nor steps that compute log-probabilities of prompts."""
         if not chunks:
-            return StepShape(pad_rows(len(singles)), 0, 0)
+            return StepShape(pad_row_count(len(singles)), 0, 0)
         tokens = sum(len(w.tokens) for w in chunks)
         grid = grid or ShapeGrid()
         rows = next((rows for rows in grid.chunks if len(chunks) <= rows), None)
         if tokens > grid.max_tokens or rows is None or any(w.prompt_logprobs for w in chunks):
             return None
-        padded = pad_single_rows(len(singles))
-        return StepShape(padded, rows, grid.pad_tokens(len(singles) + tokens) - padded)
+        padded = pad_single_row_count(len(singles))
+        return StepShape(padded, rows, grid.pad_token_count(len(singles) + tokens) - padded)
 
     @property
     def rows(self) -> int:
         return self.singles + self.chunks
 
 
-def pad_rows(rows: int) -> int:
+def pad_row_count(row_count: int) -> int:
     """Return the number of rows to capture for `row_count` rows: the next of 1 2 4 8 16 24 ...
 
     Above 384 it is a multiple of 128: with other numbers of rows, cuBLAS is up to a third slower."""
     for limit, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
-        if rows <= limit:
-            return -(-rows // step) * step
-    return -(-rows // TOKEN_GRAIN) * TOKEN_GRAIN
+        if row_count <= limit:
+            return -(-row_count // step) * step
+    return -(-row_count // TOKEN_GRAIN) * TOKEN_GRAIN
 
 
-def pad_single_rows(singles: int) -> int:
+def pad_single_row_count(row_count: int) -> int:
     """Return the number of one-token rows to capture for a step that also has prompt chunks."""
-    return -(-singles // SINGLE_ROW_GRAIN) * SINGLE_ROW_GRAIN
+    return -(-row_count // SINGLE_ROW_GRAIN) * SINGLE_ROW_GRAIN
 
 
-def order_by_use(shapes: Iterable[StepShape]) -> list[StepShape]:
+def order_by_expected_use(shapes: Iterable[StepShape]) -> list[StepShape]:
     """Sort the shapes by when a server with growing load is expected to need them first.
 
     The estimate assumes prompts of 256 tokens."""
@@ -111,10 +113,10 @@ def order_by_use(shapes: Iterable[StepShape]) -> list[StepShape]:
 def captured_shapes(max_running: int, max_batch_tokens: int, grid: ShapeGrid | None = None) -> set[StepShape]:
     """Return all shapes that captured steps can have."""
     grid = grid or ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
-    without_chunks = {StepShape(pad_rows(rows), 0, 0) for rows in range(1, max_running + 1)}
+    without_chunks = {StepShape(pad_row_count(rows), 0, 0) for rows in range(1, max_running + 1)}
     mixed = {
-        StepShape(padded, rows, grid.pad_tokens(total) - padded)
-        for padded in range(0, pad_single_rows(max_running - 1) + 1, SINGLE_ROW_GRAIN)
+        StepShape(padded, rows, grid.pad_token_count(total) - padded)
+        for padded in range(0, pad_single_row_count(max_running - 1) + 1, SINGLE_ROW_GRAIN)
         for rows in grid.chunks
         for total in (
             *range(max(1, padded - SINGLE_ROW_GRAIN + 1), padded + grid.max_tokens, SINGLE_ROW_GRAIN),
@@ -129,6 +131,6 @@ def captured_token_counts(max_running: int, max_batch_tokens: int) -> set[int]:
     return {shape.singles + shape.tokens for shape in captured_shapes(max_running, max_batch_tokens)}
 
 
-def max_step_rows(rows: int) -> int:
+def max_step_rows(request_count: int) -> int:
     """Return the maximum number of rows, including padding, of a step with `request_count` requests."""
-    return max(pad_rows(rows), pad_single_rows(rows)) + MAX_CHUNKS
+    return max(pad_row_count(request_count), pad_single_row_count(request_count)) + MAX_CHUNKS

@@ -194,19 +194,19 @@ class SwappedEngine:
         self._gpu_engine, self._sleeping_memory, self._is_awake = None, None, False
 
 
-def model_memory(total: int) -> int:
+def usable_model_bytes(device_bytes: int) -> int:
     """Return how many of a device's `device_bytes` may be used by models that are awake.
 
     The rest is a reserve. It also holds what sleeping models leave on the device: compiled kernels and workspaces of
     libraries."""
-    return int(total * USABLE_FRACTION) - RESERVE_BYTES
+    return int(device_bytes * USABLE_FRACTION) - RESERVE_BYTES
 
 
-def equal_kv_share(plans: Collection[MemoryPlan], memory: int) -> int | None:
+def equal_kv_share(plans: Collection[MemoryPlan], available_bytes: int) -> int | None:
     """Return the bytes of each model's KV cache if all stay awake and share the free memory equally.
 
     Return None if some model's share could not hold one full context; then models should take turns instead."""
-    part = (memory - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
+    part = (available_bytes - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
     fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
     return part if fits else None
 
@@ -217,23 +217,23 @@ def sleep_runner(runner: GPURunner, previous_sleep: SleepingMemory | None = None
     `previous_sleep`: what this function returned when the runner last slept; None if it has not slept yet."""
     from torch import Tensor
 
-    from emberline.models.sleep import iter_instances, sleep
+    from emberline.models.sleep import iter_instances, put_to_sleep
 
-    _forget_addresses(runner)
+    _drop_device_addresses(runner)
     if previous_sleep is None:
-        return sleep(iter_instances(Tensor, runner.model), zeroed_tensors=runner.device_buffers())
+        return put_to_sleep(iter_instances(Tensor, runner.model), zeroed_tensors=runner.device_buffers())
     previous_sleep.sleep_again()
     return previous_sleep
 
 
-def wake_runner(sleeping: SleepingMemory) -> None:
+def wake_runner(sleeping_memory: SleepingMemory) -> None:
     """Restore a runner's device memory, with an empty KV cache and without captured steps.
 
     If memory runs out, everything that was allocated is freed again."""
     try:
-        sleeping.wake(keep_host_copies=True)
+        sleeping_memory.wake(keep_host_copies=True)
     except BaseException:
-        sleeping.sleep_again()
+        sleeping_memory.sleep_again()
         raise
 
 
@@ -280,10 +280,10 @@ def _free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _forget_addresses(runner: GPURunner) -> None:
+def _drop_device_addresses(runner: GPURunner) -> None:
     from emberline.kernels.cuda.linear import BF16Weight
     from emberline.models.sleep import iter_instances
 
-    runner.forget_addresses()
+    runner.drop_device_addresses()
     for weight in iter_instances(BF16Weight, runner.model):
         weight.drop_tensor_maps()

@@ -23,7 +23,7 @@ from emberline.gateway.admin.admin_request import AdminRequest, check_name
 from emberline.gateway.admin.audit import AuditEndpoints
 from emberline.gateway.admin.budget_usage import BudgetUsageEndpoints
 from emberline.gateway.admin.catalogue import CatalogueEndpoints
-from emberline.gateway.admin.cloudflare import CloudflareEndpoints, error_envelope, success_envelope
+from emberline.gateway.admin.cloudflare import CloudflareEndpoints, build_error_envelope, build_success_envelope
 from emberline.gateway.admin.cloudflare_datasets import DatasetEndpoints
 from emberline.gateway.admin.cloudflare_providers import CloudflareProviderEndpoints
 from emberline.gateway.admin.cloudflare_routes import CloudflareRouteEndpoints
@@ -31,12 +31,12 @@ from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.keys import KeyEndpoints, ProviderKeyEndpoints
 from emberline.gateway.admin.log_query import find_unknown_parameter, join_filter_parameters
 from emberline.gateway.admin.logs import LogEndpoints
-from emberline.gateway.admin.openapi import openapi_document
+from emberline.gateway.admin.openapi import build_openapi_document
 from emberline.gateway.admin.routes import RouteEndpoints
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.wire.errors import openai_error
+from emberline.wire.errors import render_openai_error
 
 log = logging.getLogger("emberline.gateway.admin")
 
@@ -49,7 +49,7 @@ class AdminAPI:
     def __init__(self, context: AdminContext, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
         self._logs = LogEndpoints(context)
         self._endpoints = [
-            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._openapi_document),
+            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._build_openapi_document),
             *gateways.gateway_endpoints(context),
             *BudgetUsageEndpoints(context).endpoints(),
             *KeyEndpoints(context).endpoints(),
@@ -63,7 +63,7 @@ class AdminAPI:
             *CloudflareProviderEndpoints(context).endpoints(),
             *DatasetEndpoints(context).endpoints(),
         ]
-        self._openapi = openapi_document(self._endpoints, version)
+        self._openapi = build_openapi_document(self._endpoints, version)
 
     @staticmethod
     def handles_path(path: str) -> bool:
@@ -88,7 +88,7 @@ class AdminAPI:
                     hint="send GET",
                 )
             result = await endpoint.handle(replace(request, origin=origin))
-            return endpoint.status, msgspec.to_builtins(success_envelope(result) if is_cloudflare else result)
+            return endpoint.status, msgspec.to_builtins(build_success_envelope(result) if is_cloudflare else result)
         except Exception as e:
             if not isinstance(e, EmberlineError):
                 log.exception("Management request failed with an internal error: method=%s path=%s", method, path)
@@ -96,7 +96,7 @@ class AdminAPI:
                     f"{method[:20]} {path[:200]} failed with an internal error of the gateway",
                     hint="the gateway's log has the details; please report them",
                 )
-            return e.status, error_envelope(e) if is_cloudflare else openai_error(e).body
+            return e.status, build_error_envelope(e) if is_cloudflare else render_openai_error(e).body
 
     def is_export(self, method: str, path: str) -> bool:
         """Return whether the endpoint replies with JSON lines (an export) instead of one JSON value.
@@ -143,7 +143,7 @@ class AdminAPI:
             raise MethodNotAllowed(f"{path[:200]} must be called with {allowed}, not {method[:20]}", allowed=allowed)
         raise NotFound(f"the management API has no path {path[:200]!r}", hint="GET /admin/openapi.json lists all paths")
 
-    async def _openapi_document(self, request: AdminRequest) -> dict[str, Any]:
+    async def _build_openapi_document(self, request: AdminRequest) -> dict[str, Any]:
         return self._openapi
 
 

@@ -61,7 +61,7 @@ class AdminContext:
             )
         return document
 
-    async def list_page(
+    async def list_document_page(
         self, kind: DocumentKind, request: AdminRequest, prefix: str = ""
     ) -> tuple[list[Document], str]:
         """Return a page of documents and the cursor of the next page, which is empty at the end."""
@@ -70,7 +70,7 @@ class AdminContext:
         found = await self.store.list_documents(kind, request.account, prefix=prefix, after=after, limit=limit + 1)
         return found[:limit], found[limit - 1].id if len(found) > limit else ""
 
-    async def list_all(self, kind: DocumentKind, account: str) -> list[Document]:
+    async def list_all_documents(self, kind: DocumentKind, account: str) -> list[Document]:
         found: list[Document] = []
         after = ("", "")
         while page := await self.store.list_documents(kind, account, after=after, limit=MAX_PAGE_SIZE):
@@ -109,9 +109,9 @@ def check_version(document: Document, request: AdminRequest) -> Document:
     """Return the document. Raise Conflict if its version differs from the query parameter `version`."""
     version = request.int_parameter("version", document.version, 0, 2**53)
     if version != document.version:
-        raise Conflict.of_document(document.kind, document.id, is_new=False)
+        raise Conflict.for_document(document.kind, document.id, is_new=False)
     return document
 
 
-def with_body(document: Document, body: Any) -> Document:
+def document_with_body(document: Document, body: Any) -> Document:
     return replace(document, body=msgspec.json.encode(body))

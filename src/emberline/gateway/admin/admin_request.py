@@ -35,8 +35,8 @@ class AdminRequest:
     def account(self) -> str:
         return self.path_parameters["account"]
 
-    def decode_body(self, kind: type[T]) -> T:
-        return decode_json(self.body, kind)
+    def decode_body(self, target_type: type[T]) -> T:
+        return decode_json(self.body, target_type)
 
     def int_parameter(self, name: str, default: int, minimum: int, maximum: int) -> int:
         """Return an integer query parameter. Raise InvalidRequest if the value is not an integer in the range."""
@@ -63,26 +63,26 @@ class AdminRequest:
         return text == "true"
 
 
-def decode_json(body: bytes, kind: type[T]) -> T:
+def decode_json(body: bytes, target_type: type[T]) -> T:
     """Decode a JSON body to a value of type `target_type`; an empty body is read as {}.
 
     Raise InvalidRequest if the body does not match the type.
     """
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        return msgspec.json.decode(body or b"{}", type=target_type)
     except msgspec.ValidationError as e:
         raise to_invalid_request(e) from e
     except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(f"the body is not valid JSON: {e}", hint="send a JSON object, or no body") from e
 
 
-def convert_value(value: Any, kind: type[T]) -> T:
+def convert_value(value: Any, target_type: type[T]) -> T:
     """Convert decoded JSON to a value of type `target_type`.
 
     Raise InvalidRequest if the JSON does not match the type.
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, target_type)
     except msgspec.ValidationError as e:
         raise to_invalid_request(e) from e
 

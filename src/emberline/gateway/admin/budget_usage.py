@@ -60,21 +60,25 @@ class BudgetUsageEndpoints:
         for gateway, of_gateway in rules.items():
             if only_gateway in ("", gateway):
                 records = [each for each in recent.records if each.gateway == gateway] if recent is not None else []
-                views += await self._budget_views(f"{request.account}/{gateway}", gateway, of_gateway, records, now)
+                views += await self._build_budget_views(
+                    f"{request.account}/{gateway}", gateway, of_gateway, records, now
+                )
         return Listing(sorted(views, key=lambda view: view.used / max(1, view.limit), reverse=True))
 
     async def _rules_by_gateway(self, account: str) -> dict[str, list[LimitRule]]:
         """Return the budget rules of each gateway: its own rules, and the rules of the account's budgets."""
         found = {name: settings for (owner, name), settings in self._context.configured.items() if owner == account}
-        for document in await self._context.list_all("gateway", account):
+        for document in await self._context.list_all_documents("gateway", account):
             found.setdefault(document.id, decode_json(document.body, GatewaySettings))
-        budgets = [decode_json(each.body, AccountBudget) for each in await self._context.list_all("budget", account)]
+        budgets = [
+            decode_json(each.body, AccountBudget) for each in await self._context.list_all_documents("budget", account)
+        ]
         return {
             name: [*LimitRule.parse(settings.budgets, "micros"), *_budget_rules_for_gateway(budgets, name)]
             for name, settings in found.items()
         }
 
-    async def _budget_views(
+    async def _build_budget_views(
         self, full_name: str, gateway: str, rules: Iterable[LimitRule], records: Sequence[LogRecord], now: int
     ) -> list[BudgetUsageView]:
         """Return the usage of one gateway's budgets. `full_name` is ACCOUNT/GATEWAY, the name that limits use."""
@@ -85,7 +89,7 @@ class BudgetUsageEndpoints:
                 claims.append(rule.make_claim({**split, "gateway": full_name}, 0))
                 splits.append(split)
         spent = await self._context.limiter.read_bucket_usage(claims, now / 1e3) if claims else []
-        views = [_budget_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
+        views = [_build_budget_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
         return [view for view in views if view.used or not view.split]
 
 
@@ -117,14 +121,14 @@ def _record_attributes(record: LogRecord, full_name: str) -> dict[str, str]:
     return attributes
 
 
-def _budget_view(
-    claim: Claim, split: dict[str, str], bucket_usage: BucketUsage, gateway: str, now: int
+def _build_budget_view(
+    claim: Claim, split_values: dict[str, str], bucket_usage: BucketUsage, gateway: str, now: int
 ) -> BudgetUsageView:
     rule = claim.rule
     return BudgetUsageView(
         budget=rule.name,
         gateway=gateway,
-        split=split,
+        split=split_values,
         amount=rule.amount,
         used=bucket_usage.used,
         limit=rule.limit,

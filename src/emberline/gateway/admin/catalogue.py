@@ -57,7 +57,7 @@ class CatalogueEndpoints:
     async def list_providers(self, request: AdminRequest) -> Listing:
         keys = {
             ProviderKeyID.from_document(document).provider
-            for document in await self._context.list_all("provider_key", request.account)
+            for document in await self._context.list_all_documents("provider_key", request.account)
         }
         return _list_page(
             request,
@@ -76,7 +76,7 @@ class CatalogueEndpoints:
     async def list_models(self, request: AdminRequest) -> Listing:
         return _list_page(
             request,
-            {f"{model.provider}/{model.name}": _model_view(model) for model in self._catalogue.current.models()},
+            {f"{model.provider}/{model.name}": _build_model_view(model) for model in self._catalogue.current.models()},
         )
 
 
@@ -86,7 +86,7 @@ def _list_page(request: AdminRequest, rows_by_id: dict[str, Any]) -> Listing:
     return Listing([rows_by_id[id] for id in left[:limit]], left[limit - 1] if len(left) > limit else "")
 
 
-def _model_view(model: CatalogueModel) -> CatalogueModelView:
+def _build_model_view(model: CatalogueModel) -> CatalogueModelView:
     return CatalogueModelView(
         id=f"{model.provider}/{model.name}",
         kind=model.kind,

@@ -20,7 +20,7 @@ from emberline.gateway.admin.admin_request import AdminRequest, check_name, conv
 from emberline.gateway.admin.document_endpoints import StoredView
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.gateways import CustomProviderEndpoints, GatewayEndpoints
-from emberline.gateway.admin.logs import ORDER_PARAMETERS, LogEndpoints, record_view
+from emberline.gateway.admin.logs import ORDER_PARAMETERS, LogEndpoints, build_record_view
 from emberline.gateway.admin.schemas import CustomProvider, FeedbackSpec, StrictStruct
 from emberline.gateway.core.settings import Backoff, GatewaySettings, LogSettings, RetrySettings
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -91,7 +91,7 @@ class CloudflareGatewaySpec(StrictStruct, frozen=True, kw_only=True):
 
         A rate limit of 0 removes the rule.
         """
-        rule = _rate_limit_rule(old)
+        rule = _find_rate_limit_rule(old)
         limit = _new_or_old(self.rate_limiting_limit, rule.get("limit", 0))
         interval = _new_or_old(self.rate_limiting_interval, rule.get("per", 0))
         technique = _new_or_old(self.rate_limiting_technique, rule.get("technique", "fixed"))
@@ -140,8 +140,10 @@ class CloudflareEndpoints:
             ),
             AdminEndpoint("GET", f"{logs}/{{id}}", "Get a log record", self._logs.get),
             AdminEndpoint("PATCH", f"{logs}/{{id}}", "Add feedback to a log record", self.edit_log, FeedbackSpec),
-            AdminEndpoint("GET", f"{logs}/{{id}}/request", "Get a record's request body", self._logs.get_request),
-            AdminEndpoint("GET", f"{logs}/{{id}}/response", "Get a record's response body", self._logs.get_response),
+            AdminEndpoint("GET", f"{logs}/{{id}}/request", "Get a record's request body", self._logs.get_request_body),
+            AdminEndpoint(
+                "GET", f"{logs}/{{id}}/response", "Get a record's response body", self._logs.get_response_body
+            ),
             AdminEndpoint("GET", custom, "List custom providers", self.list_providers, query=list_query),
             AdminEndpoint("POST", custom, "Create a custom provider", self.create_provider, CustomProvider),
             AdminEndpoint("GET", f"{custom}/{{slug}}", "Get a custom provider", self.get_provider),
@@ -153,24 +155,26 @@ class CloudflareEndpoints:
     # Gateways
 
     async def list_gateways(self, request: AdminRequest) -> PagedResult:
-        stored = [self._gateways.to_view(each) for each in await self._context.list_all("gateway", request.account)]
+        stored = [
+            self._gateways.to_view(each) for each in await self._context.list_all_documents("gateway", request.account)
+        ]
         configured = [
             StoredView(id=name, version=0, updated=0, value=settings)
             for (account, name), settings in self._context.configured.items()
             if account == request.account
         ]
         search = request.query.get("search", "")
-        return paged_result(request, [gateway_view(each) for each in (*configured, *stored) if search in each.id])
+        return select_page(request, [build_gateway_view(each) for each in (*configured, *stored) if search in each.id])
 
     async def get_gateway(self, request: AdminRequest) -> dict[str, Any]:
-        return gateway_view(await self._gateways.get(request))
+        return build_gateway_view(await self._gateways.get(request))
 
     async def create_gateway(self, request: AdminRequest) -> dict[str, Any]:
         spec = request.decode_body(CloudflareGatewaySpec)
         if spec.id is None:
             raise InvalidRequest("id must be set for a new gateway", param="id", hint="set id to the gateway's name")
         create = with_path_parameters(request, {"gateway": spec.id}, spec.apply_to(GatewaySettings(logs=LogSettings())))
-        return gateway_view(await self._gateways.create(create))
+        return build_gateway_view(await self._gateways.create(create))
 
     async def change_gateway(self, request: AdminRequest) -> dict[str, Any]:
         spec, old = request.decode_body(CloudflareGatewaySpec), await self._gateways.get(request)
@@ -178,7 +182,7 @@ class CloudflareEndpoints:
             raise InvalidRequest(
                 f"the id of gateway {old.id!r} cannot be changed to {spec.id!r}", param="id", hint="leave id out"
             )
-        return gateway_view(await self._gateways.put(with_path_parameters(request, {}, spec.apply_to(old.value))))
+        return build_gateway_view(await self._gateways.put(with_path_parameters(request, {}, spec.apply_to(old.value))))
 
     async def delete_gateway(self, request: AdminRequest) -> dict[str, Any]:
         return await self._gateways.delete(request)
@@ -200,7 +204,7 @@ class CloudflareEndpoints:
                 hint="continue with `before`, the `cursor` of the last page",
             )
         gateway = check_name(request.path_parameters["gateway"], "gateway")
-        saved = await self._saved_filters(request, gateway)
+        saved = await self._load_saved_filters(request, gateway)
         found = await self._logs.read_sorted_page(request, gateway, page * per_page, saved)
         records = found.records[(page - 1) * per_page :]
         info = {
@@ -211,7 +215,7 @@ class CloudflareEndpoints:
             "cursor": found.cursor,
             "complete": found.complete,
         }
-        return PagedResult([record_view(each) for each in records], info)
+        return PagedResult([build_record_view(each) for each in records], info)
 
     async def edit_log(self, request: AdminRequest) -> dict[str, Any]:
         """Add feedback to a log record.
@@ -224,7 +228,7 @@ class CloudflareEndpoints:
             else self._logs.patch(request)
         )
 
-    async def _saved_filters(self, request: AdminRequest, gateway: str) -> list[log_query.CloudflareFilter]:
+    async def _load_saved_filters(self, request: AdminRequest, gateway: str) -> list[log_query.CloudflareFilter]:
         """Return the stored filters of the dataset that the query parameter `dataset` names."""
         if not (id := request.query.get("dataset")):
             return []
@@ -235,33 +239,33 @@ class CloudflareEndpoints:
 
     async def list_providers(self, request: AdminRequest) -> PagedResult:
         found = [
-            provider_view(self._providers.to_view(d))
-            for d in await self._context.list_all("custom_provider", request.account)
+            build_provider_view(self._providers.to_view(d))
+            for d in await self._context.list_all_documents("custom_provider", request.account)
         ]
         for name in ("enable", "beta"):
             if (value := request.bool_parameter(name)) is not None:
                 found = [each for each in found if each[name] == value]
         search = request.query.get("search", "").lower()
-        return paged_result(request, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
+        return select_page(request, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
 
     async def get_provider(self, request: AdminRequest) -> dict[str, Any]:
-        return provider_view(await self._providers.get(request))
+        return build_provider_view(await self._providers.get(request))
 
     async def create_provider(self, request: AdminRequest) -> dict[str, Any]:
         create = _with_decoded_headers(request)
         slug = create.decode_body(CustomProvider).slug
-        return provider_view(await self._providers.create(with_path_parameters(create, {"slug": slug})))
+        return build_provider_view(await self._providers.create(with_path_parameters(create, {"slug": slug})))
 
     async def patch_provider(self, request: AdminRequest) -> dict[str, Any]:
-        return provider_view(await self._providers.patch(_with_decoded_headers(request)))
+        return build_provider_view(await self._providers.patch(_with_decoded_headers(request)))
 
     async def delete_provider(self, request: AdminRequest) -> dict[str, Any]:
         return await self._providers.delete(request)
 
 
-def gateway_view(stored: StoredView) -> dict[str, Any]:
+def build_gateway_view(stored: StoredView) -> dict[str, Any]:
     settings = convert_value(msgspec.to_builtins(stored.value), GatewaySettings)
-    rate = _rate_limit_rule(settings)
+    rate = _find_rate_limit_rule(settings)
     return {
         "id": stored.id,
         "modified_at": to_iso_time(stored.updated),
@@ -280,11 +284,11 @@ def gateway_view(stored: StoredView) -> dict[str, Any]:
     }
 
 
-def provider_view(stored: StoredView) -> dict[str, Any]:
+def build_provider_view(stored: StoredView) -> dict[str, Any]:
     return {"id": stored.id, "modified_at": to_iso_time(stored.updated), **msgspec.to_builtins(stored.value)}
 
 
-def success_envelope(result: Any) -> dict[str, Any]:
+def build_success_envelope(result: Any) -> dict[str, Any]:
     """Return Cloudflare's reply envelope with the result.
 
     A PagedResult or NamedResult adds its extra fields to the envelope.
@@ -297,7 +301,7 @@ def success_envelope(result: Any) -> dict[str, Any]:
     return {**success, "result": result}
 
 
-def error_envelope(error: EmberlineError) -> dict[str, Any]:
+def build_error_envelope(error: EmberlineError) -> dict[str, Any]:
     param, message = getattr(error, "param", None), str(error)
     if param and param not in message:
         message = f"{param}: {message}"
@@ -311,7 +315,7 @@ def with_path_parameters(request: AdminRequest, added_parameters: dict[str, str]
     return replace(request, path_parameters={**request.path_parameters, **added_parameters}, body=raw)
 
 
-def paged_result(request: AdminRequest, all_items: Sequence[Any]) -> PagedResult:
+def select_page(request: AdminRequest, all_items: Sequence[Any]) -> PagedResult:
     """Return the page of `all_items` that the query parameters page and per_page select."""
     page, per_page = read_page_parameters(request, 20)
     items = list(all_items[(page - 1) * per_page : page * per_page])
@@ -341,7 +345,7 @@ def _with_decoded_headers(request: AdminRequest) -> AdminRequest:
     return with_path_parameters(request, {}, {**body, "headers": found})
 
 
-def _rate_limit_rule(settings: GatewaySettings) -> dict[str, Any]:
+def _find_rate_limit_rule(settings: GatewaySettings) -> dict[str, Any]:
     return next((dict(each) for each in settings.limits if each.get("name") == RATE_LIMIT_RULE), {})
 
 

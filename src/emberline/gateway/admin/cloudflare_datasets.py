@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.admin import log_query
-from emberline.gateway.admin.admin_context import AdminContext, with_body
+from emberline.gateway.admin.admin_context import AdminContext, document_with_body
 from emberline.gateway.admin.admin_request import AdminRequest, decode_json
-from emberline.gateway.admin.cloudflare import PAGE_PARAMETERS, ROOT, PagedResult, paged_result, to_iso_time
+from emberline.gateway.admin.cloudflare import PAGE_PARAMETERS, ROOT, PagedResult, select_page, to_iso_time
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.gateways import GatewayEndpoints
 from emberline.gateway.admin.schemas import Label, StrictStruct
@@ -53,17 +53,17 @@ class DatasetEndpoints:
 
     async def list(self, request: AdminRequest) -> PagedResult:
         gateway = (await self._gateways.get(request)).id
-        documents = await self._context.list_all("dataset", request.account)
-        views = [_dataset_view(each) for each in documents if each.id.startswith(f"{gateway}/")]
+        documents = await self._context.list_all_documents("dataset", request.account)
+        views = [_build_dataset_view(each) for each in documents if each.id.startswith(f"{gateway}/")]
         if (enable := request.bool_parameter("enable")) is not None:
             views = [each for each in views if each["enable"] == enable]
         if name := request.query.get("name"):
             views = [each for each in views if each["name"] == name]
         search = request.query.get("search", "").lower()
-        return paged_result(request, [each for each in views if search in _searchable_text(each)])
+        return select_page(request, [each for each in views if search in _searchable_text(each)])
 
     async def get(self, request: AdminRequest) -> Json:
-        return _dataset_view(await self.get_document(request, request.path_parameters["dataset"]))
+        return _build_dataset_view(await self.get_document(request, request.path_parameters["dataset"]))
 
     async def create(self, request: AdminRequest) -> Json:
         gateway, spec = (await self._gateways.get(request)).id, _read_dataset_spec(request)
@@ -76,17 +76,17 @@ class DatasetEndpoints:
 
     async def delete(self, request: AdminRequest) -> Json:
         old = await self.get_document(request, request.path_parameters["dataset"])
-        await self._context.commit(request, "dataset.delete", old.id, delete=[old], before=_dataset_view(old))
-        return _dataset_view(old)
+        await self._context.commit(request, "dataset.delete", old.id, delete=[old], before=_build_dataset_view(old))
+        return _build_dataset_view(old)
 
     async def get_document(self, request: AdminRequest, id: str) -> Document:
         gateway = (await self._gateways.get(request)).id
         return await self._context.get_document("dataset", request.account, f"{gateway}/{id}")
 
     async def _save_dataset(self, request: AdminRequest, old: Document, spec: DatasetSpec, created_ms: int) -> Json:
-        new = with_body(old, Dataset(**msgspec.structs.asdict(spec), created=created_ms))
-        view = _dataset_view(replace(new, updated=self._context.now_ms()))
-        before = _dataset_view(old) if old.version else None
+        new = document_with_body(old, Dataset(**msgspec.structs.asdict(spec), created=created_ms))
+        view = _build_dataset_view(replace(new, updated=self._context.now_ms()))
+        before = _build_dataset_view(old) if old.version else None
         action = f"dataset.{'update' if old.version else 'create'}"
         await self._context.commit(request, action, old.id, put=[new], before=before, after=view)
         return view
@@ -98,7 +98,7 @@ def _read_dataset_spec(request: AdminRequest) -> DatasetSpec:
     return spec
 
 
-def _dataset_view(document: Document) -> Json:
+def _build_dataset_view(document: Document) -> Json:
     found = decode_json(document.body, Dataset)
     gateway, _, id = document.id.partition("/")
     return {

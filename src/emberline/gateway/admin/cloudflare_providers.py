@@ -17,13 +17,13 @@ from emberline.gateway.admin.cloudflare import (
     PAGE_PARAMETERS,
     ROOT,
     PagedResult,
-    paged_result,
+    select_page,
     to_iso_time,
     with_path_parameters,
 )
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.admin.gateways import GatewayEndpoints
-from emberline.gateway.admin.keys import ProviderKeyEndpoints, provider_key_view
+from emberline.gateway.admin.keys import ProviderKeyEndpoints, build_provider_key_view
 from emberline.gateway.admin.schemas import ProviderKeySpec, ProviderKeyView, StrictStruct
 from emberline.gateway.core.errors import ProviderNotFound
 from emberline.gateway.core.settings import GatewaySettings
@@ -60,14 +60,19 @@ class CloudflareProviderEndpoints:
                 "GET", configs, "List stored provider keys, without secrets", self.list_configs, query=PAGE_PARAMETERS
             ),
             AdminEndpoint("POST", configs, "Store a provider key, encrypted", self.create_config, ProviderConfigSpec),
-            AdminEndpoint("GET", f"{gateway}/url/{{provider}}", "Get the base URL of a provider's paths", self.get_url),
+            AdminEndpoint(
+                "GET", f"{gateway}/url/{{provider}}", "Get the base URL of a provider's paths", self.get_provider_url
+            ),
         ]
         return [replace(each, uses_cloudflare_envelope=True) for each in endpoints]
 
     async def list_configs(self, request: AdminRequest) -> PagedResult:
         await self._gateways.get(request)
-        found = [provider_key_view(each) for each in await self._context.list_all("provider_key", request.account)]
-        return paged_result(request, [_config_view(request, each) for each in found])
+        found = [
+            build_provider_key_view(each)
+            for each in await self._context.list_all_documents("provider_key", request.account)
+        ]
+        return select_page(request, [_build_config_view(request, each) for each in found])
 
     async def create_config(self, request: AdminRequest) -> Json:
         """Store a provider key.
@@ -91,9 +96,9 @@ class CloudflareProviderEndpoints:
             stored = await self._keys.put(
                 with_path_parameters(request, {"provider": spec.provider_slug, "alias": alias}, key)
             )
-        return {**_config_view(request, stored), "alias": spec.alias, "default_config": spec.default_config}
+        return {**_build_config_view(request, stored), "alias": spec.alias, "default_config": spec.default_config}
 
-    async def get_url(self, request: AdminRequest) -> str:
+    async def get_provider_url(self, request: AdminRequest) -> str:
         settings: GatewaySettings = (await self._gateways.get(request)).value
         provider = request.path_parameters["provider"]
         if provider != COMPAT:
@@ -102,7 +107,8 @@ class CloudflareProviderEndpoints:
 
     async def _check_provider(self, request: AdminRequest, slug: str, settings: GatewaySettings) -> None:
         custom = {
-            f"{CUSTOM_PREFIX}{each.id}" for each in await self._context.list_all("custom_provider", request.account)
+            f"{CUSTOM_PREFIX}{each.id}"
+            for each in await self._context.list_all_documents("custom_provider", request.account)
         }
         known = {*PROVIDERS_BY_SLUG, *settings.providers, *custom}
         if slug not in known:
@@ -111,7 +117,7 @@ class CloudflareProviderEndpoints:
             )
 
 
-def _config_view(request: AdminRequest, key: ProviderKeyView) -> Json:
+def _build_config_view(request: AdminRequest, key: ProviderKeyView) -> Json:
     id = f"{key.provider}/{key.alias}"
     return {
         "id": id,

@@ -95,14 +95,14 @@ class CloudflareRouteEndpoints:
     async def list(self, request: AdminRequest) -> NamedResult:
         await self._check_gateway(request)
         views = []
-        for document in await self._context.list_all("route", request.account):
-            newest = await self._route_version(request, document, decode_route(document).latest)
+        for document in await self._context.list_all_documents("route", request.account):
+            newest = await self._load_route_version(request, document, decode_route(document).latest)
             if _applies_to(newest, request.path_parameters["gateway"]):
-                views.append(await self._route_view(request, document))
-        return _named_page(request, "routes", views)
+                views.append(await self._build_route_view(request, document))
+        return _select_named_page(request, "routes", views)
 
     async def get(self, request: AdminRequest) -> Json:
-        return await self._route_view(request, await self._route_document(request))
+        return await self._build_route_view(request, await self._load_route_document(request))
 
     async def create(self, request: AdminRequest) -> Json:
         await self._check_gateway(request)
@@ -120,16 +120,19 @@ class CloudflareRouteEndpoints:
         return await self.get(create)
 
     async def rename(self, request: AdminRequest) -> NamedResult:
-        document, name = await self._route_document(request), check_name(request.decode_body(RouteRename).name, "name")
+        document, name = (
+            await self._load_route_document(request),
+            check_name(request.decode_body(RouteRename).name, "name"),
+        )
         if name != document.id:
             if await self._context.store.get("route", request.account, name) is not None:
                 raise Conflict(
                     f"account {request.account!r} has a route {name!r} already", hint="choose a different name"
                 )
-            await self._move_to_name(request, document, name)
+            await self._rename_route(request, document, name)
         return NamedResult("route", await self.get(with_path_parameters(request, {"route": name})))
 
-    async def _move_to_name(self, request: AdminRequest, document: Document, name: str) -> None:
+    async def _rename_route(self, request: AdminRequest, document: Document, name: str) -> None:
         numbers = range(1, decode_route(document).latest + 1)
         found = [
             await self._context.store.get("route_version", request.account, version_document_id(document.id, n))
@@ -145,46 +148,51 @@ class CloudflareRouteEndpoints:
         return view
 
     async def list_versions(self, request: AdminRequest) -> NamedResult:
-        document = await self._route_document(request)
+        document = await self._load_route_document(request)
         route = decode_route(document)
         numbers = range(route.latest, 0, -1)
-        views = [_version_view(await self._route_version(request, document, n), route) for n in numbers]
-        return _named_page(request, "versions", views)
+        views = [_build_version_view(await self._load_route_version(request, document, n), route) for n in numbers]
+        return _select_named_page(request, "versions", views)
 
     async def get_version(self, request: AdminRequest) -> Json:
-        document = await self._route_document(request)
-        found = await self._route_version(request, document, _read_version_id(request.path_parameters["number"]))
-        return {**await self._route_view(request, document, found), **_version_view(found, decode_route(document))}
+        document = await self._load_route_document(request)
+        found = await self._load_route_version(request, document, _read_version_id(request.path_parameters["number"]))
+        return {
+            **await self._build_route_view(request, document, found),
+            **_build_version_view(found, decode_route(document)),
+        }
 
     async def add_version(self, request: AdminRequest) -> Json:
-        document = await self._route_document(request)
-        before = await self._route_version(request, document, decode_route(document).latest)
+        document = await self._load_route_document(request)
+        before = await self._load_route_version(request, document, decode_route(document).latest)
         spec = RouteSpec(
             elements=_read_elements(request.decode_body(CloudflareVersionSpec).elements), gateways=before.gateways
         )
         added = await self._routes.add_version(with_path_parameters(request, {}, spec))
-        return await self._route_view(request, await self._route_document(request), added)
+        return await self._build_route_view(request, await self._load_route_document(request), added)
 
     async def list_deployments(self, request: AdminRequest) -> NamedResult:
-        document = await self._route_document(request)
-        views = [_deployment_view(each) for each in reversed(_stored_deployments(document))]
-        return _named_page(request, "deployments", views)
+        document = await self._load_route_document(request)
+        views = [_build_deployment_view(each) for each in reversed(_decode_deployments(document))]
+        return _select_named_page(request, "deployments", views)
 
     async def deploy(self, request: AdminRequest) -> Json:
-        await self._route_document(request)
+        await self._load_route_document(request)
         number = _read_version_id(request.decode_body(DeploymentSpec).version_id)
         await self._routes.deploy(with_path_parameters(request, {}, DeployRequest(version=number)))
         return await self.get(request)
 
-    async def _route_view(self, request: AdminRequest, document: Document, version: RouteVersion | None = None) -> Json:
+    async def _build_route_view(
+        self, request: AdminRequest, document: Document, version: RouteVersion | None = None
+    ) -> Json:
         """Return the JSON of a route with this version.
 
         The default is the deployed version, or the newest version if none is deployed.
         """
         route = decode_route(document)
-        first = await self._route_version(request, document, 1)
-        version = version or await self._route_version(request, document, route.deployed or route.latest)
-        deployments = _stored_deployments(document)
+        first = await self._load_route_version(request, document, 1)
+        version = version or await self._load_route_version(request, document, route.deployed or route.latest)
+        deployments = _decode_deployments(document)
         return {
             "id": document.id,
             "account_tag": request.account,
@@ -193,18 +201,18 @@ class CloudflareRouteEndpoints:
             "created_at": to_iso_time(first.created),
             "modified_at": to_iso_time(document.updated),
             "elements": [_to_sdk_element(each) for each in version.elements],
-            "version": _version_view(version, route),
-            "deployment": _deployment_view(deployments[-1]) if deployments else None,
+            "version": _build_version_view(version, route),
+            "deployment": _build_deployment_view(deployments[-1]) if deployments else None,
         }
 
-    async def _route_document(self, request: AdminRequest) -> Document:
+    async def _load_route_document(self, request: AdminRequest) -> Document:
         """Return the document of the route in the path.
 
         Raise NotFound if the route does not apply to the gateway in the path.
         """
         document = await self._routes.get_document(request)
         if not _applies_to(
-            await self._route_version(request, document, decode_route(document).latest), _gateway_in_path(request)
+            await self._load_route_version(request, document, decode_route(document).latest), _gateway_in_path(request)
         ):
             raise NotFound(
                 f"gateway {_gateway_in_path(request)!r} has no route {document.id[:80]!r}",
@@ -212,7 +220,7 @@ class CloudflareRouteEndpoints:
             )
         return document
 
-    async def _route_version(self, request: AdminRequest, document: Document, number: int) -> RouteVersion:
+    async def _load_route_version(self, request: AdminRequest, document: Document, number: int) -> RouteVersion:
         found = await self._context.get_document(
             "route_version", request.account, version_document_id(document.id, number)
         )
@@ -231,13 +239,13 @@ def _applies_to(version: RouteVersion, gateway: str) -> bool:
     return any(fnmatchcase(gateway, pattern) for pattern in version.gateways)
 
 
-def _named_page(request: AdminRequest, field_name: str, all_items: list[Json]) -> NamedResult:
+def _select_named_page(request: AdminRequest, field_name: str, all_items: list[Json]) -> NamedResult:
     page, per_page = read_page_parameters(request, 20)
     items = all_items[(page - 1) * per_page : page * per_page]
     return NamedResult("data", {**SORT_ORDER, "page": page, "per_page": per_page, field_name: items})
 
 
-def _stored_deployments(document: Document) -> tuple[Deployment, ...]:
+def _decode_deployments(document: Document) -> tuple[Deployment, ...]:
     """Return a route's deployments, oldest first.
 
     Documents of earlier releases contain only the last deployment.
@@ -248,7 +256,7 @@ def _stored_deployments(document: Document) -> tuple[Deployment, ...]:
     return (Deployment(number=len(route.history) + 1, version=route.deployed, at=document.updated),)
 
 
-def _deployment_view(deployment: Deployment) -> Json:
+def _build_deployment_view(deployment: Deployment) -> Json:
     return {
         "deployment_id": str(deployment.number),
         "version_id": str(deployment.version),
@@ -256,7 +264,7 @@ def _deployment_view(deployment: Deployment) -> Json:
     }
 
 
-def _version_view(version: RouteVersion, route: StoredRoute) -> Json:
+def _build_version_view(version: RouteVersion, route: StoredRoute) -> Json:
     return {
         "version_id": str(version.number),
         "active": "true" if version.number == route.deployed else "false",

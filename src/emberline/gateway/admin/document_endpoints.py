@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from emberline.gateway.admin.admin_context import AdminContext, check_version, with_body
+from emberline.gateway.admin.admin_context import AdminContext, check_version, document_with_body
 from emberline.gateway.admin.admin_request import AdminRequest, check_name, convert_value, decode_json
 from emberline.gateway.admin.endpoint import AdminEndpoint
 from emberline.gateway.store.base import Document, DocumentKind
@@ -81,7 +81,7 @@ class DocumentEndpoints(Generic[T]):
         )
 
     async def list(self, request: AdminRequest) -> Listing:
-        found, cursor = await self._context.list_page(self._kind, request)
+        found, cursor = await self._context.list_document_page(self._kind, request)
         return Listing([self.to_view(each) for each in found], cursor)
 
     async def get(self, request: AdminRequest) -> StoredView:
@@ -114,7 +114,9 @@ class DocumentEndpoints(Generic[T]):
     async def _save_value(self, request: AdminRequest, old: Document | None, value: T) -> StoredView:
         value = await self._check(value, request)
         before = self.to_view(old).value if old else None
-        document = with_body(old or Document(self._kind, request.account, self.document_id(request), b""), value)
+        document = document_with_body(
+            old or Document(self._kind, request.account, self.document_id(request), b""), value
+        )
         action = f"{self._kind}.{'update' if old else 'create'}"
         await self._context.commit(request, action, document.id, put=[document], before=before, after=value)
         return StoredView(id=document.id, version=document.version + 1, updated=self._context.now_ms(), value=value)

@@ -18,7 +18,7 @@ from emberline.gateway.core.cost import Price
 from emberline.gateway.core.errors import Conflict
 from emberline.gateway.core.paths import DEFAULT_NAME
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.limits.claims import parse_limit_rules, warn_about_caller_splits
+from emberline.gateway.limits.claims import parse_limit_rules, warn_about_evadable_limits
 from emberline.gateway.providers.compatible import DEFAULT_DIALECTS, CompatibleProvider
 from emberline.gateway.settings_checks import check_headers, check_price, check_settings
 from emberline.gateway.upstream.ssrf import validate_provider_url
@@ -45,7 +45,7 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         if "after" in request.query:
             return found
         configured = [
-            _configured_view(name, settings)
+            _build_configured_view(name, settings)
             for (account, name), settings in self._context.configured.items()
             if account == request.account
         ]
@@ -54,7 +54,7 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
     async def get(self, request: AdminRequest) -> StoredView:
         settings = self._context.configured.get((request.account, self.document_id(request)))
         return (
-            _configured_view(self.document_id(request), settings)
+            _build_configured_view(self.document_id(request), settings)
             if settings is not None
             else await super().get(request)
         )
@@ -87,10 +87,13 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
                     hint=f"leave {field} out of the body",
                 )
         value = msgspec.structs.replace(value, account=request.account, gateway=name, version=0)
-        check_rules(
+        check_limit_rules(
             name,
             value,
-            [decode_json(d.body, AccountBudget) for d in await self._context.list_all("budget", request.account)],
+            [
+                decode_json(d.body, AccountBudget)
+                for d in await self._context.list_all_documents("budget", request.account)
+            ],
         )
         if value.routes:
             raise InvalidRequest(
@@ -109,7 +112,7 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         return value
 
 
-def _configured_view(name: str, settings: GatewaySettings) -> StoredView:
+def _build_configured_view(name: str, settings: GatewaySettings) -> StoredView:
     """Return a gateway of the configuration file as the API shows it, without provider keys."""
     without_keys = {slug: msgspec.structs.replace(p, key=None) for slug, p in settings.providers.items()}
     value = msgspec.structs.replace(settings, providers=without_keys)
@@ -161,18 +164,19 @@ class BudgetEndpoints(DocumentEndpoints[AccountBudget]):
                 hint="use the same name in both",
             )
         stored = [
-            decode_json(each.body, AccountBudget) for each in await self._context.list_all("budget", request.account)
+            decode_json(each.body, AccountBudget)
+            for each in await self._context.list_all_documents("budget", request.account)
         ]
         budgets = [*(each for each in stored if each.rule.name != value.rule.name), value]
-        for document in await self._context.list_all("gateway", request.account):
-            check_rules(document.id, decode_json(document.body, GatewaySettings), budgets)
+        for document in await self._context.list_all_documents("gateway", request.account):
+            check_limit_rules(document.id, decode_json(document.body, GatewaySettings), budgets)
         for (account, name), settings in self._context.configured.items():
             if account == request.account:
-                check_rules(name, settings, budgets)
+                check_limit_rules(name, settings, budgets)
         return value
 
 
-def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[AccountBudget]) -> None:
+def check_limit_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[AccountBudget]) -> None:
     """Raise InvalidRequest if a gateway has too many limit rules or two rules of the same name.
 
     The gateway's own rules and the account's budgets are counted together.
@@ -182,7 +186,7 @@ def check_rules(gateway: str, settings: GatewaySettings, budgets: Iterable[Accou
     try:
         combined = msgspec.structs.replace(settings, budgets=(*settings.budgets, *rules))
         parse_limit_rules(combined)
-        warn_about_caller_splits(combined)
+        warn_about_evadable_limits(combined)
     except InvalidRequest as e:
         raise InvalidRequest(f"gateway {gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.admin.admin_context import AdminContext, check_version, with_body
+from emberline.gateway.admin.admin_context import AdminContext, check_version, document_with_body
 from emberline.gateway.admin.admin_request import AdminRequest, check_name, convert_value, decode_json
 from emberline.gateway.admin.document_endpoints import Listing, merge_patch
 from emberline.gateway.admin.endpoint import AdminEndpoint
@@ -41,7 +41,7 @@ class KeyEndpoints:
         ]
 
     async def list(self, request: AdminRequest) -> Listing:
-        found, cursor = await self._context.list_page("key", request)
+        found, cursor = await self._context.list_document_page("key", request)
         return Listing([KeyView.from_stored_key(_decode_key(each)) for each in found], cursor)
 
     async def get(self, request: AdminRequest) -> KeyView:
@@ -81,7 +81,7 @@ class KeyEndpoints:
         new = msgspec.structs.replace(old, **msgspec.structs.asdict(spec))
         before, after = KeyView.from_stored_key(old), KeyView.from_stored_key(new)
         await self._context.commit(
-            request, "key.update", old.id, put=[with_body(document, new)], before=before, after=after
+            request, "key.update", old.id, put=[document_with_body(document, new)], before=before, after=after
         )
         return after
 
@@ -122,8 +122,8 @@ class ProviderKeyEndpoints:
         ]
 
     async def list(self, request: AdminRequest) -> Listing:
-        found, cursor = await self._context.list_page("provider_key", request)
-        return Listing([provider_key_view(each) for each in found], cursor)
+        found, cursor = await self._context.list_document_page("provider_key", request)
+        return Listing([build_provider_key_view(each) for each in found], cursor)
 
     async def put(self, request: AdminRequest) -> ProviderKeyView:
         key_id, secret = _provider_key_id(request), request.decode_body(ProviderKeySpec).secret
@@ -135,15 +135,17 @@ class ProviderKeyEndpoints:
             )
         document = await self._context.vault.encrypt_to_document(key_id, secret, self._context.now_ms())
         action = f"provider_key.{'update' if document.version else 'create'}"
-        await self._context.commit(request, action, document.id, put=[document], after=provider_key_view(document))
-        return provider_key_view(document)
+        await self._context.commit(
+            request, action, document.id, put=[document], after=build_provider_key_view(document)
+        )
+        return build_provider_key_view(document)
 
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
         document = check_version(
             await self._context.get_document("provider_key", request.account, _provider_key_id(request).id), request
         )
         await self._context.commit(
-            request, "provider_key.delete", document.id, delete=[document], before=provider_key_view(document)
+            request, "provider_key.delete", document.id, delete=[document], before=build_provider_key_view(document)
         )
         return {"id": document.id, "deleted": True}
 
@@ -160,7 +162,7 @@ def _provider_key_id(request: AdminRequest) -> ProviderKeyID:
     )
 
 
-def provider_key_view(document: Document) -> ProviderKeyView:
+def build_provider_key_view(document: Document) -> ProviderKeyView:
     key_id, encrypted = ProviderKeyID.from_document(document), decode_json(document.body, EncryptedKey)
     return ProviderKeyView(
         provider=key_id.provider, alias=key_id.alias, created=encrypted.created, master_key=encrypted.master

@@ -97,8 +97,8 @@ class LogEndpoints:
             ),
             AdminEndpoint("GET", one, "Get a log record", self.get),
             AdminEndpoint("PATCH", one, "Add feedback to a log record", self.patch, FeedbackSpec),
-            AdminEndpoint("GET", one + "/request", "Get a record's request body", self.get_request),
-            AdminEndpoint("GET", one + "/response", "Get a record's response body", self.get_response),
+            AdminEndpoint("GET", one + "/request", "Get a record's request body", self.get_request_body),
+            AdminEndpoint("GET", one + "/response", "Get a record's response body", self.get_response_body),
             AdminEndpoint(
                 "GET",
                 rollups,
@@ -113,7 +113,9 @@ class LogEndpoints:
         page = await self.read_page(
             request, request.query.get("gateway", ""), request.int_parameter("limit", 50, 1, 1000)
         )
-        return LogPageView([record_view(each) for each in page.records], page.has_more, page.cursor, page.complete)
+        return LogPageView(
+            [build_record_view(each) for each in page.records], page.has_more, page.cursor, page.complete
+        )
 
     async def read_page(
         self,
@@ -141,7 +143,7 @@ class LogEndpoints:
         The parameters are order_by and order_by_direction. The store sorts only by time, newest first. For any other
         order all matching records are read and sorted here. Raise InvalidRequest if too many records match.
         """
-        order_by, direction = _read_order(request)
+        order_by, direction = _parse_sort_order(request)
         if (order_by, direction) == ("created_at", "desc"):
             return await self.read_page(request, gateway, limit, extra_filters)
         page = await self.read_page(request, gateway, MAX_SORTED_RECORDS, extra_filters, SORT_TIMEOUT_S)
@@ -159,7 +161,7 @@ class LogEndpoints:
         """Delete the first matching log records, at most one page. The audit entry contains the query."""
         filters = log_query.parse_filters(request, _gateway_in_path(request) or request.query.get("gateway", ""))
         limit = request.int_parameter("limit", MAX_ERASED_RECORDS, 1, MAX_ERASED_RECORDS)
-        if _read_order(request) == ("created_at", "desc"):
+        if _parse_sort_order(request) == ("created_at", "desc"):
             page = await self._context.store.read_page(filters, limit=limit, timeout_s=ERASE_TIMEOUT_S)
         else:
             page = await self.read_sorted_page(request, filters.gateway, limit)
@@ -181,7 +183,7 @@ class LogEndpoints:
             page = await self._context.store.read_page(
                 filters, before=before, limit=EXPORT_PAGE_RECORDS, timeout_s=EXPORT_PAGE_TIMEOUT_S
             )
-            yield b"".join(msgspec.json.encode(record_view(each)) + b"\n" for each in page.records)
+            yield b"".join(msgspec.json.encode(build_record_view(each)) + b"\n" for each in page.records)
             if not page.has_more:
                 return
             before = page.cursor
@@ -190,7 +192,7 @@ class LogEndpoints:
         raise AssertionError("AdminAPI.handle was called for an export, which only AdminAPI.export can answer")
 
     async def get(self, request: AdminRequest) -> dict[str, Any]:
-        return record_view(await self._find_record(request))
+        return build_record_view(await self._find_record(request))
 
     async def patch(self, request: AdminRequest) -> dict[str, Any]:
         spec = request.decode_body(FeedbackSpec)
@@ -200,24 +202,24 @@ class LogEndpoints:
             )
         feedback = Feedback(spec.feedback, spec.score, dict(spec.metadata) if spec.metadata is not None else None)
         new = await self._context.store.add_feedback(
-            request.account, _gateway_in_path(request), _record_id(request), feedback
+            request.account, _gateway_in_path(request), _parse_record_id(request), feedback
         )
         if new is None:
             raise _record_not_found(request)
-        return record_view(new)
+        return build_record_view(new)
 
-    async def get_request(self, request: AdminRequest) -> Any:
+    async def get_request_body(self, request: AdminRequest) -> Any:
         return _decode_json_or_text((await self._find_payload(request))[0])
 
-    async def get_response(self, request: AdminRequest) -> Any:
+    async def get_response_body(self, request: AdminRequest) -> Any:
         return _decode_json_or_text((await self._find_payload(request))[1])
 
     async def list_rollups(self, request: AdminRequest) -> Listing:
-        query = self._rollup_query(request)
+        query = self._parse_rollup_query(request)
         cells = await self._context.store.read_rollups(query)
-        return Listing([rollup_cell_view(each, query.dimension in HISTOGRAM_DIMENSIONS) for each in cells])
+        return Listing([build_rollup_cell_view(each, query.dimension in HISTOGRAM_DIMENSIONS) for each in cells])
 
-    def _rollup_query(self, request: AdminRequest) -> RollupQuery:
+    def _parse_rollup_query(self, request: AdminRequest) -> RollupQuery:
         dimension = next((each for each in DIMENSION_UNITS if each == request.query.get("dimension", "all")), None)
         if dimension is None:
             raise InvalidRequest(
@@ -252,13 +254,17 @@ class LogEndpoints:
         )
 
     async def _find_record(self, request: AdminRequest) -> LogRecord:
-        found = await self._context.store.get_record(request.account, _gateway_in_path(request), _record_id(request))
+        found = await self._context.store.get_record(
+            request.account, _gateway_in_path(request), _parse_record_id(request)
+        )
         if found is None:
             raise _record_not_found(request)
         return found
 
     async def _find_payload(self, request: AdminRequest) -> tuple[bytes, bytes]:
-        found = await self._context.store.get_payload(request.account, _gateway_in_path(request), _record_id(request))
+        found = await self._context.store.get_payload(
+            request.account, _gateway_in_path(request), _parse_record_id(request)
+        )
         if found is None:
             raise NotFound(
                 f"log record {request.path_parameters['id'][:80]!r} does not exist or has no stored bodies",
@@ -267,7 +273,7 @@ class LogEndpoints:
         return found.request, found.response
 
 
-def record_view(record: LogRecord) -> dict[str, Any]:
+def build_record_view(record: LogRecord) -> dict[str, Any]:
     """Return a log record as JSON, with Cloudflare's field names where Cloudflare has the field.
 
     `micros` is the exact cost in micro-dollars. `cost` is the same amount in dollars, for display.
@@ -290,7 +296,7 @@ def record_view(record: LogRecord) -> dict[str, Any]:
     }
 
 
-def rollup_cell_view(cell: RollupCell, with_percentiles: bool) -> dict[str, Any]:
+def build_rollup_cell_view(cell: RollupCell, with_percentiles: bool) -> dict[str, Any]:
     """Return the JSON of a rollup cell (one row of summed usage).
 
     `with_percentiles`: include percentiles computed from the cell's histograms.
@@ -303,7 +309,7 @@ def rollup_cell_view(cell: RollupCell, with_percentiles: bool) -> dict[str, Any]
     return fields
 
 
-def _read_order(request: AdminRequest) -> tuple[str, str]:
+def _parse_sort_order(request: AdminRequest) -> tuple[str, str]:
     order_by = request.query.get("order_by", "created_at")
     if order_by not in _SORT_KEYS:
         raise InvalidRequest(
@@ -321,7 +327,7 @@ def _gateway_in_path(request: AdminRequest) -> str:
     return request.path_parameters.get("gateway", "")
 
 
-def _record_id(request: AdminRequest) -> str:
+def _parse_record_id(request: AdminRequest) -> str:
     id = request.path_parameters["id"].lower()
     if len(id) != 32 or not set(id) <= _HEX:
         raise _record_not_found(request)

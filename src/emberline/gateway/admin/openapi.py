@@ -49,14 +49,14 @@ _ENVELOPE: Json = {
 }
 
 
-def openapi_document(endpoints: Sequence[AdminEndpoint], version: str) -> Json:
+def build_openapi_document(endpoints: Sequence[AdminEndpoint], version: str) -> Json:
     types = list(dict.fromkeys(t for e in endpoints for t in (e.request, e.reply) if t is not None))
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(types, refs, strict=True))
     paths: dict[str, Json] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace("*}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, ref_of)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _build_operation(endpoint, ref_of)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -73,7 +73,7 @@ def openapi_document(endpoints: Sequence[AdminEndpoint], version: str) -> Json:
     }
 
 
-def _operation(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
+def _build_operation(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
     in_path = [
         {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.path_parameters
     ]
@@ -82,7 +82,7 @@ def _operation(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
         "operationId": endpoint.method.lower() + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
         "summary": endpoint.summary,
         "parameters": [*in_path, *in_query],
-        "responses": _responses(endpoint, schema_by_type),
+        "responses": _build_responses(endpoint, schema_by_type),
     }
     if not endpoint.path_parameters:
         operation["security"] = []
@@ -92,7 +92,7 @@ def _operation(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
     return operation
 
 
-def _responses(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
+def _build_responses(endpoint: AdminEndpoint, schema_by_type: dict[Any, Any]) -> Json:
     error = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.uses_cloudflare_envelope else 'Error'}"}
     if endpoint.uses_cloudflare_envelope:
         schema: Json = error

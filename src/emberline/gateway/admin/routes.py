@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import InvalidRequest, NotFound
-from emberline.gateway.admin.admin_context import AdminContext, with_body
+from emberline.gateway.admin.admin_context import AdminContext, document_with_body
 from emberline.gateway.admin.admin_request import AdminRequest, check_name, decode_json
 from emberline.gateway.admin.document_endpoints import Listing
 from emberline.gateway.admin.endpoint import AdminEndpoint
@@ -71,20 +71,20 @@ class RouteEndpoints:
         ]
 
     async def list(self, request: AdminRequest) -> Listing:
-        found, cursor = await self._context.list_page("route", request)
-        return Listing([_route_view(each.id, decode_route(each)) for each in found], cursor)
+        found, cursor = await self._context.list_document_page("route", request)
+        return Listing([_build_route_view(each.id, decode_route(each)) for each in found], cursor)
 
     async def get(self, request: AdminRequest) -> RouteView:
         document = await self.get_document(request)
-        return _route_view(document.id, decode_route(document))
+        return _build_route_view(document.id, decode_route(document))
 
     async def list_versions(self, request: AdminRequest) -> Listing:
         name = (await self.get_document(request)).id
-        found, cursor = await self._context.list_page("route_version", request, prefix=f"{name}/")
+        found, cursor = await self._context.list_document_page("route_version", request, prefix=f"{name}/")
         return Listing([decode_json(each.body, RouteVersion) for each in found], cursor)
 
     async def get_version(self, request: AdminRequest) -> RouteVersion:
-        return await self._stored_version(request, _read_version_number(request.path_parameters["number"]))
+        return await self._load_version(request, _read_version_number(request.path_parameters["number"]))
 
     async def check_route(self, request: AdminRequest) -> dict[str, Any]:
         name, spec = await self._read_route_spec(request)
@@ -102,7 +102,7 @@ class RouteEndpoints:
             gateways=spec.gateways,
             description=spec.description,
         )
-        head = with_body(
+        head = document_with_body(
             old or Document("route", request.account, name, b""), msgspec.structs.replace(route, latest=version.number)
         )
         document = Document(
@@ -113,11 +113,11 @@ class RouteEndpoints:
 
     async def deploy(self, request: AdminRequest) -> RouteView:
         number = request.decode_body(DeployRequest).version
-        await self._stored_version(request, number)
+        await self._load_version(request, number)
         document = await self.get_document(request)
         route = decode_route(document)
         history = route.history if route.deployed is None else (*route.history, route.deployed)[-MAX_DEPLOYMENTS:]
-        return await self._set_deployed(request, document, route, "route.deploy", number, history)
+        return await self._save_deployment(request, document, route, "route.deploy", number, history)
 
     async def rollback(self, request: AdminRequest) -> RouteView:
         document = await self.get_document(request)
@@ -128,7 +128,7 @@ class RouteEndpoints:
                 hint="deploy a version with POST /deploy",
             )
         version, history = route.history[-1], route.history[:-1]
-        return await self._set_deployed(request, document, route, "route.rollback", version, history)
+        return await self._save_deployment(request, document, route, "route.rollback", version, history)
 
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
         document = await self.get_document(request)
@@ -140,7 +140,7 @@ class RouteEndpoints:
         ]
         deleted = [document, *(each for each in found if each is not None)]
         await self._context.commit(
-            request, "route.delete", document.id, delete=deleted, before=_route_view(document.id, route)
+            request, "route.delete", document.id, delete=deleted, before=_build_route_view(document.id, route)
         )
         return {"id": document.id, "deleted": True}
 
@@ -151,7 +151,7 @@ class RouteEndpoints:
         """
         name, spec = check_name(request.path_parameters["route"], "route"), request.decode_body(RouteSpec)
         RouteGraph(elements=spec.elements).validate()
-        known = await self._account_providers(request.account)
+        known = await self._list_account_providers(request.account)
         for element in spec.elements:
             slug = element.properties.provider if isinstance(element, ModelElement) else POOL
             if slug not in known and not slug.startswith(CUSTOM_PREFIX):
@@ -161,13 +161,16 @@ class RouteEndpoints:
                 )
         return name, spec
 
-    async def _account_providers(self, account: str) -> set[str]:
+    async def _list_account_providers(self, account: str) -> set[str]:
         """Return the slugs of all known providers and of the providers that a gateway of the account defines."""
-        stored = [decode_json(each.body, GatewaySettings) for each in await self._context.list_all("gateway", account)]
+        stored = [
+            decode_json(each.body, GatewaySettings)
+            for each in await self._context.list_all_documents("gateway", account)
+        ]
         configured = [settings for (owner, _), settings in self._context.configured.items() if owner == account]
         return {POOL, *PROVIDERS_BY_SLUG, *(slug for each in (*stored, *configured) for slug in each.providers)}
 
-    async def _set_deployed(
+    async def _save_deployment(
         self,
         request: AdminRequest,
         document: Document,
@@ -178,16 +181,16 @@ class RouteEndpoints:
     ) -> RouteView:
         deployments = append_deployment(route, version, self._context.now_ms())
         new = msgspec.structs.replace(route, deployed=version, history=history, deployments=deployments)
-        before, after = _route_view(document.id, route), _route_view(document.id, new)
+        before, after = _build_route_view(document.id, route), _build_route_view(document.id, new)
         await self._context.commit(
-            request, action, document.id, put=[with_body(document, new)], before=before, after=after
+            request, action, document.id, put=[document_with_body(document, new)], before=before, after=after
         )
         return after
 
     async def get_document(self, request: AdminRequest) -> Document:
         return await self._context.get_document("route", request.account, request.path_parameters["route"])
 
-    async def _stored_version(self, request: AdminRequest, number: int) -> RouteVersion:
+    async def _load_version(self, request: AdminRequest, number: int) -> RouteVersion:
         document = await self._context.store.get(
             "route_version", request.account, version_document_id(request.path_parameters["route"], number)
         )
@@ -219,5 +222,5 @@ def decode_route(document: Document) -> StoredRoute:
     return decode_json(document.body, StoredRoute)
 
 
-def _route_view(name: str, route: StoredRoute) -> RouteView:
+def _build_route_view(name: str, route: StoredRoute) -> RouteView:
     return RouteView(name, route.latest, route.deployed, route.history)

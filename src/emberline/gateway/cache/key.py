@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.core.request import GatewayRequest
-from emberline.gateway.core.request_body import canonical_body
+from emberline.gateway.core.request_body import canonicalize_body
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
 
 KEY_VERSION = 4  # changes with the contents of the key
@@ -38,7 +38,7 @@ def cache_key(call: GatewayRequest) -> str:
     parts = [*tenant, "exact", call.method, *target, call.dialect, call.model]
     summary = call.body_summary
     return _hash_parts(
-        [*parts, call.stream, *headers], canonical_body(call.body) if summary is None else summary.canonical_digest
+        [*parts, call.stream, *headers], canonicalize_body(call.body) if summary is None else summary.canonical_digest
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from emberline.gateway.cache.key import cache_key
 from emberline.gateway.core.request import GatewayRequest
-from emberline.gateway.core.request_body import canonical_body
+from emberline.gateway.core.request_body import canonicalize_body
 
 TURN_FIELDS = {"openai-chat": "messages", "anthropic": "messages", "openai-responses": "input", "gemini": "contents"}
 TEXT_PART_TYPES = ("text", "input_text")  # of parts that contain only text
@@ -33,7 +33,7 @@ class UserQuestion:
     def from_call(call: GatewayRequest) -> UserQuestion | None:
         """Return the request's question, or None if the last message is not a user message with only text."""
         field = TURN_FIELDS.get(call.dialect)
-        if field is None or call.options.cache_key is not None or not canonical_body(call.body).startswith(b"json:"):
+        if field is None or call.options.cache_key is not None or not canonicalize_body(call.body).startswith(b"json:"):
             return None
         body = msgspec.json.decode(call.body)
         turns = body.get(field) if isinstance(body, dict) else None

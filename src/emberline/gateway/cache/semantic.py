@@ -81,7 +81,10 @@ class SemanticCache:
 
     async def compare_replies(self, similar_reply: CacheEntry, actual_reply: CacheEntry) -> None:
         """In shadow mode, count whether the cached reply agrees with the reply that the provider sent."""
-        texts = [reply_text(similar_reply)[:MAX_COMPARED_CHARS], reply_text(actual_reply)[:MAX_COMPARED_CHARS]]
+        texts = [
+            extract_reply_text(similar_reply)[:MAX_COMPARED_CHARS],
+            extract_reply_text(actual_reply)[:MAX_COMPARED_CHARS],
+        ]
         if texts[0] != texts[1]:
             vectors = await self._embedder.embed([text or " " for text in texts])
             if vectors is None:
@@ -90,13 +93,13 @@ class SemanticCache:
         self.stats.compared += 1
 
 
-def reply_text(entry: CacheEntry) -> str:
+def extract_reply_text(entry: CacheEntry) -> str:
     """Return the text that the model generated, from a cached reply in any wire format, streamed or not."""
     data = b"".join(entry.chunks)
     if not entry.stream:
-        return "".join(_text_fragments(_decode_json(data)))
+        return "".join(_collect_text_fragments(_decode_json(data)))
     lines = [line[5:] for line in data.splitlines() if line.startswith(b"data:")]
-    return "".join("".join(_text_fragments(_decode_json(line))) for line in lines)
+    return "".join("".join(_collect_text_fragments(_decode_json(line))) for line in lines)
 
 
 def _decode_json(data: bytes) -> Any:
@@ -106,12 +109,12 @@ def _decode_json(data: bytes) -> Any:
         return None
 
 
-def _text_fragments(value: Any, field_name: str = "") -> list[str]:
+def _collect_text_fragments(value: Any, field_name: str = "") -> list[str]:
     match value:
         case str():
             return [value] if field_name in ("text", "content", "delta", "arguments", "partial_json") else []
         case list():
-            return [text for item in value for text in _text_fragments(item, field_name)]
+            return [text for item in value for text in _collect_text_fragments(item, field_name)]
         case dict():
-            return [text for inner, item in value.items() for text in _text_fragments(item, inner)]
+            return [text for inner, item in value.items() for text in _collect_text_fragments(item, inner)]
     return []

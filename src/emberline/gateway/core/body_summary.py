@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.core.request_body import BodyFields, canonical_body, read_body_fields
+from emberline.gateway.core.request_body import BodyFields, canonicalize_body, read_body_fields
 from emberline.gateway.core.token_estimate import estimate_input_tokens
 
 MAX_NESTED_FIELDS = 64  # of stream_options and generationConfig; a larger object is dropped
@@ -31,7 +31,7 @@ def summarize_body(body: bytes) -> BodySummary:
         fields = _without_large_values(read_body_fields(body))
     except InvalidRequest as e:
         error = e.message
-    digest = hashlib.sha256(canonical_body(body)).digest()
+    digest = hashlib.sha256(canonicalize_body(body)).digest()
     return BodySummary(fields, error, estimate_input_tokens(body), b"sha256:" + digest)
 
 
@@ -41,12 +41,12 @@ def _without_large_values(fields: BodyFields) -> BodyFields:
     Such values could be too large to copy between processes.
     """
     return BodyFields(
-        *(_drop_large_value(getattr(fields, name), keeps_objects=True) for name in BodyFields.__struct_fields__)
+        *(_drop_large_value(getattr(fields, name), keep_objects=True) for name in BodyFields.__struct_fields__)
     )
 
 
-def _drop_large_value(value: Any, *, keeps_objects: bool = False) -> Any:
-    if isinstance(value, dict) and keeps_objects and len(value) <= MAX_NESTED_FIELDS:
+def _drop_large_value(value: Any, *, keep_objects: bool = False) -> Any:
+    if isinstance(value, dict) and keep_objects and len(value) <= MAX_NESTED_FIELDS:
         return {key: _drop_large_value(inner) for key, inner in value.items() if len(key) < 256}
     return value if value is None or isinstance(value, (bool, int, float)) or (
         isinstance(value, str) and len(value) < 4096

@@ -28,11 +28,11 @@ class Price:
     audio: int | None = None
     image: int | None = None
     cache_write_long: int | None = None
-    long: LongPrice | None = None
+    long: LongContextPrice | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LongPrice:
+class LongContextPrice:
     """The price of a request whose input is longer than `above` tokens. It applies to all its tokens."""
 
     above: int

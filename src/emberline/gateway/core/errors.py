@@ -88,7 +88,7 @@ class Conflict(EmberlineError):
     code = "conflict"
 
     @staticmethod
-    def of_document(kind: str, id: str, *, is_new: bool) -> Conflict:
+    def for_document(kind: str, id: str, *, is_new: bool) -> Conflict:
         """Return the error for a document that exists already, or that a different request has changed.
 
         `is_new`: the request tried to create the document.

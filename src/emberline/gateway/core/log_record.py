@@ -20,7 +20,7 @@ def new_record_id(time_ms: int) -> str:
     return f"{time_ms:012x}{os.urandom(10).hex()}"
 
 
-def created_ms(record_id: str) -> int:
+def parse_created_ms(record_id: str) -> int:
     """Return the creation time contained in a record id, in milliseconds since 1970."""
     return int(record_id[:12], 16)
 
@@ -73,7 +73,7 @@ class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def created_ms(self) -> int:
         """Return the time of creation in milliseconds since 1970."""
-        return created_ms(self.id)
+        return parse_created_ms(self.id)
 
 
 class LogPayload(msgspec.Struct, frozen=True):

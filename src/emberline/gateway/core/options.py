@@ -82,7 +82,7 @@ class RequestOptions:
                     raise InvalidRequest(f"header {name} has the invalid value {text[:80]!r}: {e}", param=name) from e
         return RequestOptions(**values)
 
-    def merged_over(self, defaults: RequestOptions) -> RequestOptions:
+    def with_defaults(self, defaults: RequestOptions) -> RequestOptions:
         """Return a copy of these options. An option that is not set here takes its value from `defaults`."""
         merged = {
             f.name: getattr(defaults if getattr(self, f.name) is None else self, f.name) for f in fields(RequestOptions)
@@ -93,7 +93,7 @@ class RequestOptions:
 NO_OPTIONS = RequestOptions()
 
 
-def option_headers(headers: Mapping[str, str]) -> dict[str, str]:
+def select_option_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that set options."""
     return {name: value for name, value in headers.items() if name in _HEADERS}
 

@@ -59,13 +59,13 @@ def parse_path(path: str) -> RequestTarget:
         check_path(plain, segments[4:] if native else ())
     match plain.strip("/").split("/"):
         case ["v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain_target("/".join(rest))
+            return _make_plain_target("/".join(rest))
         case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain_target("/".join(rest), account)
+            return _make_plain_target("/".join(rest), account)
         case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _plain_target("/".join(rest), account)
+            return _make_plain_target("/".join(rest), account)
         case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
-            return _gemini_target(version, "/".join(rest))
+            return _make_gemini_target(version, "/".join(rest))
         case ["v1", account, gateway]:
             return RequestTarget("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
@@ -144,7 +144,7 @@ def _count_arn_slashes(segment: str) -> int:
     return name.count("/") if name.startswith("arn:") else 0
 
 
-def _gemini_target(version: str, path_rest: str) -> RequestTarget:
+def _make_gemini_target(version: str, path_rest: str) -> RequestTarget:
     name, _, action = path_rest.rpartition(":")
     model = unquote(name)
     if not 0 < len(model) <= MAX_MODEL_NAME_CHARS:
@@ -158,5 +158,5 @@ def _gemini_target(version: str, path_rest: str) -> RequestTarget:
     )
 
 
-def _plain_target(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
+def _make_plain_target(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
     return RequestTarget("plain", account, None, "", endpoint, DIALECT_ENDPOINTS[endpoint])

@@ -85,7 +85,7 @@ def check_duplicate_keys(body: bytes) -> None:
     The gateway would use the last of the two values, while a provider may use the first.
     """
     try:
-        same = _has_same_quotes(body, msgspec.json.encode(msgspec.json.decode(body)))
+        same = _has_same_quote_count(body, msgspec.json.encode(msgspec.json.decode(body)))
     except JSON_DECODE_ERRORS:  # for example invalid UTF-8, which the provider refuses
         same = False
     if not same:
@@ -97,7 +97,7 @@ def check_duplicate_keys(body: bytes) -> None:
             raise InvalidRequest(f"the body is not valid JSON: {e}", hint="check the JSON syntax of the body") from e
 
 
-def _has_same_quotes(body: bytes, encoded: bytes) -> bool:
+def _has_same_quote_count(body: bytes, encoded: bytes) -> bool:
     """Return whether `body` has as many quotes as `encoded`, so that no object has the same key twice.
 
     `encoded` is the body after decoding and encoding, which drops repeated keys. A body with an escaped quote always
@@ -123,7 +123,7 @@ def replace_fields(body: bytes, **changes: Any) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def canonical_body(body: bytes) -> bytes:
+def canonicalize_body(body: bytes) -> bytes:
     """Return bytes that are equal for equal JSON, whatever the spacing and the order of keys.
 
     For a body that is not JSON, the bytes depend on the exact body.
@@ -133,6 +133,6 @@ def canonical_body(body: bytes) -> bytes:
         encoded = msgspec.json.encode(found, order="deterministic")
     except JSON_DECODE_ERRORS:
         return b"bytes:" + body
-    if not _has_same_quotes(body, encoded):
+    if not _has_same_quote_count(body, encoded):
         return b"bytes:" + body
     return b"json:" + encoded

@@ -27,10 +27,10 @@ def estimate_input_tokens(body: bytes) -> int:
         found = msgspec.json.decode(body)
     except JSON_DECODE_ERRORS:
         return max(1, len(body) // BYTES_PER_TOKEN)
-    return max(1, len(body) // BYTES_PER_TOKEN - _overestimate_for_data(found))
+    return max(1, len(body) // BYTES_PER_TOKEN - _count_overestimated_tokens(found))
 
 
-def _overestimate_for_data(value: Any) -> int:
+def _count_overestimated_tokens(value: Any) -> int:
     """Return by how many tokens the estimate from bytes is too high.
 
     It is too high for images and other encoded data.
@@ -39,7 +39,7 @@ def _overestimate_for_data(value: Any) -> int:
         case str() if len(value) >= MAX_WORD_CHARS and " " not in value[:MAX_WORD_CHARS]:
             return max(0, len(value) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)
         case list():
-            return sum(map(_overestimate_for_data, value))
+            return sum(map(_count_overestimated_tokens, value))
         case dict():
-            return sum(map(_overestimate_for_data, value.values()))
+            return sum(map(_count_overestimated_tokens, value.values()))
     return 0

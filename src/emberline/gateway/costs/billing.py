@@ -21,7 +21,7 @@ class PriceSource(Protocol):
         ...
 
 
-def estimated_input_tokens(request: GatewayRequest) -> int:
+def estimate_request_input_tokens(request: GatewayRequest) -> int:
     """Return an estimate of the request's input tokens."""
     return estimate_input_tokens(request.body) if request.body_summary is None else request.body_summary.input_tokens
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.core.cost import LongPrice, Price
+from emberline.gateway.core.cost import LongContextPrice, Price
 
 BUILTIN_FILE = Path(__file__).with_name("catalogue.toml")
 PRICE_FIELDS = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
@@ -203,11 +203,11 @@ def _read_price(entry_id: str, row: Mapping[str, Any]) -> Price | None:
             )
         return None
     prices: dict[str, Any] = {name: _parse_micros(entry_id, name, row[name]) for name in PRICE_FIELDS if name in row}
-    long = _read_long_price(entry_id, row["long"]) if "long" in row else None
+    long = _read_long_context_price(entry_id, row["long"]) if "long" in row else None
     return Price(prices.pop("input"), prices.pop("output", 0), **prices, long=long)
 
 
-def _read_long_price(entry_id: str, long_price: object) -> LongPrice:
+def _read_long_context_price(entry_id: str, long_price: object) -> LongContextPrice:
     if not isinstance(long_price, Mapping) or not isinstance(long_price.get("above"), int):
         raise InvalidRequest(
             f"catalogue entry {entry_id}: long must be a table of prices with `above` (a number of tokens),"
@@ -217,7 +217,7 @@ def _read_long_price(entry_id: str, long_price: object) -> LongPrice:
     price = _read_price(entry_id, {name: value for name, value in long_price.items() if name != "above"})
     if price is None:
         raise InvalidRequest(f"catalogue entry {entry_id}: the table long must have the price `input`", param=entry_id)
-    return LongPrice(long_price["above"], price)
+    return LongContextPrice(long_price["above"], price)
 
 
 def _parse_micros(entry_id: str, field: str, dollars: object) -> int:

@@ -131,7 +131,7 @@ class _PartAdapter:
                 self._changes.report("messages", "a refusal was sent as text", subfield=".refusal")
                 return TextContent(part.text)
             case ImageContent():
-                return self._drop_media(part, self._reason_to_drop_image(part))
+                return self._drop_media_if_unsupported(part, self._reason_to_drop_image(part))
             case AudioContent():
                 if self._target not in ("openai-chat", "gemini"):
                     raise InvalidRequest(
@@ -142,13 +142,17 @@ class _PartAdapter:
             case FileContent() if part.plain and self._target != "anthropic":
                 return TextContent(part.data)
             case FileContent():
-                return self._drop_media(part, self._reason_to_drop_file(part))
+                return self._drop_media_if_unsupported(part, self._reason_to_drop_file(part))
         return part
 
-    def _drop_media(self, part: ImageContent | AudioContent | FileContent, reason: str | None) -> Part | None:
-        if reason is None:
+    def _drop_media_if_unsupported(
+        self, part: ImageContent | AudioContent | FileContent, reason_to_drop: str | None
+    ) -> Part | None:
+        if reason_to_drop is None:
             return part
-        self._changes.report("messages", reason, subfield=f".{type(part).__name__.removesuffix('Content').lower()}")
+        self._changes.report(
+            "messages", reason_to_drop, subfield=f".{type(part).__name__.removesuffix('Content').lower()}"
+        )
         return None
 
     def _adapt_tool_result(self, result: ToolResultContent) -> ToolResultContent:

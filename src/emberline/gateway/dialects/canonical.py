@@ -188,14 +188,16 @@ class CanonicalRequest:
     source_fields: Json = field(default_factory=dict)  # fields as the source wrote them, where several spellings exist
     unmapped_fields: Json = field(default_factory=dict)  # path -> value of fields in `source_fields` to be reported
 
-    def keep_source_field(self, name: str, source: Json, *, understood: Iterable[str]) -> None:
+    def keep_source_field(self, name: str, source: Json, *, translated_subfields: Iterable[str]) -> None:
         """Keep the request field `name` as the client wrote it, for rendering into the same wire format.
 
         Subfields that are not in `translated_subfields` are reported as dropped when the request is translated.
         """
         self.source_fields[name] = source
         self.unmapped_fields |= {
-            f"{name}.{field_name}": value for field_name, value in source.items() if field_name not in understood
+            f"{name}.{field_name}": value
+            for field_name, value in source.items()
+            if field_name not in translated_subfields
         }
 
 

@@ -38,7 +38,7 @@ def effort_for_budget(budget: int) -> Effort:
     return "medium" if budget <= 16384 else "high"
 
 
-def nearest_effort(effort: Effort, supported: Sequence[Effort]) -> Effort:
+def find_nearest_effort(effort: Effort, supported: Sequence[Effort]) -> Effort:
     """Return the supported level nearest to `effort`: the same, else the next lower, else the lowest.
 
     "none" is returned only if `effort` is "none".

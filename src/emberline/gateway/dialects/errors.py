@@ -12,7 +12,7 @@ from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.dialects.canonical import Json
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.wire.deltas import ChatDialect
-from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.errors import render_anthropic_error, render_openai_error
 
 _GEMINI_STATUS = {
     400: "INVALID_ARGUMENT",
@@ -67,10 +67,10 @@ class TranslatedError(UpstreamFailed):
 
 def render_error(error: Exception, dialect: str) -> Json:
     if dialect == "anthropic":
-        return anthropic_error(error).body
+        return render_anthropic_error(error).body
     if dialect != "gemini":
-        return openai_error(error).body
-    rendered = openai_error(error)  # hides the text of internal exceptions
+        return render_openai_error(error).body
+    rendered = render_openai_error(error)  # hides the text of internal exceptions
     status = _GEMINI_STATUS.get(rendered.status, "INTERNAL" if rendered.status >= 500 else "INVALID_ARGUMENT")
     return {"error": {"code": rendered.status, "message": rendered.body["error"]["message"], "status": status}}
 

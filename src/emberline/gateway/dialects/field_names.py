@@ -42,7 +42,7 @@ class FieldNames:
             return self.direct_prefix + self.direct[field]
         return self.message_path if field in ("messages", "system") else self.special.get(field, field)
 
-    def read_direct_fields(self, fields: FieldReader, request: CanonicalRequest) -> None:
+    def copy_fields_to_request(self, fields: FieldReader, request: CanonicalRequest) -> None:
         for name, wire_name in self.direct.items():
             setattr(
                 request,
@@ -50,7 +50,7 @@ class FieldNames:
                 fields.take_strings(wire_name) if name == "stop" else fields.take(wire_name, _FIELD_TYPES[name]),
             )
 
-    def render_direct_fields(self, request: CanonicalRequest) -> Json:
+    def render_copied_fields(self, request: CanonicalRequest) -> Json:
         return {
             wire_name: value for name, wire_name in self.direct.items() if (value := getattr(request, name)) is not None
         }

@@ -93,5 +93,5 @@ def check_type(value: object, expected_type: type[T], path: str) -> T:
     return value
 
 
-def unknown_value_error(value: object, path: str, known_values: str) -> InvalidRequest:
+def make_unknown_value_error(value: object, path: str, known_values: str) -> InvalidRequest:
     return InvalidRequest(f"{path} has an unknown value: {str(value)[:100]!r}", param=path, hint=f"use {known_values}")

@@ -62,7 +62,7 @@ class TargetModel:
         return self.claude_version is None or self.claude_version < (4, 7)
 
     @property
-    def claude_supports_late_system(self) -> bool:
+    def claude_supports_late_system_messages(self) -> bool:
         """Whether the Claude model accepts system messages after the first user message."""
         return self.claude_version is None or self.claude_version >= (4, 8)
 
@@ -81,9 +81,9 @@ class TargetModel:
         """Whether the Claude model rejects a tool_choice that forces a tool call."""
         return self._is_claude_since(_REJECT_FORCED_TOOLS_SINCE)
 
-    def _is_claude_since(self, since: _VersionsByFamily) -> bool:
+    def _is_claude_since(self, first_versions: _VersionsByFamily) -> bool:
         return self.claude_version is not None and any(
-            family in self.model and self.claude_version >= since[family] for family in since
+            family in self.model and self.claude_version >= first_versions[family] for family in first_versions
         )
 
     @property

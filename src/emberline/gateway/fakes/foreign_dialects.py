@@ -38,7 +38,7 @@ class FakeCohereReply(FakeReply):
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         def event(kind: str, message: Json, **fields: Any) -> bytes:
-            return sse.named_event(kind, {"type": kind, "delta": {"message": message}, **fields})
+            return sse.encode_named_event(kind, {"type": kind, "delta": {"message": message}, **fields})
 
         yield event("message-start", {"role": "assistant", "content": []}), False
         for piece in self._reply_pieces():
@@ -49,15 +49,15 @@ class FakeCohereReply(FakeReply):
         if self._tool:
             yield event("tool-call-start", {"tool_calls": self._tool_call("")}, index=0), True
             yield event("tool-call-delta", {"tool_calls": {"function": {"arguments": ARGUMENTS}}}, index=0), True
-            yield sse.named_event("tool-call-end", {"type": "tool-call-end", "index": 0}), False
+            yield sse.encode_named_event("tool-call-end", {"type": "tool-call-end", "index": 0}), False
         end = {"finish_reason": self._finish_reason(), "usage": self._usage()}
-        yield sse.named_event("message-end", {"type": "message-end", "delta": end}), False
+        yield sse.encode_named_event("message-end", {"type": "message-end", "delta": end}), False
 
     def error_body(self, status: int) -> bytes:
         return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
-        return sse.named_event(
+        return sse.encode_named_event(
             "message-end", {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "injected error"}}
         )
 
@@ -189,25 +189,29 @@ class FakeGoogleTokenReply(FakeReply):
         return sse.dumps({"access_token": "ya29.a-token", "expires_in": 3599, "token_type": "Bearer"})
 
 
-def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
+def make_reply(path: str, host: str, request: Json, word_count: int) -> FakeReply:
     """Return the fake reply to a request at this path.
 
     `host` is the fake provider's own address. `word_count` is the number of words in the reply.
     """
     bare = path.partition("?")[0]
     if bare.endswith("/v2/chat"):
-        return FakeCohereReply("raw", path, request, words)
+        return FakeCohereReply("raw", path, request, word_count)
     if "/invoke" in bare:
-        return FakeBedrockInvokeReply(bare, request, words)
+        return FakeBedrockInvokeReply(bare, request, word_count)
     if "/converse" in bare:
-        return FakeBedrockConverseReply(bare, request, words)
+        return FakeBedrockConverseReply(bare, request, word_count)
     if bare.endswith("/v2/embed"):
         return FakeCohereEmbeddingReply(request)
     if bare.endswith(":streamGenerateContent") and "alt=sse" not in path:
-        return FakeGeminiListReply(path, request, words)
+        return FakeGeminiListReply(path, request, word_count)
     if "/predictions" in bare or "/streams/" in bare:
-        return FakeReplicateReply(bare, host, request, words)
-    return FakeGoogleTokenReply() if bare.endswith("/token") else FakeReply(dialect_of_path(path), path, request, words)
+        return FakeReplicateReply(bare, host, request, word_count)
+    return (
+        FakeGoogleTokenReply()
+        if bare.endswith("/token")
+        else FakeReply(dialect_of_path(path), path, request, word_count)
+    )
 
 
 def _aws_event_message(kind: str, payload: Json) -> bytes:

@@ -41,7 +41,7 @@ class FakeReply:
         self._first_word = _words_already_sent(request)
         self.words: int = limit or max(words - self._first_word, 0)
         self._text_pieces: list[str] = []
-        self._tool = _tool_name(request.get("tools"))
+        self._tool = _first_tool_name(request.get("tools"))
         self._includes_usage = bool((request.get("stream_options") or {}).get("include_usage"))
         self.always_sends_usage = False
         self._input = 11
@@ -149,7 +149,7 @@ class FakeReply:
     def _chat_events(self) -> Iterator[tuple[bytes, bool]]:
         def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
             choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-            return sse.data_event({**self._completion_fields("chat.completion.chunk"), "choices": [choice]})
+            return sse.encode_data_event({**self._completion_fields("chat.completion.chunk"), "choices": [choice]})
 
         yield chunk({"role": "assistant", "content": ""}), False
         for piece in self._reply_pieces():
@@ -166,17 +166,17 @@ class FakeReply:
                 "choices": [choice],
                 "usage": self._chat_usage(),
             }
-            yield sse.data_event(last), False
+            yield sse.encode_data_event(last), False
         else:
             yield chunk({}, finish), False
         if self._includes_usage:
             usage = {"choices": [], "usage": self._chat_usage()}
-            yield sse.data_event({**self._completion_fields("chat.completion.chunk"), **usage}), False
+            yield sse.encode_data_event({**self._completion_fields("chat.completion.chunk"), **usage}), False
         yield sse.DONE_EVENT, False
 
     def _message_events(self) -> Iterator[tuple[bytes, bool]]:
         def event(kind: str, **fields: Any) -> bytes:
-            return sse.named_event(kind, {"type": kind, **fields})
+            return sse.encode_named_event(kind, {"type": kind, **fields})
 
         yield event("message_start", message=self._anthropic_message(1)), False
         yield event("content_block_start", index=0, content_block={"type": "text", "text": ""}), False
@@ -200,7 +200,7 @@ class FakeReply:
         def event(kind: str, **fields: Any) -> bytes:
             nonlocal number
             number += 1
-            return sse.named_event(kind, {"type": kind, "sequence_number": number - 1, **fields})
+            return sse.encode_named_event(kind, {"type": kind, "sequence_number": number - 1, **fields})
 
         item = {"id": "msg_fake", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         at = {"item_id": "msg_fake", "output_index": 0, "content_index": 0}
@@ -219,10 +219,10 @@ class FakeReply:
 
     def _gemini_events(self) -> Iterator[tuple[bytes, bool]]:
         for piece in self._reply_pieces():
-            yield sse.data_event(self._gemini_reply([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
+            yield sse.encode_data_event(self._gemini_reply([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
         if call := self._function_call():
-            yield sse.data_event(self._gemini_reply(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
-        yield sse.data_event(self._gemini_reply([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
+            yield sse.encode_data_event(self._gemini_reply(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
+        yield sse.encode_data_event(self._gemini_reply([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class FakeReply:
                 "param": None,
                 "sequence_number": 9,
             }
-            return sse.named_event("error", payload)
+            return sse.encode_named_event("error", payload)
         name = b"event: error\n" if self._dialect == "anthropic" else b""
         return name + b"data: " + self.error_body(500) + b"\n\n"
 
@@ -256,7 +256,7 @@ def _words_already_sent(request: dict[str, Any]) -> int:
     return str(last).count("word") if last.get("role") in ("assistant", "model") else 0
 
 
-def _tool_name(tools: Any) -> str:
+def _first_tool_name(tools: Any) -> str:
     first = tools[0] if isinstance(tools, list) and tools else {}
     if isinstance(first, dict) and first.get("functionDeclarations"):
         first = first["functionDeclarations"][0]

@@ -17,11 +17,11 @@ from emberline.core.errors import BodyTooLarge
 from emberline.gateway.cache.key import SECRET_QUERY_PARAMETERS
 from emberline.gateway.core.guardrail_finding import Check, GuardrailFinding
 from emberline.gateway.core.guardrail_policy import PatternRule
-from emberline.gateway.core.request_body import canonical_body
-from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner, redact_text, redaction_ranges
+from emberline.gateway.core.request_body import canonicalize_body
+from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner, merge_redaction_ranges, redact_text
 from emberline.gateway.guardrails.texts import (
     JsonText,
-    conversation_text,
+    extract_conversation_text,
     iter_request_texts,
     iter_texts,
     remove_logprobs,
@@ -125,7 +125,7 @@ class JoinedTextEnds:
         The label that replaces a match is put into the first of the texts that the match touches.
         """
         cuts_of_text: dict[int, list[tuple[int, int, str]]] = {}
-        for start, end, label in redaction_ranges(matches):
+        for start, end, label in merge_redaction_ranges(matches):
             for first, last, number, offset in self._pieces:
                 if first < end and start < last:
                     cut = (max(start, first) - first + offset, min(end, last) - first + offset, label)
@@ -151,12 +151,12 @@ def inspect_request(
     if value is None:
         new = _redact_plain_text(inspector, plain, content_type) if rules else None
         return InspectionResult(new, inspector.findings)
-    text = conversation_text(value)[:MAX_JUDGED_CHARS]
+    text = extract_conversation_text(value)[:MAX_JUDGED_CHARS]
     if not rules:
         return InspectionResult(judged_text=text)
     changed = inspector.redact_texts(iter_request_texts(value))
     # JSON that parsers could read in two ways is sent as it was read here.
-    ambiguous = not canonical_body(plain).startswith(b"json:")
+    ambiguous = not canonicalize_body(plain).startswith(b"json:")
     return InspectionResult(msgspec.json.encode(value) if changed or ambiguous else None, inspector.findings, text)
 
 

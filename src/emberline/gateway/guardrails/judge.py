@@ -68,14 +68,14 @@ class JudgeClient:
         try:
             if not isinstance(reply.body, bytes) or reply.status >= 400:
                 raise UpstreamBroken(f"the guardrail judge's model answered with HTTP status {reply.status}")
-            return parse_verdict(_reply_content(reply.body))
+            return parse_verdict(_extract_reply_content(reply.body))
         finally:
             await reply.close()
             extra_cost.add_usage(None, reply.micros)  # its tokens belong to another model
 
     def _build_judge_request(self, judge: Judge, text: str, call: GatewayRequest) -> GatewayRequest:
         """Return the request that asks the judge's model about `text`, based on the client's request `call`."""
-        body = {"model": judge.model, "messages": _judge_messages(judge, text)}
+        body = {"model": judge.model, "messages": _build_judge_messages(judge, text)}
         return call.with_changes(
             provider=judge.provider,
             model=judge.model,
@@ -101,7 +101,7 @@ class JudgeClient:
         )
 
 
-def _judge_messages(judge: Judge, text: str) -> list[dict[str, str]]:
+def _build_judge_messages(judge: Judge, text: str) -> list[dict[str, str]]:
     """Return the chat messages for a judge. A judge with empty instructions gets only the text."""
     if judge.instructions == "":
         return [{"role": "user", "content": text}]
@@ -114,7 +114,7 @@ def _judge_messages(judge: Judge, text: str) -> list[dict[str, str]]:
     ]
 
 
-def _reply_content(body: bytes) -> Any:
+def _extract_reply_content(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)["choices"][0]["message"]["content"]
     except (*JSON_DECODE_ERRORS, LookupError, TypeError) as e:

@@ -43,7 +43,7 @@ _KEY_PREFIXES = (
 )  # fmt: skip
 
 
-def _matches_at_starts(
+def _iter_matches_at_starts(
     start_pattern: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int
 ) -> Iterator[re.Match[str]]:
     """Yield the matches of `pattern`, which is tried only at the positions where `start_pattern` matches.
@@ -55,7 +55,7 @@ def _matches_at_starts(
             yield whole
 
 
-def _without_overlaps(matches: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
+def _skip_overlapping_matches(matches: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
     for each in matches:
         if each.start() >= start:
             start = each.end()
@@ -90,7 +90,7 @@ def _find_cards(text: str, start: int) -> Iterator[TextRange]:
         if found.end() - found.start() <= MAX_MATCH_CHARS and _is_card_number(_keep_digits(found[0]))
     )
     grouped = filter(
-        None, (_find_card_range(text, found) for found in _matches_at_starts(_FOUR_DIGITS, _GROUPED, text, start))
+        None, (_find_card_range(text, found) for found in _iter_matches_at_starts(_FOUR_DIGITS, _GROUPED, text, start))
     )
     for span in heapq.merge(by_digit, grouped):
         if span[0] >= end:
@@ -204,10 +204,10 @@ _PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\."
 def _find_api_keys(text: str, start: int) -> Iterator[TextRange]:
     if len(text) > MAX_MATCH_CHARS and not any(each in text for each in _KEY_PREFIXES):
         return
-    for found in _without_overlaps(_matches_at_starts(_KEY_BEGINS, _KEY, text, start), start):
+    for found in _skip_overlapping_matches(_iter_matches_at_starts(_KEY_BEGINS, _KEY, text, start), start):
         secret = found[found.lastgroup or 0]
         if (
-            entropy_bits(secret) >= _MIN_ENTROPY_BITS
+            entropy_bits_per_character(secret) >= _MIN_ENTROPY_BITS
             and _has_letters_and_digits(secret)
             and not _PLACEHOLDER.search(secret)
         ):
@@ -219,7 +219,7 @@ def _has_letters_and_digits(secret: str) -> bool:
     return any(c.isdecimal() for c in secret) and any(c.isalpha() for c in secret)
 
 
-def entropy_bits(text: str) -> float:
+def entropy_bits_per_character(text: str) -> float:
     """Return the Shannon entropy of the text in bits per character."""
     return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
 
@@ -258,7 +258,7 @@ def _find_emails(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _find_phones(text: str, start: int) -> Iterator[TextRange]:
-    for found in _without_overlaps(_matches_at_starts(_PHONE_BEGINS, _PHONE, text, start), start):
+    for found in _skip_overlapping_matches(_iter_matches_at_starts(_PHONE_BEGINS, _PHONE, text, start), start):
         number = found[0]
         while number.startswith("+") and sum(map(str.isdecimal, number)) > MAX_PHONE_DIGITS:
             number = number.rstrip("0123456789()").rstrip(" .-") if number.strip("+()0123456789") else ""
@@ -267,7 +267,10 @@ def _find_phones(text: str, start: int) -> Iterator[TextRange]:
 
 
 def _find_ssns(text: str, start: int) -> Iterator[TextRange]:
-    return (found.span() for found in _without_overlaps(_matches_at_starts(_THREE_DIGITS, _SSN, text, start), start))
+    return (
+        found.span()
+        for found in _skip_overlapping_matches(_iter_matches_at_starts(_THREE_DIGITS, _SSN, text, start), start)
+    )
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -278,7 +281,10 @@ _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?
 
 
 def _find_ipv4(text: str, start: int) -> Iterator[TextRange]:
-    return (found.span() for found in _without_overlaps(_matches_at_starts(_OCTET_BEGINS, _IPV4, text, start), start))
+    return (
+        found.span()
+        for found in _skip_overlapping_matches(_iter_matches_at_starts(_OCTET_BEGINS, _IPV4, text, start), start)
+    )
 
 
 def _find_ipv6(text: str, start: int) -> Iterator[TextRange]:

@@ -68,16 +68,16 @@ class PatternScanner:
         ]
         return sorted(matches, key=lambda match: (match.start, match.end))
 
-    def undecided_start(self, text: str, start: int) -> int:
+    def find_undecided_start(self, text: str, start: int) -> int:
         """Return the position after which more text could create or remove a match."""
         if not self._rules:
             return len(text)
         normalized = NormalizedText(text)
         return normalized.to_original(
-            self._undecided_start_in_normalized(normalized.text, normalized.to_normalized(start))
+            self._find_undecided_start_in_normalized(normalized.text, normalized.to_normalized(start))
         )
 
-    def _undecided_start_in_normalized(self, text: str, start: int) -> int:
+    def _find_undecided_start_in_normalized(self, text: str, start: int) -> int:
         end = len(text)
         begins = [max(start, end - MAX_MATCH_CHARS, len(text.rstrip(_WORD)))]
         if (numbers := _NUMBERS.search(text, max(start, end - _MAX_NUMBERS_CHARS))) is not None:
@@ -98,13 +98,13 @@ class PatternScanner:
 def redact_text(text: str, matches: Iterable[PatternMatch]) -> str:
     """Return the text with a label in place of each redacted range. Overlapping matches get one label."""
     parts, at = [], 0
-    for start, end, label in redaction_ranges(matches):
+    for start, end, label in merge_redaction_ranges(matches):
         parts += [text[at:start], label]
         at = end
     return "".join([*parts, text[at:]])
 
 
-def redaction_ranges(matches: Iterable[PatternMatch]) -> list[RedactionRange]:
+def merge_redaction_ranges(matches: Iterable[PatternMatch]) -> list[RedactionRange]:
     """Return the ranges to redact, each with its label. Overlapping matches are merged into one range."""
     ranges: list[RedactionRange] = []
     for match in matches:
@@ -118,5 +118,5 @@ def redaction_ranges(matches: Iterable[PatternMatch]) -> list[RedactionRange]:
     return ranges
 
 
-def severest_action(findings: Iterable[GuardrailFinding]) -> Action | None:
+def most_severe_action(findings: Iterable[GuardrailFinding]) -> Action | None:
     return max((each.action for each in findings), key=_SEVERITY.__getitem__, default=None)

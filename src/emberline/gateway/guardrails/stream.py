@@ -51,7 +51,7 @@ class ReplyGuard(Protocol):
         """Ask the judges about the reply's text. Return the finding that blocks the reply, or None."""
         ...
 
-    def blocked_event(self, finding: GuardrailFinding) -> bytes:
+    def end_with_error_event(self, finding: GuardrailFinding) -> bytes:
         """End the reply and return an error event for the client.
 
         Raise BlockedByGuardrail if the client's wire format has no error events.
@@ -70,8 +70,8 @@ class HeldEvent:
     pieces: list[WindowPiece] = field(default_factory=list)
 
     @property
-    def is_decided(self) -> bool:
-        return all(piece.is_decided for piece in self.pieces)
+    def can_be_released(self) -> bool:
+        return all(piece.can_be_released for piece in self.pieces)
 
     def overlaps(self, window: TextWindow, match: PatternMatch) -> bool:
         placed = (each for piece in self.pieces for each in piece.positions if each.window is window)
@@ -229,24 +229,24 @@ class GuardedStream:
 
     async def _release_or_block(self) -> bytes:
         if self._blocked_match is not None:
-            return await self._end_blocked()
-        return b"" if self._hold_all else await self._release_decided()
+            return await self._end_blocked_stream()
+        return b"" if self._hold_all else await self._release_events()
 
-    async def _release_decided(self) -> bytes:
+    async def _release_events(self) -> bytes:
         released: list[bytes] = []
-        while self._events and self._events[0].is_decided:
+        while self._events and self._events[0].can_be_released:
             if self._blocked_match is not None and self._events[0].overlaps(*self._blocked_match):
                 break
             released.append(await self._events.popleft().encode())
         return released[0] if len(released) == 1 else b"".join(released)
 
-    async def _end_blocked(self) -> bytes:
+    async def _end_blocked_stream(self) -> bytes:
         assert self._blocked_match is not None
-        released = b"" if self._hold_all else await self._release_decided()
+        released = b"" if self._hold_all else await self._release_events()
         finding = self._scanner.make_finding(self._blocked_match[1])
         await self.aclose()
         try:
-            return released + self._guard.blocked_event(finding)
+            return released + self._guard.end_with_error_event(finding)
         except BlockedByGuardrail as e:
             self._pending_error = e
             return released
@@ -258,14 +258,14 @@ class GuardedStream:
         """
         self._guard.record_finding(finding)
         await self.aclose()
-        return self._guard.blocked_event(finding)
+        return self._guard.end_with_error_event(finding)
 
     async def _finish_stream(self) -> bytes:
         for series in self._series.values():
             await self._scan_series(series, is_last=True)
         if self._blocked_match is not None:
-            return await self._end_blocked()
+            return await self._end_blocked_stream()
         if self._is_judged and (finding := await self._guard.judge_reply("".join(self._judged_texts))) is not None:
             return await self._end_with_finding(finding)
         self._is_closed = True
-        return await self._release_decided() + self._splitter.partial_event
+        return await self._release_events() + self._splitter.partial_event

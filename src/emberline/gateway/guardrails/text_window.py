@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner, redaction_ranges
+from emberline.gateway.guardrails.scanner import PatternMatch, PatternScanner, merge_redaction_ranges
 from emberline.gateway.guardrails.texts import JsonText, TextPath
 
 CONTEXT_CHARS = 16  # kept of the released text, because finders look at what precedes a match
@@ -30,8 +30,8 @@ class PiecePosition(NamedTuple):
     piece: WindowPiece
 
     @property
-    def is_decided(self) -> bool:
-        return self.end <= self.window.decided_end
+    def can_be_released(self) -> bool:
+        return self.end <= self.window.releasable_end
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class WindowPiece:
     )  # positions in the piece; negative: begun before it
 
     @property
-    def is_decided(self) -> bool:
-        return all(each.is_decided for each in self.positions)
+    def can_be_released(self) -> bool:
+        return all(each.can_be_released for each in self.positions)
 
     def apply_redactions(self) -> bool:
         """Cut the redacted ranges out of the event, in place. Return False if there are none."""
@@ -74,7 +74,7 @@ class TextWindow:
         self._end = 0  # position after all added text
 
     @property
-    def decided_end(self) -> int:
+    def releasable_end(self) -> int:
         return self._decided
 
     def copy_with_separator(self, separator: str) -> TextWindow:
@@ -120,16 +120,18 @@ class TextWindow:
         is_last = is_last and not self._unscanned
         text, start = self._text, self._scan_from - self._base
         matches = self._scanner.find_matches(text, start)
-        undecided = self._last_position_outside_matches(matches, self._scanner.undecided_start(text, start), len(text))
+        undecided = self._last_position_outside_matches(
+            matches, self._scanner.find_undecided_start(text, start), len(text)
+        )
         until = len(text) if is_last else undecided
         decided = [match for match in matches if match.end <= until and match.end + self._base > self._decided]
-        for cut_start, cut_end, label in redaction_ranges(decided):
+        for cut_start, cut_end, label in merge_redaction_ranges(decided):
             self._add_redaction(self._base + cut_start, self._base + cut_end, label)
         moved = [match._replace(start=match.start + self._base, end=match.end + self._base) for match in decided]
-        self._set_decided_end(max(until, self._decided - self._base), undecided)
+        self._set_releasable_end(max(until, self._decided - self._base), undecided)
         return moved
 
-    def mark_all_decided(self) -> None:
+    def mark_all_releasable(self) -> None:
         """Mark the whole text as safe to pass on, as far as this window is concerned.
 
         A different window with the same text still holds back text that may become part of a match.
@@ -157,10 +159,10 @@ class TextWindow:
                 begin = max(start - position.start, 0 if first else -1)
                 position.piece.redactions.append((begin, end - position.start, label))
 
-    def _set_decided_end(self, decided_end: int, undecided_start: int) -> None:
-        self._decided, self._scan_from = self._base + decided_end, self._base + min(decided_end, undecided_start)
+    def _set_releasable_end(self, releasable_end: int, undecided_start: int) -> None:
+        self._decided, self._scan_from = self._base + releasable_end, self._base + min(releasable_end, undecided_start)
         self._undecided_positions = [position for position in self._undecided_positions if position.end > self._decided]
-        dropped = max(0, min(decided_end, undecided_start) - CONTEXT_CHARS)
+        dropped = max(0, min(releasable_end, undecided_start) - CONTEXT_CHARS)
         self._text, self._base = self._text[dropped:], self._base + dropped
 
 
@@ -187,5 +189,5 @@ class TextSeries:
     def scan(self, *, is_last: bool = False) -> list[tuple[TextWindow, PatternMatch]]:
         matches = [(window, match) for window in self.windows for match in window.scan(is_last=is_last)]
         if len(self.windows) > 1 and self.windows[1].scan_start > self._part_start:
-            self.windows.pop().mark_all_decided()
+            self.windows.pop().mark_all_releasable()
         return matches

@@ -178,7 +178,7 @@ def iter_request_texts(body: Any) -> Iterator[JsonText]:
     return iter_texts(body, (), REQUEST_SKIPPED_FIELDS)
 
 
-def conversation_text(body: Any) -> str:
+def extract_conversation_text(body: Any) -> str:
     """Return the text of a request's conversation, without its tool definitions."""
     fields = {key: inner for key, inner in body.items() if key in CONVERSATION_FIELDS} if isinstance(body, dict) else {}
     return "\n".join(text.text for text in iter_texts(fields))

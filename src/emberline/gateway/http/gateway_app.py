@@ -30,7 +30,7 @@ from emberline.server.exchange import ClientDisconnected, Exchange, Receive, Sco
 from emberline.server.media_type import is_json, require_json
 from emberline.server.metrics import ReplyCounter, render_exposition
 from emberline.server.pages import StaticPage as File
-from emberline.wire.errors import openai_error
+from emberline.wire.errors import render_openai_error
 
 log = logging.getLogger("emberline.gateway")
 
@@ -118,7 +118,7 @@ class GatewayApp:
                 )
             if exchange.status is not None:
                 raise ReplyInterrupted from None  # the server closes the connection: the reply must not look complete
-            reply = openai_error(e)
+            reply = render_openai_error(e)
             await exchange.reply_json(reply.body, reply.status, reply.headers)
         self._replies.count(exchange.path if exchange.path in self._pages else "other", exchange.status or 499)
 
@@ -146,7 +146,7 @@ class GatewayApp:
                 await self._send_and_close(exchange, reply, watch)
         except TimeoutError:
             if body is None:
-                raise _body_timeout_error() from None
+                raise _make_body_timeout_error() from None
             log.warning("Reply cut off because the client did not read in time: path=%s", exchange.path)
             raise ReplyInterrupted from None
 
@@ -205,7 +205,7 @@ class GatewayApp:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
         except TimeoutError:
-            raise _body_timeout_error() from None
+            raise _make_body_timeout_error() from None
         if body:
             require_json(exchange.header("content-type"))
         status, found = await self._admin.handle(
@@ -254,7 +254,7 @@ async def _send_export(exchange: Exchange, lines: AsyncIterator[bytes]) -> None:
     await exchange.send(last=True)
 
 
-def _body_timeout_error() -> InvalidRequest:
+def _make_body_timeout_error() -> InvalidRequest:
     return InvalidRequest(
         f"the request's body was not received within {BODY_TIMEOUT_S:.0f} s", hint="send the request again"
     )

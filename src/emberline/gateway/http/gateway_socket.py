@@ -29,7 +29,7 @@ from emberline.gateway.gateway import Gateway, InboundRequest
 from emberline.gateway.http.realtime_socket import RealtimeSocket
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Receive, Scope, Send
-from emberline.wire.errors import openai_error
+from emberline.wire.errors import render_openai_error
 from emberline.wire.event_splitter import EventSplitter, parse_event
 from emberline.wire.sse import dumps
 
@@ -101,7 +101,7 @@ class GatewaySocket:
         return target
 
     async def _refuse_handshake(self, error: EmberlineError) -> None:
-        shaped = openai_error(error)
+        shaped = render_openai_error(error)
         headers = [(b"content-type", b"application/json")]
         await self._send({"type": "websocket.http.response.start", "status": shaped.status, "headers": headers})
         await self._send({"type": "websocket.http.response.body", "body": dumps(shaped.body)})
@@ -110,7 +110,7 @@ class GatewaySocket:
         """Start the request in a message, or send an error if the message is invalid."""
         id = ""
         try:
-            id, body = await offload.run_by_size(len(message), read_message, message)
+            id, body = await offload.run_inline_if_small(len(message), read_message, message)
             if len(self._open) >= MAX_OPEN_REQUESTS:
                 raise InvalidRequest(
                     f"the WebSocket has {MAX_OPEN_REQUESTS} open requests, the highest allowed number",
@@ -170,7 +170,7 @@ class GatewaySocket:
 
     async def _send_response(self, message_type: str, metadata: Json, body: bytes, **more: Any) -> None:
         """Send a message that contains a provider's response. A large response is encoded in a child process."""
-        text = await offload.run_by_size(len(body), encode_message, message_type, metadata, body, more)
+        text = await offload.run_inline_if_small(len(body), encode_message, message_type, metadata, body, more)
         await self._send({"type": "websocket.send", "text": text})
 
     async def _send_message(self, message_type: str, metadata: Json, **more: Any) -> None:
@@ -265,4 +265,4 @@ def _decode_json_or_text(body: bytes) -> Any:
 
 
 def _error_fields(error: Exception) -> Json:
-    return {name: openai_error(error).body["error"][name] for name in ("code", "message")}
+    return {name: render_openai_error(error).body["error"][name] for name in ("code", "message")}

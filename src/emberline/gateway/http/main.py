@@ -50,7 +50,7 @@ from emberline.gateway.limits.base import Limiter
 from emberline.gateway.limits.claims import ClaimBuilder
 from emberline.gateway.limits.factory import open_limiter
 from emberline.gateway.logs.log_writer import LogWriter
-from emberline.gateway.logs.retention import Retention
+from emberline.gateway.logs.retention import LogRetention
 from emberline.gateway.model_lister import ModelLister
 from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.realtime.handler import RealtimeHandler
@@ -82,7 +82,7 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
     )
     async with AsyncExitStack() as stack:
         app = await build_gateway(config, config_file, stack, require_keys=exposed)
-        key_file = "" if config.api_keys else f" admin_key_file={config.admin_file}"
+        key_file = "" if config.api_keys else f" admin_key_file={config.admin_key_file}"
 
         def log_start() -> None:
             log.info("Gateway started: url=http://%s:%d%s", config.host, port, key_file)
@@ -108,7 +108,7 @@ async def build_gateway(
     watch = StoreVersionWatch(store, clock)
     upstream = await stack.enter_async_context(UpstreamClient())
     registry = ProviderRegistry(config.private_providers)
-    vault = ProviderKeyVault(store, watch, open_master_keys(config.master_file, read_secret(MASTER_KEY_VARIABLE)))
+    vault = ProviderKeyVault(store, watch, open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE)))
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
     prices = PriceList(catalogue)
     attempts = RetryHandler(registry, ProviderKeySelector(vault), upstream, prices, clock, wall)
@@ -119,7 +119,7 @@ async def build_gateway(
     claims = ClaimBuilder(catalogue, prices)
     spans = await stack.enter_async_context(open_tracing(config.trace, "emberline-gateway"))
     metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans)
-    outer = _outer_layers(config, metrics, spans, log_writer, clock)
+    outer = _build_outer_layers(config, metrics, spans, log_writer, clock)
     layers = (
         *outer,
         DynamicRouteLayer(limiter, claims, clock, wall).wrap,
@@ -142,7 +142,7 @@ async def build_gateway(
     context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
     admin = AdminAPI(context, __version__, catalogue)
     models = ModelLister(registry, vault, upstream, catalogue)
-    _start_task(stack, Retention(store, configured, wall).run())
+    _start_task(stack, LogRetention(store, configured, wall).run())
     _start_task(stack, _reload_catalogue(catalogue))
     queue = await stack.enter_async_context(
         BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).run_in_background()
@@ -153,11 +153,11 @@ async def build_gateway(
     )
 
 
-def _outer_layers(
+def _build_outer_layers(
     config: GatewayConfig, metrics: GatewayMetrics, tracing: RequestTracing | None, log_writer: LogWriter, clock: Clock
 ) -> tuple[Layer, ...]:
     """Return the layers around every request and every realtime session."""
-    traced = [] if tracing is None else [trace_calls(tracing.tracer, records_payloads=config.otlp_payloads)]
+    traced = [] if tracing is None else [trace_calls(tracing.tracer, record_payloads=config.otlp_payloads)]
     return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_permissions)
 
 
@@ -189,9 +189,9 @@ def _require_authentication(config: GatewayConfig, configured: ConfiguredGateway
     return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
 
 
-def _start_task(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+def _start_task(stack: AsyncExitStack, coroutine: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine in the background until `stack` is closed."""
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(coroutine)
     stack.callback(task.cancel)
 
 
@@ -209,10 +209,10 @@ async def _reload_catalogue(catalogue: CatalogueFiles) -> None:
 def _identities_by_key(config: GatewayConfig) -> dict[str, Identity]:
     """Return the identity of each configured API key.
 
-    Without a configured key, the only key is the admin key in `admin_file`, which is created if missing.
+    Without a configured key, the only key is the admin key in `admin_key_file`, which is created if missing.
     """
     tokens = config.api_keys or (
-        SecretFile(config.admin_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),
+        SecretFile(config.admin_key_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),
     )
     return {
         token: Identity(f"configured-{i}", f"configured {i}", "token", is_admin=True) for i, token in enumerate(tokens)

@@ -97,14 +97,16 @@ class RealtimeSocket:
                 task.cancel()
             await asyncio.gather(to_provider, to_client, return_exceptions=True)
 
-    async def _wait_for_end(self, directions: tuple[asyncio.Task[CloseReason], ...], timeouts: TimeoutSettings) -> str:
+    async def _wait_for_end(
+        self, forwarding_tasks: tuple[asyncio.Task[CloseReason], ...], timeouts: TimeoutSettings
+    ) -> str:
         """Wait until forwarding ends in one direction or a timeout passes.
 
         Return a text that names the timeout, or "" if no timeout passed.
         """
         until = self._now() + timeouts.session
         while (left := min(until, self._last_message + timeouts.idle) - self._now()) > 0:
-            done, _ = await asyncio.wait(directions, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(forwarding_tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return ""
         if self._now() >= until:
@@ -133,7 +135,7 @@ class RealtimeSocket:
             await self._send_to_client(
                 {"type": "websocket.send", "text" if isinstance(message, str) else "bytes": message}
             )
-            if (usage := await offload.run_by_size(len(message), parse_realtime_usage, message)) is not None:
+            if (usage := await offload.run_inline_if_small(len(message), parse_realtime_usage, message)) is not None:
                 await reply.add_usage(usage)
         return reply.websocket.close_code_and_reason
 
@@ -152,7 +154,7 @@ class RealtimeSocket:
 
 
 async def _model_in_setup(first_message: str | bytes) -> str | None:
-    return await offload.run_by_size(len(first_message), model_from_setup, first_message)
+    return await offload.run_inline_if_small(len(first_message), model_from_setup, first_message)
 
 
 def _model_in_query(query: str) -> str:

@@ -85,8 +85,8 @@ def hash_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def key_id_of(hash: str) -> str:
-    return hash[:16]
+def key_id_of(secret_hash: str) -> str:
+    return secret_hash[:16]
 
 
 def visible_prefix(secret: str) -> str:
@@ -139,10 +139,10 @@ class KeyStore:
         configured = next((each for each in self._configured.values() if each.key_id == key_id), None)
         return configured or self._identity_if_valid(await self._cache.get(key_id, lambda: self._load_key(key_id)))
 
-    def _identity_if_valid(self, stored_key: tuple[StoredKey, Identity] | None) -> Identity | None:
-        if stored_key is None or not stored_key[0].is_valid(round(self._wall_clock.now() * 1e3)):
+    def _identity_if_valid(self, key_and_identity: tuple[StoredKey, Identity] | None) -> Identity | None:
+        if key_and_identity is None or not key_and_identity[0].is_valid(round(self._wall_clock.now() * 1e3)):
             return None
-        return stored_key[1]
+        return key_and_identity[1]
 
     async def _load_key(self, hash_or_id: str) -> tuple[StoredKey, Identity] | None:
         """Return the stored key with this hash or id, and its identity. An id is the beginning of a hash."""

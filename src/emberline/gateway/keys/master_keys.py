@@ -70,9 +70,9 @@ class MasterKeys:
         return MasterKeys((_new_master_key(), *self.keys))
 
 
-def open_master_keys(file: Path, environment_value: str | None) -> EnvironmentMasterKeys | MasterKeyFile:
+def open_master_keys(key_file: Path, environment_value: str | None) -> EnvironmentMasterKeys | MasterKeyFile:
     """Return the source of master keys: the environment variable's value if it is set, else the file."""
-    return EnvironmentMasterKeys(MasterKeys.parse(environment_value)) if environment_value else MasterKeyFile(file)
+    return EnvironmentMasterKeys(MasterKeys.parse(environment_value)) if environment_value else MasterKeyFile(key_file)
 
 
 class EnvironmentMasterKeys:

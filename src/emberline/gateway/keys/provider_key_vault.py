@@ -116,10 +116,10 @@ class ProviderKeyVault:
         return decrypt_key(msgspec.json.decode(document.body, type=EncryptedKey), key_id, masters)
 
 
-async def rotate_master_key(store: GatewayStore, file: MasterKeyFile, now: int) -> int:
+async def rotate_master_key(store: GatewayStore, key_file: MasterKeyFile, now: int) -> int:
     """Create a new master key and wrap every data key with it. Return the number of data keys."""
-    masters = (await asyncio.to_thread(file.read)).with_new_key()
-    await asyncio.to_thread(file.write, masters)
+    masters = (await asyncio.to_thread(key_file.read)).with_new_key()
+    await asyncio.to_thread(key_file.write, masters)
     return await rewrap_all_data_keys(store, masters, now)
 
 
@@ -146,18 +146,18 @@ async def rewrap_all_data_keys(store: GatewayStore, master_keys: MasterKeys, now
     return done
 
 
-async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> int:
+async def remove_old_master_keys(store: GatewayStore, key_file: MasterKeyFile) -> int:
     """Remove all master keys but the current one from the file. Return how many were removed.
 
     Raise Conflict if a provider key still needs an older master key.
     """
-    masters = await asyncio.to_thread(file.read)
+    masters = await asyncio.to_thread(key_file.read)
     if stale := await _find_keys_to_rewrap(store, masters.current_key.id):
         raise Conflict(
             f"old master keys cannot be removed: {len(stale)} provider keys are still wrapped with them",
             hint="complete the rotation first: emberline gateway rotate-keys",
         )
-    await asyncio.to_thread(file.write, MasterKeys(masters.keys[:1]))
+    await asyncio.to_thread(key_file.write, MasterKeys(masters.keys[:1]))
     return len(masters.keys) - 1
 
 

@@ -103,7 +103,7 @@ class CacheLayer:
             semantic_lookup = await self._look_up_similar(lookup.call)
             if (
                 semantic_lookup is not None
-                and (similar := await self._serve_similar(lookup, semantic_lookup)) is not None
+                and (similar := await self._find_similar_reply(lookup, semantic_lookup)) is not None
             ):
                 self._resolve_waiting_calls(lookup, flight, "stored")
                 return similar
@@ -141,7 +141,7 @@ class CacheLayer:
             self.semantic = self._make_semantic()
         return await self.semantic.look_up(call)
 
-    async def _serve_similar(self, lookup: _CacheLookup, semantic_lookup: SemanticLookup) -> GatewayReply | None:
+    async def _find_similar_reply(self, lookup: _CacheLookup, semantic_lookup: SemanticLookup) -> GatewayReply | None:
         """Return the cached reply to a similar prompt, and store it also under this request's cache key."""
         assert self.semantic is not None
         if semantic_lookup.similar is None or lookup.call.settings.semantic.mode != "on":

@@ -48,7 +48,7 @@ def log_calls(sink: RecordSink, clock: Clock) -> Layer:
 
                 async def log_on_end(reply: GatewayReply) -> None:
                     seconds = clock.now() - call.started_at
-                    payload = None if chunks is None else LogPayload(sent_request_body(call, reply), b"".join(chunks))
+                    payload = None if chunks is None else LogPayload(request_body_to_log(call, reply), b"".join(chunks))
                     sink.put(make_record(call, reply, seconds), payload)
 
                 reply.close_callbacks.append(log_on_end)
@@ -70,7 +70,7 @@ def set_reply_headers(call: GatewayRequest, reply: GatewayReply) -> None:
     headers.update(call.reply_headers)
 
 
-def sent_request_body(call: GatewayRequest, reply: GatewayReply) -> bytes:
+def request_body_to_log(call: GatewayRequest, reply: GatewayReply) -> bytes:
     """Return the request body to log.
 
     If the body is a list of steps, return only the body of the step that answered, because the list contains keys.
@@ -131,7 +131,7 @@ def searchable_metadata(call: GatewayRequest, reply: GatewayReply) -> dict[str, 
     return {name: value for name, value in metadata.items() if value}
 
 
-def make_record(call: GatewayRequest, reply: GatewayReply, seconds: float) -> LogRecord:
+def make_record(call: GatewayRequest, reply: GatewayReply, duration_s: float) -> LogRecord:
     options = call.options
     succeeded = reply.ended == "complete" and reply.status < 400
     return LogRecord(
@@ -154,7 +154,7 @@ def make_record(call: GatewayRequest, reply: GatewayReply, seconds: float) -> Lo
         estimated=reply.estimated,
         micros=reply.micros,
         custom_cost=options.custom_cost is not None,
-        duration_ms=round(seconds * 1e3),
+        duration_ms=round(duration_s * 1e3),
         first_byte_ms=None if reply.first_byte_s is None else round(reply.first_byte_s * 1e3),
         error=reply.error,
         key_id=call.identity.key_id,

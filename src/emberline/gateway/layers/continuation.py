@@ -22,8 +22,8 @@ from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.streams.continuation import (
     build_continuation,
     claude_accepts_prefill,
-    parse_continuable,
-    parse_continuable_outline,
+    parse_continuable_request,
+    parse_continuable_request_outline,
 )
 from emberline.gateway.streams.continued_stream import ContinuedStream
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
@@ -69,9 +69,9 @@ async def _continuable_conversation(call: GatewayRequest, dialect: ChatDialect) 
     result is None.
     """
     if len(call.body) < LARGE_INPUT_BYTES:
-        return parse_continuable(call.body, dialect)
+        return parse_continuable_request(call.body, dialect)
     try:
-        return await offload.run(len(call.body), parse_continuable_outline, call.body, dialect)
+        return await offload.run(len(call.body), parse_continuable_request_outline, call.body, dialect)
     except WorkTooLarge:
         return None
 
@@ -122,7 +122,7 @@ class _Continuation:
 
     async def _send_continuation(self, call: GatewayRequest, text_so_far: str) -> tuple[GatewayReply, RepetitionFilter]:
         prefill = self._prefill_mode(call) if text_so_far.strip() else ""
-        body = await offload.run_by_size(
+        body = await offload.run_inline_if_small(
             len(call.body), build_continuation, call.body, self.conversation, text_so_far, prefill
         )
         reply = await self.retry_handler(call.with_changes(body=body, prefill=prefill, body_summary=call.body_summary))

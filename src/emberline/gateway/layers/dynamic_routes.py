@@ -21,10 +21,10 @@ from emberline.gateway.layers.load_balancing import CostEstimator
 from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, is_permitted
 from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
-from emberline.gateway.limits.claims import limit_attributes
+from emberline.gateway.limits.claims import collect_limit_attributes
 from emberline.gateway.limits.rule import LimitRule, LimitUnit
 from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
-from emberline.gateway.routes.facts import CallFacts, evaluate_body_conditions
+from emberline.gateway.routes.facts import RequestAttributes, evaluate_body_conditions
 from emberline.gateway.routes.graph import ModelElement, RateLimitElement, RouteGraph
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
 
@@ -43,7 +43,7 @@ class DynamicRouteLayer:
             route = self._compiled_route(call.settings, call.model)
             session_id = call.options.session_id if not call.options.no_session_affinity else None
             results = await evaluate_body_conditions(call, route.conditions)
-            traversal = RouteTraversal.start(route, CallFacts(call), session_id or call.id, results)
+            traversal = RouteTraversal.start(route, RequestAttributes(call), session_id or call.id, results)
             return await _RouteRun(self, call, traversal, inner).run()
 
         return handle
@@ -65,11 +65,11 @@ class DynamicRouteLayer:
     async def reserve_quota(
         self, call: GatewayRequest, traversal: RouteTraversal, element: RateLimitElement
     ) -> Reservation:
-        rule = quota_rule(traversal.route.name, element)
+        rule = make_quota_rule(traversal.route.name, element)
         amount = 1
         if rule.amount == "micros" and (model := traversal.expected_model()) is not None:
             amount = max(1, self._estimator.max_cost(call_for_model(call, model, 0)) or 1)
-        claim = rule.make_claim(limit_attributes(call), amount)
+        claim = rule.make_claim(collect_limit_attributes(call), amount)
         return await self._limiter.reserve(
             [claim], self._wall.now(), call.deadline - self._clock.now() + RESERVATION_GRACE_S
         )
@@ -166,7 +166,7 @@ def call_for_model(
     )
 
 
-def quota_rule(route: str, element: RateLimitElement) -> LimitRule:
+def make_quota_rule(route: str, element: RateLimitElement) -> LimitRule:
     quota = element.properties
     name = f"{route}/{element.id}"
     return LimitRule(

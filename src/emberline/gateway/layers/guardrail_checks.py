@@ -30,7 +30,7 @@ from emberline.gateway.guardrails.inspection import (
     inspect_request,
 )
 from emberline.gateway.guardrails.judge import JudgeClient, actions_for_categories
-from emberline.gateway.guardrails.scanner import PatternScanner, severest_action
+from emberline.gateway.guardrails.scanner import PatternScanner, most_severe_action
 from emberline.gateway.guardrails.stream import GuardedStream
 
 FINDINGS_HEADER = "cf-aig-dlp"
@@ -71,10 +71,10 @@ class GuardedCall:
             raise InvalidRequest(
                 "the body's JSON is nested too deeply for guardrails to check", hint="send JSON with fewer levels"
             ) from e
-        finding = self._blocking_finding() or await self._ask_judges("prompt", text)
+        finding = self._find_blocking_finding() or await self._ask_judges("prompt", text)
         self._set_findings_header()
         if finding is not None:
-            reply = error_reply(call.dialect, _blocked_error(finding))
+            reply = error_reply(call.dialect, _make_blocked_error(finding))
             reply.provider, reply.model, reply.micros = call.provider, call.model, 0
         else:
             reply = self._reply = await inner(call)
@@ -162,7 +162,7 @@ class GuardedCall:
             if reply.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE):
                 hold = any(judge.can_block("reply") for judge in judges)
                 reply.body = GuardedStream(reply.body, scanner, self, is_judged=bool(judges), hold_all=hold)
-            elif strict := self._blocking_guardrail(scanner, judges):
+            elif strict := self._find_blocking_guardrail(scanner, judges):
                 await reply.body.aclose()
                 self._block_unchecked(reply, strict)
             return
@@ -173,18 +173,18 @@ class GuardedCall:
             else:
                 result = await offload.run(len(body), inspect_reply, body, rules)
         except (RecursionError, WorkTooLarge):  # nested too deeply, or too large
-            if strict := self._blocking_guardrail(scanner, judges):
+            if strict := self._find_blocking_guardrail(scanner, judges):
                 self._block_unchecked(reply, strict)
             return
         self._record_findings(result.findings)
         reply.body, text = body if result.body is None else result.body, result.judged_text
-        finding = self._blocking_finding() or await self.judge_reply(text)
+        finding = self._find_blocking_finding() or await self.judge_reply(text)
         self._set_findings_header()
         if finding is not None:
             self._replace_with_error(reply, finding)
 
     @staticmethod
-    def _blocking_guardrail(scanner: PatternScanner, judges: list[Judge]) -> str:
+    def _find_blocking_guardrail(scanner: PatternScanner, judges: list[Judge]) -> str:
         """Return the name of a rule or judge that may redact or block a reply, or "" if there is none."""
         return scanner.first_enforcing_rule or next((each.name for each in judges if each.can_block("reply")), "")
 
@@ -197,7 +197,7 @@ class GuardedCall:
 
     def _replace_with_error(self, reply: GatewayReply, finding: GuardrailFinding) -> None:
         """Replace the reply by an error. The usage and the cost stay, because the provider did answer."""
-        error = error_reply(self._call.dialect, _blocked_error(finding))
+        error = error_reply(self._call.dialect, _make_blocked_error(finding))
         reply.status, reply.headers, reply.body = error.status, error.headers, error.body
         reply.ended, reply.error = error.ended, error.error
 
@@ -210,13 +210,13 @@ class GuardedCall:
     async def judge_reply(self, text: str) -> GuardrailFinding | None:
         return await self._ask_judges("reply", text)
 
-    def blocked_event(self, finding: GuardrailFinding) -> bytes:
+    def end_with_error_event(self, finding: GuardrailFinding) -> bytes:
         """End the stream and return its error event.
 
         Raise BlockedByGuardrail if the dialect has no error events.
         """
         assert self._reply is not None
-        error = _blocked_error(finding)
+        error = _make_blocked_error(finding)
         self._reply.ended, self._reply.error = "cut", error.code
         event = error_event(self._call.dialect, error)
         if event is None:
@@ -234,7 +234,7 @@ class GuardedCall:
     def _judges_for(self, side: Side) -> list[Judge]:
         return [judge for judge in self._guardrails.judges if judge.category_actions(side)]
 
-    def _blocking_finding(self) -> GuardrailFinding | None:
+    def _find_blocking_finding(self) -> GuardrailFinding | None:
         return next((each for each in self._call.findings if each.action == "block"), None)
 
     async def _ask_judges(self, side: Side, text: str) -> GuardrailFinding | None:
@@ -253,8 +253,8 @@ class GuardedCall:
         """Write the findings to a header of the reply."""
         findings = self._call.findings
         if findings:
-            action = (severest_action(findings) or "").upper()
-            value = {"findings": [_finding_json(each) for each in findings[:MAX_HEADER_FINDINGS]], "action": action}
+            action = (most_severe_action(findings) or "").upper()
+            value = {"findings": [_finding_to_json(each) for each in findings[:MAX_HEADER_FINDINGS]], "action": action}
             self._call.reply_headers[FINDINGS_HEADER] = json.dumps(value)  # ASCII only, as a header requires
 
 
@@ -266,12 +266,12 @@ async def _step_with_body(step: RequestStep, body: bytes | None) -> RequestStep:
     return msgspec.structs.replace(step, body=body, body_fields=fields, body_summary=summary)
 
 
-def _finding_json(finding: GuardrailFinding) -> dict[str, Any]:
+def _finding_to_json(finding: GuardrailFinding) -> dict[str, Any]:
     profile = {"context": {}, "entry_ids": [finding.entry], "profile_id": finding.policy}
     return {"profile": profile, "policy_ids": [finding.policy], "check": finding.check}
 
 
-def _blocked_error(finding: GuardrailFinding) -> BlockedByGuardrail:
+def _make_blocked_error(finding: GuardrailFinding) -> BlockedByGuardrail:
     reply, judged = finding.check == "RESPONSE", finding.entry[:1] == "S" or finding.entry == "unchecked"
     subject = "response" if reply else "request"
     number = (2017 if reply else 2016) if judged else (2030 if reply else 2029)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from emberline.core.clock import Clock
 from emberline.gateway.core.cost import compute_cost
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ProviderAttempt
-from emberline.gateway.costs.billing import PriceSource, estimated_input_tokens
+from emberline.gateway.costs.billing import PriceSource, estimate_request_input_tokens
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.layers.fallbacks import call_for_step
 from emberline.wire.usage import Usage
@@ -49,11 +49,11 @@ class _HedgedCall:
             if not first.done():
                 step = self.call.steps[1]
                 self._start_call(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
-                winner = await self._first_reply()
+                winner = await self._wait_for_first_reply()
             winner = winner or first.result()  # raises the error of the first attempt
-            extra_cost = await self._cancel_losers(winner)
+            extra_cost = await self._cancel_other_calls(winner)
         except BaseException:  # the client may leave after a reply has begun
-            await self._cancel_losers(None)
+            await self._cancel_other_calls(None)
             raise
         winner.close_callbacks.append(extra_cost.add_to_reply)
         return winner
@@ -63,7 +63,7 @@ class _HedgedCall:
         self.attempts[task] = call, self.clock.now()
         return task
 
-    async def _first_reply(self) -> GatewayReply | None:
+    async def _wait_for_first_reply(self) -> GatewayReply | None:
         """Return the reply that begins first, or None if every attempt failed."""
         running = set(self.attempts)
         while running:
@@ -73,7 +73,7 @@ class _HedgedCall:
                     return task.result()
         return None
 
-    async def _cancel_losers(self, winner: GatewayReply | None) -> ExtraCost:
+    async def _cancel_other_calls(self, winner: GatewayReply | None) -> ExtraCost:
         extra_cost = ExtraCost()
         running = [task for task in self.attempts if not task.done()]
         for task in running:
@@ -81,16 +81,16 @@ class _HedgedCall:
         await asyncio.gather(*running, return_exceptions=True)
         for task, (call, started_at) in self.attempts.items():
             if task.cancelled():
-                self._bill_cancelled(call, started_at, extra_cost)
+                self._bill_cancelled_call(call, started_at, extra_cost)
             elif task.exception() is None and task.result() is not winner:
                 await extra_cost.discard_reply(task.result())
         return extra_cost
 
-    def _bill_cancelled(self, call: GatewayRequest, started_at: float, extra_cost: ExtraCost) -> None:
+    def _bill_cancelled_call(self, call: GatewayRequest, started_at: float, extra_cost: ExtraCost) -> None:
         seconds, key = self.clock.now() - started_at, call.options.byok_alias or ""
         call.attempts.append(
             ProviderAttempt(call.provider, call.model, call.step_index, 0, 0, HEDGE_LOST, seconds, key)
         )
-        usage = Usage(input=estimated_input_tokens(call))
+        usage = Usage(input=estimate_request_input_tokens(call))
         price = self.prices.price(call.settings, call.provider, call.model)
         extra_cost.add_usage(usage, compute_cost(usage, price), estimated=True)

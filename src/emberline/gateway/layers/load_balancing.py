@@ -53,7 +53,7 @@ def balance_pools(estimator: CostEstimator, clock: Clock) -> Layer:
                 for attempt in call.attempts[first_attempt:]:
                     member_key = (attempt.provider, attempt.model, attempt.key)
                     if attempt.outcome in ("answered", HEDGE_LOST):  # a cancelled hedge took at least this long
-                        balancer.record_success(member_key, attempt.seconds, stream=call.stream)
+                        balancer.record_success(member_key, attempt.seconds, is_streamed=call.stream)
                     elif not is_caller_timeout(call, attempt.outcome) and attempt.outcome not in REQUEST_ERROR_CODES:
                         balancer.record_failure(member_key, attempt.status, clock.now())
 
@@ -76,26 +76,26 @@ def _resolve_pool(call: GatewayRequest, balancer: LoadBalancer, estimator: CostE
         raise Forbidden(
             f"no member of pool {call.model[:80]!r} is allowed for this key or gateway", hint=ALLOW_MODEL_HINT
         )
-    costs = [_member_cost(call, each, estimator) if pool.choose == "cheapest" else None for each in members]
+    costs = [_estimate_member_cost(call, each, estimator) if pool.choose == "cheapest" else None for each in members]
     draw = random.Random(_affinity_seed(call)).random
-    order = balancer.order_members(pool, members, costs, draw, stream=call.stream, now=now)
-    steps = tuple(_member_step(call, member) for member in order)
+    order = balancer.order_members(pool, members, costs, draw, is_streamed=call.stream, now=now)
+    steps = tuple(_make_member_step(call, member) for member in order)
     return call.with_changes(
         provider=order[0].provider,
         model=order[0].model,
         headers={name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS},
         options=steps[0].options or call.options,
         steps=steps,
-        hedge_delay_s=balancer.hedge_delay(order[0], call.stream) if pool.hedge and len(order) > 1 else None,
+        hedge_delay_s=balancer.hedge_delay_s(order[0], call.stream) if pool.hedge and len(order) > 1 else None,
     )
 
 
-def _member_step(call: GatewayRequest, member: PoolMember) -> RequestStep:
+def _make_member_step(call: GatewayRequest, member: PoolMember) -> RequestStep:
     alias = member.key or call.options.byok_alias
     return RequestStep(member.provider, member.model, options=replace(call.options, byok_alias=alias))
 
 
-def _member_cost(call: GatewayRequest, member: PoolMember, estimator: CostEstimator) -> int | None:
+def _estimate_member_cost(call: GatewayRequest, member: PoolMember, estimator: CostEstimator) -> int | None:
     return estimator.max_cost(call.with_changes(provider=member.provider, model=member.model))
 
 

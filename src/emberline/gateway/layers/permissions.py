@@ -38,7 +38,7 @@ def check_permissions(inner: Handler) -> Handler:
                 raise Forbidden(
                     f"key {identity.name!r} may not use model {provider}/{model}"[:300], hint=ALLOW_MODEL_HINT
                 )
-            if not _is_allowed(call, provider, model):
+            if not _is_model_allowed(call, provider, model):
                 raise Forbidden(
                     f"model {provider}/{model} is not allowed by this gateway or by the request's headers"[:300],
                     hint="add the model to allowed_models of the gateway, or of the cf-aig-allowed-models header",
@@ -49,10 +49,10 @@ def check_permissions(inner: Handler) -> Handler:
 
 
 def is_permitted(call: GatewayRequest, provider: str, model: str) -> bool:
-    return call.identity.may_use_model(provider, model) and _is_allowed(call, provider, model)
+    return call.identity.may_use_model(provider, model) and _is_model_allowed(call, provider, model)
 
 
-def _is_allowed(call: GatewayRequest, provider: str, model: str) -> bool:
+def _is_model_allowed(call: GatewayRequest, provider: str, model: str) -> bool:
     """Return whether both the gateway's settings and the options in the request's headers allow the model."""
     settings, options = call.settings, call.options
     return allows_model(settings.allowed_providers, settings.allowed_models, provider, model) and allows_model(

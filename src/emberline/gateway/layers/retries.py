@@ -103,7 +103,7 @@ class RetryHandler:
                 self._record_attempt(
                     call, attempt, started_at, e.status if isinstance(e, ProviderErrorReply) else 0, e.code
                 )
-                if attempt + 1 == attempts or (delay := self._retry_delay(call, attempt, e)) is None:
+                if attempt + 1 == attempts or (delay := self._retry_delay_s(call, attempt, e)) is None:
                     raise
                 await self._sleep(delay)
             else:
@@ -118,7 +118,7 @@ class RetryHandler:
             ProviderAttempt(call.provider, call.model, call.step_index, attempt, status, outcome, seconds, key)
         )
 
-    def _retry_delay(self, call: GatewayRequest, attempt: int, error: UpstreamFailed) -> float | None:
+    def _retry_delay_s(self, call: GatewayRequest, attempt: int, error: UpstreamFailed) -> float | None:
         """Return the seconds until the next attempt, or None if no further attempt is allowed."""
         if not error.retryable:
             return None

@@ -10,7 +10,7 @@ import asyncio
 
 from emberline.gateway.core.log_record import LogRecord
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer
-from emberline.gateway.layers.call_logging import CLIENT_GONE_STATUS, CapturedStream, make_record, sent_request_body
+from emberline.gateway.layers.call_logging import CLIENT_GONE_STATUS, CapturedStream, make_record, request_body_to_log
 from emberline.trace.context import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext
 from emberline.trace.span import Attributes, Span, SpanKind
 from emberline.trace.tracer import Tracer
@@ -18,7 +18,7 @@ from emberline.trace.tracer import Tracer
 MAX_PAYLOAD_BYTES = 1 << 16  # of a prompt or a completion
 
 
-def trace_calls(tracer: Tracer, *, records_payloads: bool) -> Layer:
+def trace_calls(tracer: Tracer, *, record_payloads: bool) -> Layer:
     def layer(inner: Handler) -> Handler:
         async def handle(call: GatewayRequest) -> GatewayReply:
             span = _start_span(tracer, call)
@@ -30,7 +30,7 @@ def trace_calls(tracer: Tracer, *, records_payloads: bool) -> Layer:
                 )
                 raise
             chunks: list[bytes] | None = None
-            if records_payloads and span.context.is_sampled and not _payload_is_private(call):
+            if record_payloads and span.context.is_sampled and not _payload_is_private(call):
                 if isinstance(reply.body, bytes):
                     chunks = [reply.body[:MAX_PAYLOAD_BYTES]]
                 else:
@@ -72,7 +72,7 @@ def _end_span(span: Span, call: GatewayRequest, reply: GatewayReply, reply_chunk
     span.name = f"{row.request_type or 'call'} {row.model}".strip()
     span.attributes |= _span_attributes(row)
     if reply_chunks is not None:
-        prompt, completion = _decode_text(sent_request_body(call, reply)), _decode_text(b"".join(reply_chunks))
+        prompt, completion = _decode_text(request_body_to_log(call, reply)), _decode_text(b"".join(reply_chunks))
         span.attributes |= {"gen_ai.prompt_json": prompt, "gen_ai.completion_json": completion}
     span.end("" if row.success else row.error or row.ended)
 

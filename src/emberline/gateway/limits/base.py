@@ -57,7 +57,7 @@ class Limiter(Protocol):
         """Counters about a limiter in Redis, or None if only this process counts."""
         ...
 
-    async def reserve(self, claims: Sequence[Claim], now: float, hold_s: float) -> Reservation:
+    async def reserve(self, claims: Sequence[Claim], now: float, expires_after_s: float) -> Reservation:
         """Reserve the amounts of all claims.
 
         Raise LimitExceeded if a limit has too little left, and StoreFailed if the limits cannot be checked. `now` is in
@@ -84,7 +84,7 @@ class Limiter(Protocol):
         ...
 
 
-def limit_exceeded_error(claim: Claim, remaining: int, wait_ms: int) -> LimitExceeded:
+def make_limit_exceeded_error(claim: Claim, remaining: int, wait_ms: int) -> LimitExceeded:
     rule = claim.rule
     seconds = max(1, math.ceil(wait_ms / 1000))
     return LimitExceeded(

@@ -16,7 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.costs.billing import PriceSource, compute_charge, estimated_input_tokens
+from emberline.gateway.costs.billing import PriceSource, compute_charge, estimate_request_input_tokens
 from emberline.gateway.costs.catalogue import CatalogueModel
 from emberline.gateway.limits.rule import MAX_LIMIT, Claim, LimitRule
 from emberline.wire.usage import Usage
@@ -51,7 +51,7 @@ class ClaimBuilder:
         rules = self._rules_for_settings(call.settings)
         if not rules:
             return []
-        facts, key_limits, usage = limit_attributes(call), call.identity.limits, None
+        facts, key_limits, usage = collect_limit_attributes(call), call.identity.limits, None
         claims = []
         for rule in rules:
             if not rule.applies_to(facts, key_limits):
@@ -98,7 +98,7 @@ class ClaimBuilder:
             else min(call.max_output or limit or DEFAULT_OUTPUT_TOKENS, limit or math.inf)
         )
         total_output = min(int(output) * call.choice_count, MAX_LIMIT)
-        return Usage(input=int(min(estimated_input_tokens(call), context or math.inf)), output=total_output)
+        return Usage(input=int(min(estimate_request_input_tokens(call), context or math.inf)), output=total_output)
 
     def _compute_cost_micros(self, call: GatewayRequest, usage: Usage) -> int | None:
         return compute_charge(call, usage, self.prices.price(call.settings, call.provider, call.model))
@@ -114,7 +114,7 @@ def parse_limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
     return rules
 
 
-def caller_chosen_split_names(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
+def find_caller_chosen_splits(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
     """Return the metadata names in the rule's `split` whose values callers can choose.
 
     `fixed_metadata`: names whose values the gateway's settings fix.
@@ -123,10 +123,10 @@ def caller_chosen_split_names(rule: LimitRule, fixed_metadata: Collection[str]) 
     return tuple(name for name in names if name not in fixed_metadata)
 
 
-def warn_about_caller_splits(settings: GatewaySettings) -> None:
+def warn_about_evadable_limits(settings: GatewaySettings) -> None:
     """Log a warning for each limit that a caller can evade by sending different metadata."""
     for rule in parse_limit_rules(settings):
-        if names := caller_chosen_split_names(rule, settings.metadata):
+        if names := find_caller_chosen_splits(rule, settings.metadata):
             log.warning(
                 "Limit can be evaded by a caller that sends different metadata: gateway=%s limit=%s metadata=%s"
                 " (hint: set this metadata on every key, because a request cannot change a key's metadata, or add a"
@@ -137,7 +137,7 @@ def warn_about_caller_splits(settings: GatewaySettings) -> None:
             )
 
 
-def limit_attributes(call: GatewayRequest) -> dict[str, str]:
+def collect_limit_attributes(call: GatewayRequest) -> dict[str, str]:
     """Return the attributes of a request that limits are split and filtered by: gateway, key, model, ..."""
     facts = {
         "gateway": f"{call.account}/{call.gateway}",

@@ -37,7 +37,7 @@ class CounterJournal:
         self._has_failed = False
         self._file = _JournalFile(directory)
 
-    def abandoned_batches(self) -> Iterator[tuple[str, list[LimitCounter]]]:
+    def read_abandoned_batches(self) -> Iterator[tuple[str, list[LimitCounter]]]:
         """Yield (name, changes) for each journal file that a dead process left behind.
 
         The caller deletes the file after the store has applied its changes.

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from emberline.gateway.core.errors import LimitExceeded
-from emberline.gateway.limits.base import BucketUsage, ClaimGrant, Reservation, limit_exceeded_error
+from emberline.gateway.limits.base import BucketUsage, ClaimGrant, Reservation, make_limit_exceeded_error
 from emberline.gateway.limits.bucket import LimitBucket
 from emberline.gateway.limits.rule import Claim, LimitUnit
 
@@ -24,23 +24,23 @@ class LocalLimiter:
         self._buckets: dict[tuple[str, str], LimitBucket] = {}
         self._ids = itertools.count()
 
-    async def reserve(self, claims: Sequence[Claim], now: float, hold_s: float) -> Reservation:
+    async def reserve(self, claims: Sequence[Claim], now: float, expires_after_s: float) -> Reservation:
         now_ms, name = round(now * 1000), str(next(self._ids))
         if len(self._buckets) > SWEEP_MIN_BUCKETS:
             self._remove_unused_buckets(now_ms)
-        expires = now_ms + round(hold_s * 1000)
+        expires = now_ms + round(expires_after_s * 1000)
         granted, errors = [], []
         for claim in claims:
             bucket = self._get_bucket(claim)
             bucket.expire_until(now_ms)
             amount = bucket.grantable_amount(claim.rule.limit, claim.amount)
             if amount is None:
-                errors.append(_claim_error(claim, bucket, now_ms))
+                errors.append(_make_limit_error(claim, bucket, now_ms))
             else:
                 granted.append((claim, bucket, amount))
         if errors:
             raise max(errors, key=lambda e: e.retry_after)
-        return Reservation(name, tuple([_hold_claim(*each, name, expires, now_ms) for each in granted]), expires)
+        return Reservation(name, tuple([_grant_claim(*each, name, expires, now_ms) for each in granted]), expires)
 
     def settle(self, reservation: Reservation, used_amounts: Mapping[LimitUnit, int]) -> None:
         assert not reservation.is_settled
@@ -79,13 +79,13 @@ class LocalLimiter:
                 self._buckets[key] = bucket  # at the end, so that the next sweep checks others
 
 
-def _hold_claim(
+def _grant_claim(
     claim: Claim, bucket: LimitBucket, amount: int, reservation_name: str, expires_ms: int, now_ms: int
 ) -> ClaimGrant:
     held = bucket.hold_amount(reservation_name, amount, expires_ms)
     return ClaimGrant(claim, held.slot, amount, claim.rule.limit - bucket.total, bucket.ms_until_reset(now_ms))
 
 
-def _claim_error(claim: Claim, bucket: LimitBucket, now_ms: int) -> LimitExceeded:
+def _make_limit_error(claim: Claim, bucket: LimitBucket, now_ms: int) -> LimitExceeded:
     limit = claim.rule.limit
-    return limit_exceeded_error(claim, limit - bucket.total, bucket.ms_until_fits(limit, claim.amount, now_ms))
+    return make_limit_exceeded_error(claim, limit - bucket.total, bucket.ms_until_fits(limit, claim.amount, now_ms))

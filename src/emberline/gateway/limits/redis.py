@@ -20,7 +20,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from emberline.gateway.core.errors import StoreFailed
-from emberline.gateway.limits.base import BucketUsage, ClaimGrant, LimiterStats, Reservation, limit_exceeded_error
+from emberline.gateway.limits.base import BucketUsage, ClaimGrant, LimiterStats, Reservation, make_limit_exceeded_error
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Claim, LimitUnit
 from emberline.gateway.redis_client import RedisClient, RedisErrorReply, RedisScript, RedisUnavailable
@@ -44,15 +44,15 @@ class RedisLimiter:
         self._in_flight: set[asyncio.Future[Any]] = set()
         self.stats = LimiterStats()
 
-    async def reserve(self, claims: Sequence[Claim], now: float, hold_s: float) -> Reservation:
+    async def reserve(self, claims: Sequence[Claim], now: float, expires_after_s: float) -> Reservation:
         name = os.urandom(12).hex()
-        values: list[str | int] = [name, round(hold_s * 1000)]
+        values: list[str | int] = [name, round(expires_after_s * 1000)]
         for claim in claims:
             values += [claim.rule.limit, claim.amount, *_window_arguments(claim)]
         try:
             reply = await self._client.run_script(self._reserve_script, self._redis_keys(claims), values)
         except (RedisUnavailable, RedisErrorReply) as e:
-            return await self._reserve_degraded(e, claims, now, hold_s)
+            return await self._reserve_degraded(e, claims, now, expires_after_s)
         self.stats.reserved += 1
         self._resend_pending()
         return _parse_reservation(name, claims, reply)
@@ -90,7 +90,7 @@ class RedisLimiter:
                     await asyncio.wait(self._in_flight)
 
     async def _reserve_degraded(
-        self, error: RedisUnavailable | RedisErrorReply, claims: Sequence[Claim], now: float, hold_s: float
+        self, error: RedisUnavailable | RedisErrorReply, claims: Sequence[Claim], now: float, expires_after_s: float
     ) -> Reservation:
         self.stats.degraded += 1
         if self._degraded == "closed":
@@ -98,7 +98,7 @@ class RedisLimiter:
                 f"limits cannot be checked in Redis: {error.message}",
                 hint="retry, or set redis_gone = 'local' in the gateway's configuration",
             ) from error
-        return await self._local.reserve(claims, now, hold_s)
+        return await self._local.reserve(claims, now, expires_after_s)
 
     def _redis_keys(self, claims: Sequence[Claim]) -> list[str]:
         """Return the Redis keys of the claims.
@@ -171,7 +171,7 @@ def _parse_reservation(reservation_name: str, claims: Sequence[Claim], reply: li
     refused = [(wait, i) for i, (fits, _, _, _, wait) in enumerate(rows) if not fits]
     if refused:
         wait, i = max(refused)
-        raise limit_exceeded_error(claims[i], rows[i][3], wait)
+        raise make_limit_exceeded_error(claims[i], rows[i][3], wait)
     grants = [
         ClaimGrant(c, slot, amount, left, ms) for c, (_, slot, amount, left, ms) in zip(claims, rows, strict=True)
     ]

@@ -58,7 +58,7 @@ class StoredLimiter(LocalLimiter):
 
         Raise StoreFailed if the store cannot be read or written.
         """
-        for name, changes in self._journal.abandoned_batches():
+        for name, changes in self._journal.read_abandoned_batches():
             if changes:
                 await self._store.add_counters(name, changes, self._now_ms())
             self._journal.delete_file(name)
@@ -87,7 +87,7 @@ class StoredLimiter(LocalLimiter):
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = LimitBucket(claim.window)
-            if _is_stored(claim):
+            if _must_be_stored(claim):
                 bucket.restore_usage(self._restored.pop(key, {}))
                 bucket.on_change = _ChangeRecorder(key, claim.window, self._journal, self._pending).record_change
         return bucket
@@ -147,7 +147,7 @@ class _ChangeRecorder:
         self._line_head, self._line_tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends
 
 
-def _is_stored(claim: Claim) -> bool:
+def _must_be_stored(claim: Claim) -> bool:
     window = claim.window
     return (
         claim.rule.amount == "micros"

@@ -20,6 +20,6 @@ class RequestIDGenerator:
         return f"{time_ms:012x}{self._process}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
 
 
-def created_seconds(request_id: str) -> int:
+def parse_created_seconds(request_id: str) -> int:
     """Return the arrival time contained in a request id, in seconds since 1970."""
     return int(request_id[:12], 16) // 1000

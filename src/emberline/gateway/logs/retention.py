@@ -29,7 +29,7 @@ ERASE_PAGE_TIMEOUT_S = 1.0  # other writers of the store can write between two p
 RetentionDays = dict[tuple[str, str], int]  # account and gateway
 
 
-class Retention:
+class LogRetention:
     def __init__(
         self, store: GatewayStore, configured: Mapping[tuple[str, str], GatewaySettings], wall_clock: Clock
     ) -> None:

@@ -21,7 +21,7 @@ from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, report_change
 from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
 from emberline.gateway.providers.converse import render_converse_request
-from emberline.gateway.providers.hosted_claude import hosted_claude_body
+from emberline.gateway.providers.hosted_claude import build_hosted_claude_body
 from emberline.gateway.providers.sigv4 import ALGORITHM, AwsCredentials, sign_headers
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
@@ -73,7 +73,7 @@ class Bedrock(Provider):
             return super().build_request(call, key)
         decoder: Callable[[], ReplyDecoder]
         if is_claude(call.model):
-            body, decoder = hosted_claude_body(call, ANTHROPIC_VERSION, "stream"), InvokeReplyDecoder
+            body, decoder = build_hosted_claude_body(call, ANTHROPIC_VERSION, "stream"), InvokeReplyDecoder
         else:
             fields = msgspec.json.decode(call.body)
             body, decoder = (

@@ -128,7 +128,7 @@ class Provider:
 
         If `key` is None, the credentials in the caller's headers are forwarded.
         """
-        headers = {**forwardable_headers(call.headers), **call.trace_headers, **self._headers}
+        headers = {**select_forwardable_headers(call.headers), **call.trace_headers, **self._headers}
         if key is not None:
             for name in CREDENTIAL_HEADERS:
                 headers.pop(name, None)
@@ -165,7 +165,7 @@ def is_trusted_url(url: str, base_url: str, domain: str) -> bool:
     return target.scheme == "https" and f".{target.hostname}".endswith(f".{domain}") and "@" not in target.netloc
 
 
-def forwardable_headers(headers: Mapping[str, str]) -> dict[str, str]:
+def select_forwardable_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in headers.items()

@@ -9,7 +9,7 @@ from typing import Any
 
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.streams.aws_eventstream import CONTENT_TYPE, EventStreamMessage, EventStreamParser
-from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_object
+from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_json_object
 from emberline.wire import sse
 
 Json = dict[str, Any]
@@ -38,11 +38,11 @@ class InvokeReplyDecoder(ReplyDecoder):
         return b""
 
     def _decode_message(self, message: EventStreamMessage) -> bytes:
-        data = decode_object(message.payload or b"{}")
+        data = decode_json_object(message.payload or b"{}")
         if kind := message.exception_type:
             text = data.get("message") or data.get("Message") or message.headers.get(":error-message") or kind
             error = {"type": _ERROR_TYPES.get(kind, "api_error"), "message": str(text)}
-            return sse.named_event("error", {"type": "error", "error": error})
+            return sse.encode_named_event("error", {"type": "error", "error": error})
         return self.decode_event(message.event_type, data)
 
     def decode_event(self, kind: str, data: Json) -> bytes:
@@ -52,7 +52,7 @@ class InvokeReplyDecoder(ReplyDecoder):
             event_json = base64.b64decode(data["bytes"], validate=True)
         except (binascii.Error, TypeError, ValueError) as e:
             raise UpstreamBroken("an event of Bedrock's stream has bytes that are not valid base64") from e
-        name = str(decode_object(event_json).get("type") or "")
+        name = str(decode_json_object(event_json).get("type") or "")
         return b"event: %b\ndata: %b\n\n" % (name.encode(), event_json)
 
 
@@ -71,7 +71,7 @@ class ConverseReplyDecoder(InvokeReplyDecoder):
         self._has_ended = False
 
     def decode_body(self, body: bytes) -> bytes:
-        data = decode_object(body)
+        data = decode_json_object(body)
         message = (data.get("output") or {}).get("message")
         if not isinstance(message, dict):
             raise UpstreamBroken("Bedrock's Converse reply has no message")
@@ -165,4 +165,4 @@ def _render_usage(reported: Any) -> Json:
 
 
 def _render_event(kind: str, **fields: Any) -> bytes:
-    return sse.named_event(kind, {"type": kind, **fields})
+    return sse.encode_named_event(kind, {"type": kind, **fields})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.logs.request_ids import created_seconds
+from emberline.gateway.logs.request_ids import parse_created_seconds
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 from emberline.wire import sse
 from emberline.wire.event_splitter import EventSplitter, parse_event
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 class ChatChunkDecoder(ReplyDecoder):
     def __init__(self, model: str, id: str) -> None:
-        self._names = {"id": f"chatcmpl-{id}", "created": created_seconds(id), "model": model}
+        self._names = {"id": f"chatcmpl-{id}", "created": parse_created_seconds(id), "model": model}
         self._splitter = EventSplitter(UpstreamBroken)
 
     def push(self, data: bytes) -> bytes:
@@ -35,12 +35,16 @@ class ChatChunkDecoder(ReplyDecoder):
             {**self._names, "object": "chat.completion", "choices": [{"index": 0, **choice}], **extra_fields}
         )
 
-    def render_delta(self, delta: Json, reason: str | None = None) -> bytes:
-        return self.render_chunk([{"index": 0, "delta": delta, "finish_reason": reason}])
+    def render_delta(self, delta: Json, finish_reason: str | None = None) -> bytes:
+        return self.render_chunk([{"index": 0, "delta": delta, "finish_reason": finish_reason}])
 
     def render_chunk(self, choices: list[Json], **extra_fields: Any) -> bytes:
-        return sse.data_event({**self._names, "object": "chat.completion.chunk", "choices": choices, **extra_fields})
+        return sse.encode_data_event(
+            {**self._names, "object": "chat.completion.chunk", "choices": choices, **extra_fields}
+        )
 
 
 def render_error_event(text: str) -> bytes:
-    return sse.data_event({"error": {"message": text or "the provider sent no error message", "type": "server_error"}})
+    return sse.encode_data_event(
+        {"error": {"message": text or "the provider sent no error message", "type": "server_error"}}
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.chat_chunk_decoder import ChatChunkDecoder, render_error_event
-from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_object
+from emberline.gateway.upstream.reply_decoder import ReplyDecoder, decode_json_object
 from emberline.wire import sse
 
 Json = dict[str, Any]
@@ -25,7 +25,7 @@ class CohereChatDecoder(ChatChunkDecoder):
         self._last_call_index = -1
 
     def decode_body(self, body: bytes) -> bytes:
-        data = decode_object(body)
+        data = decode_json_object(body)
         message = data.get("message")
         if not isinstance(message, dict):
             raise UpstreamBroken("Cohere's reply has no message")
@@ -38,7 +38,7 @@ class CohereChatDecoder(ChatChunkDecoder):
         return self.render_reply(choice, {"usage": _render_usage(data.get("usage"))})
 
     def decode_event(self, name: bytes, payload: bytes) -> bytes:
-        return b"" if payload in (b"", b"[DONE]") else self._decode_object(decode_object(payload))
+        return b"" if payload in (b"", b"[DONE]") else self._decode_object(decode_json_object(payload))
 
     def _decode_object(self, data: Json) -> bytes:
         message = (data.get("delta") or {}).get("message") or {}
@@ -80,7 +80,7 @@ class CohereEmbeddingDecoder(ReplyDecoder):
         self._model = model
 
     def decode_body(self, body: bytes) -> bytes:
-        data = decode_object(body)
+        data = decode_json_object(body)
         embeddings = data.get("embeddings") or {}
         vectors = embeddings.get("float") or embeddings.get("base64") if isinstance(embeddings, dict) else embeddings
         if not vectors:

@@ -18,7 +18,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.google_ai_studio import GeminiProvider
 from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
-from emberline.gateway.providers.hosted_claude import hosted_claude_body
+from emberline.gateway.providers.hosted_claude import build_hosted_claude_body
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.client_response import HTTPClientResponse
@@ -68,7 +68,7 @@ class VertexAI(GeminiProvider):
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         if call.is_dialect_endpoint:
             if call.dialect == "anthropic":
-                call = call.with_changes(body=hosted_claude_body(call, ANTHROPIC_VERSION))
+                call = call.with_changes(body=build_hosted_claude_body(call, ANTHROPIC_VERSION))
             call = call.with_changes(endpoint=self._add_project_and_region(call.endpoint, key))
         return super().build_request(call, key)
 

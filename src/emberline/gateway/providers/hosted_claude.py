@@ -11,7 +11,7 @@ from emberline.gateway.core.request import GatewayRequest
 _RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def hosted_claude_body(call: GatewayRequest, version: str, *removed_fields: str) -> bytes:
+def build_hosted_claude_body(call: GatewayRequest, version: str, *removed_fields: str) -> bytes:
     """Return the request body with the API version, and without the model and the `removed_fields`."""
     fields: dict[str, Any] = dict(_RAW_FIELDS_DECODER.decode(call.body))
     for name in ("model", *removed_fields):

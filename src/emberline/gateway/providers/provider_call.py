@@ -75,13 +75,13 @@ def _translate_reply(
 
 
 async def build_provider_call_offloaded(
-    call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
+    call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created_s: int
 ) -> ProviderCall:
     """Run `build_provider_call` in a child process, for a large body."""
     # Other bodies are not needed in the child process.
     reduced_call = call.with_changes(steps=(), redacted_bodies=[], attempts=[], body_summary=None)
     provider_call, reply_headers = await offload.run(
-        len(call.body), _build_with_reply_headers, reduced_call, provider, key, max_output, created
+        len(call.body), _build_with_reply_headers, reduced_call, provider, key, max_output, created_s
     )
     call.reply_headers |= reply_headers
     return provider_call
@@ -92,7 +92,7 @@ def _build_with_reply_headers(call: GatewayRequest, *args: Any) -> tuple[Provide
 
 
 def build_provider_call(
-    call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
+    call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created_s: int
 ) -> ProviderCall:
     """Return the provider call for `call`.
 
@@ -107,7 +107,7 @@ def build_provider_call(
     )
     if changed:
         call.reply_headers[CHANGED_HEADER] = ", ".join(map(str, changed))
-    context = read_reply_context(call.body, source, created=created, id=call.id)
+    context = read_reply_context(call.body, source, created=created_s, id=call.id)
     headers = {name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS} | {
         "content-type": JSON_CONTENT_TYPE
     }

@@ -62,7 +62,7 @@ class Replicate(Provider):
         if not call.is_dialect_endpoint or call.dialect != "openai-chat":
             return super().build_request(call, key)
         fields: Json = msgspec.json.decode(call.body)
-        body: Json = {"input": render_input(fields, call), "stream": call.stream}
+        body: Json = {"input": render_prediction_input(fields, call), "stream": call.stream}
         if ":" in call.model:
             body["version"] = call.model.partition(":")[2]
         request = super().build_request(call.with_changes(body=msgspec.json.encode(body)), key)
@@ -94,7 +94,9 @@ class Replicate(Provider):
                 break
             await asyncio.sleep(interval)
             url = f"{self._base_url}/predictions/{quote(prediction.id, safe='')}"
-            poll_request = ProviderRequest("GET", url, _without_content_type(request.headers), b"", request.public_only)
+            poll_request = ProviderRequest(
+                "GET", url, _headers_without_content_type(request.headers), b"", request.public_only
+            )
             reply = await self._fetch_reply(poll_request, upstream, deadline - loop.time())
             if reply.status >= 400:
                 return reply
@@ -121,11 +123,15 @@ class Replicate(Provider):
             )
         if not is_trusted_url(url, self._base_url, "replicate.com"):
             raise UpstreamBroken(f"the stream URL of the prediction is not on a Replicate server: {url[:200]!r}")
-        headers = {**_without_content_type(request.headers), "accept": "text/event-stream", "cache-control": "no-store"}
+        headers = {
+            **_headers_without_content_type(request.headers),
+            "accept": "text/event-stream",
+            "cache-control": "no-store",
+        }
         return ProviderRequest("GET", url, headers, b"", request.public_only, request.decoder)
 
 
-def _without_content_type(headers: Mapping[str, str]) -> dict[str, str]:
+def _headers_without_content_type(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name != "content-type"}
 
 
@@ -136,7 +142,7 @@ def _parse_prediction(body: bytes) -> _Prediction:
         raise UpstreamBroken(f"Replicate's reply is not a prediction: {e}") from e
 
 
-def render_input(fields: Json, call: GatewayRequest) -> Json:
+def render_prediction_input(fields: Json, call: GatewayRequest) -> Json:
     """Return the input of a Replicate model: the prompt, the system prompt and the sampling fields."""
     if fields.get("tools"):
         raise InvalidRequest("replicate's models do not support tools", param="tools", hint="use another provider")

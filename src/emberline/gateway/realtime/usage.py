@@ -28,10 +28,10 @@ def parse_realtime_usage(message: str | bytes) -> Usage | None:
             details = {"input_tokens_details": usage.get("input_token_details")}  # Responses' name for it
             return Usage.parse("openai-responses", {**usage, **details})
         case {"usageMetadata": dict(usage)}:
-            return Usage.parse("gemini", _as_reply_usage(usage))
+            return Usage.parse("gemini", _to_reply_usage(usage))
     return None
 
 
-def _as_reply_usage(usage: dict[str, Any]) -> dict[str, Any]:
+def _to_reply_usage(usage: dict[str, Any]) -> dict[str, Any]:
     """Return Gemini's realtime usage with the field names of an ordinary reply."""
     return {**usage, "candidatesTokenCount": usage.get("responseTokenCount", usage.get("candidatesTokenCount"))}

@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeAlias
 from emberline.gateway.routes.pattern import compile_pattern
 
 
-class FactSource(Protocol):
+class AttributeSource(Protocol):
     def get(self, path: str) -> Any:
         """Return the value at this path, or None if it is missing."""
         ...
 
 
-Predicate: TypeAlias = Callable[[FactSource], bool]
+Predicate: TypeAlias = Callable[[AttributeSource], bool]
 _Comparison: TypeAlias = Callable[[Any], bool]
 
 

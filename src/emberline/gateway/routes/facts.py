@@ -18,7 +18,7 @@ from emberline.gateway.routes.condition import compile_condition
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 
-class CallFacts:
+class RequestAttributes:
     def __init__(self, call: GatewayRequest) -> None:
         self._call = call
 
@@ -73,7 +73,7 @@ def evaluate_conditions(
     call: GatewayRequest, body: bytes, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bool]:
     """Return the result of each condition by its id. This function runs in a child process."""
-    facts = CallFacts(call.with_changes(body=body))
+    facts = RequestAttributes(call.with_changes(body=body))
     return {id: compile_condition(each)(facts) for id, each in conditions.items()}
 
 

@@ -56,8 +56,8 @@ class MemberHealth:
     failures: int = 0  # consecutive
     backoff_until: float = 0.0
 
-    def latencies(self, stream: bool) -> LatencySamples:
-        return self.streams if stream else self.whole_replies
+    def latencies(self, is_streamed: bool) -> LatencySamples:
+        return self.streams if is_streamed else self.whole_replies
 
 
 class LoadBalancer:
@@ -69,9 +69,9 @@ class LoadBalancer:
         pool: ModelPool,
         members: Sequence[PoolMember],
         costs: Sequence[int | None],
-        random_fraction: Callable[[], float],
+        draw_fraction: Callable[[], float],
         *,
-        stream: bool,
+        is_streamed: bool,
         now: float,
     ) -> list[PoolMember]:
         """Return the members in the order in which to try them.
@@ -79,24 +79,24 @@ class LoadBalancer:
         `costs`: the cost of this request at each member in micro-dollars, None if unknown. `draw_fraction` returns a
         random number in [0, 1).
         """
-        order = sorted(range(len(members)), key=lambda i: _weighted_sort_key(members[i].weight, random_fraction()))
+        order = sorted(range(len(members)), key=lambda i: _weighted_sort_key(members[i].weight, draw_fraction()))
         match pool.choose:
             case "cheapest":
                 order.sort(key=lambda i: math.inf if (cost := costs[i]) is None else cost)
-            case "fastest" if random_fraction() >= EXPLORATION_SHARE:
-                order.sort(key=lambda i: self._average_latency(members[i], stream))
-        order.sort(key=lambda i: self._backoff_left(members[i], now))
+            case "fastest" if draw_fraction() >= EXPLORATION_SHARE:
+                order.sort(key=lambda i: self._average_latency(members[i], is_streamed))
+        order.sort(key=lambda i: self._backoff_left_s(members[i], now))
         return [members[i] for i in order]
 
-    def hedge_delay(self, member: PoolMember, stream: bool) -> float | None:
+    def hedge_delay_s(self, member: PoolMember, is_streamed: bool) -> float | None:
         """Return the seconds to wait before a second member is called, or None with too few latency samples."""
         health = self._health_by_member.get(member.member_key)
-        return None if health is None else health.latencies(stream).slow_quantile
+        return None if health is None else health.latencies(is_streamed).slow_quantile
 
-    def record_success(self, member_key: MemberKey, seconds: float, *, stream: bool) -> None:
+    def record_success(self, member_key: MemberKey, seconds: float, *, is_streamed: bool) -> None:
         health = self._health_of(member_key)
         health.failures, health.backoff_until = 0, 0.0
-        health.latencies(stream).add(seconds)
+        health.latencies(is_streamed).add(seconds)
 
     def record_failure(self, member_key: MemberKey, status: int, now: float) -> None:
         """Start or extend the back-off of a member. `status` is 0 if there was no HTTP response."""
@@ -112,13 +112,13 @@ class LoadBalancer:
             self._health_by_member[member_key] = MemberHealth()
         return self._health_by_member[member_key]
 
-    def _average_latency(self, member: PoolMember, stream: bool) -> float:
+    def _average_latency(self, member: PoolMember, is_streamed: bool) -> float:
         """Return the average latency, or -1 for a member without samples, so that this member is tried first."""
         health = self._health_by_member.get(member.member_key)
-        average = None if health is None else health.latencies(stream).average
+        average = None if health is None else health.latencies(is_streamed).average
         return -1.0 if average is None else average
 
-    def _backoff_left(self, member: PoolMember, now: float) -> float:
+    def _backoff_left_s(self, member: PoolMember, now: float) -> float:
         """Return the remaining seconds of the member's back-off. Members in back-off are tried last."""
         health = self._health_by_member.get(member.member_key)
         return 0.0 if health is None else max(0.0, health.backoff_until - now)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from emberline.gateway.routes.condition import FactSource, Predicate, compile_condition
+from emberline.gateway.routes.condition import AttributeSource, Predicate, compile_condition
 from emberline.gateway.routes.graph import (
     ConditionalElement,
     Element,
@@ -52,14 +52,14 @@ class CompiledRoute:
 @dataclass(slots=True)
 class RouteTraversal:
     route: CompiledRoute
-    facts: FactSource
+    facts: AttributeSource
     seed: str  # of the random choices at percentages
     current: Element | None
     condition_results: Mapping[str, bool] = field(default_factory=dict)  # of conditions evaluated before, by id
 
     @staticmethod
     def start(
-        route: CompiledRoute, facts: FactSource, seed: str, condition_results: Mapping[str, bool] | None = None
+        route: CompiledRoute, facts: AttributeSource, seed: str, condition_results: Mapping[str, bool] | None = None
     ) -> RouteTraversal:
         return RouteTraversal(route, facts, seed, route.start, condition_results or {})
 
@@ -108,7 +108,7 @@ class RouteTraversal:
         self.current = None if element_ref is None else self.route.elements[element_ref.element_id]
 
     def _draw_output(self, element: PercentageElement) -> str:
-        left = seeded_fraction(f"{self.route.name}\n{element.id}\n{self.seed}") * 100
+        left = random_fraction_from_seed(f"{self.route.name}\n{element.id}\n{self.seed}") * 100
         for share, to in element.shares():
             if left < share:
                 return to
@@ -117,6 +117,6 @@ class RouteTraversal:
         return rest.element_id if rest is not None else element.shares()[-1][1]
 
 
-def seeded_fraction(seed: str) -> float:
+def random_fraction_from_seed(seed: str) -> float:
     """Return a number in [0, 1) that depends on the seed only."""
     return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]) / (1 << 56)

@@ -73,7 +73,7 @@ async def read_steps(
 
     A large body is parsed in a child process. Raise InvalidRequest if the body is invalid.
     """
-    parsed = await offload.run_by_size(len(body), decode_steps, body)
+    parsed = await offload.run_inline_if_small(len(body), decode_steps, body)
     steps = tuple(_build_step(step, request_options, settings, registry) for step in parsed)
     if virtual := [step for step in steps if step.provider in VIRTUAL_PROVIDERS and len(steps) > 1]:
         raise InvalidRequest(
@@ -128,10 +128,12 @@ def _build_step(
     path, _, url_query = endpoint.partition("?")
     check_path(f"{target.provider}/{path}", path.split("/") if target.provider == ARN_PROVIDER else (), "endpoint")
     options = (
-        RequestOptions.from_headers(headers).merged_over(_config_options(target.config)).merged_over(request_options)
+        RequestOptions.from_headers(headers)
+        .with_defaults(_parse_config_options(target.config))
+        .with_defaults(request_options)
     )
     if target.provider == COMPAT:
-        return _compat_step(path, headers, parsed, options, settings)
+        return _build_compat_step(path, headers, parsed, options, settings)
     provider = registry.find_provider(target.provider, settings)
     return RequestStep(
         target.provider,
@@ -147,7 +149,7 @@ def _build_step(
     )
 
 
-def _compat_step(
+def _build_compat_step(
     path: str, headers: dict[str, str], parsed: ParsedStep, options: RequestOptions, settings: GatewaySettings
 ) -> RequestStep:
     """Return a step for `compat`, the endpoint that takes one protocol for every provider.
@@ -181,15 +183,15 @@ def _compat_step(
     )
 
 
-def _config_options(config: dict[str, Any]) -> RequestOptions:
+def _parse_config_options(config: dict[str, Any]) -> RequestOptions:
     if unknown := sorted(set(config) - set(_CONFIG)):
         raise InvalidRequest(
             f"config of a step has an unknown field {unknown[0]!r}",
             param="config",
             hint=f"fields: {', '.join(sorted(_CONFIG))}",
         )
-    return RequestOptions.from_headers({_CONFIG[name]: _header_value(value) for name, value in config.items()})
+    return RequestOptions.from_headers({_CONFIG[name]: _to_header_value(value) for name, value in config.items()})
 
 
-def _header_value(value: Any) -> str:
+def _to_header_value(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -23,7 +23,7 @@ from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.gateway import InboundRequest
 from emberline.gateway.run.batch_store import BatchStore, PackedRequests, RunBatch, decode_batch, pack_rows
-from emberline.gateway.run.run_replies import FAILED_CODE, failure_envelope, is_busy, read_envelope
+from emberline.gateway.run.run_replies import FAILED_CODE, build_failure_envelope, is_provider_busy, read_envelope
 from emberline.gateway.run.run_request import encode_request, translate_request
 from emberline.gateway.store.base import Document, GatewayStore
 
@@ -218,7 +218,9 @@ class BatchQueue:
             _check_nesting(envelope)
         except Exception as e:  # fails this request only: a retry would fail, too, and cost again
             log.exception("Request of a batch failed with an internal error: batch=%s request=%d", batch.id, index)
-            envelope = failure_envelope(FAILED_CODE, f"the request failed with an internal error: {type(e).__name__}")
+            envelope = build_failure_envelope(
+                FAILED_CODE, f"the request failed with an internal error: {type(e).__name__}"
+            )
         if envelope["success"]:
             return {**row, "success": True, "result": envelope["result"]}
         return {**row, "error": envelope["errors"][0]}
@@ -237,14 +239,14 @@ class BatchQueue:
 
     async def _send_once(self, batch: RunBatch, request: Json) -> tuple[Json, bool]:
         """Return the reply in the envelope of Workers AI, and whether it is a temporary failure."""
-        encoded = encode_request(batch.model, _request_input(request))
+        encoded = encode_request(batch.model, _extract_request_input(request))
         path = f"/accounts/{batch.account}/ai{encoded.path}"
         headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
         self._in_progress += 1
         try:
             reply = await self._send_request(InboundRequest("POST", path, "", headers, encoded.body), batch.key_id)
             try:
-                return await read_envelope(encoded, reply), is_busy(reply) or reply.error in _RETRIED_ERRORS
+                return await read_envelope(encoded, reply), is_provider_busy(reply) or reply.error in _RETRIED_ERRORS
             finally:
                 await reply.close()
         finally:
@@ -292,11 +294,11 @@ def check_requests(model: str, requests: Any) -> PackedRequests:
                 param="requests[].stream",
                 hint="remove stream",
             )
-        translate_request(model, _request_input(each))
+        translate_request(model, _extract_request_input(each))
     return PackedRequests(len(requests), pack_rows(requests))
 
 
-def _request_input(request: Json) -> Json:
+def _extract_request_input(request: Json) -> Json:
     return {name: value for name, value in request.items() if name != "external_reference"}
 
 

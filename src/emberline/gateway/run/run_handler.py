@@ -17,7 +17,7 @@ from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllow
 from emberline.core.offload import offload
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.identity import Identity
-from emberline.gateway.core.options import RequestOptions, option_headers
+from emberline.gateway.core.options import RequestOptions, select_option_headers
 from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.core.settings import GatewaySettings
@@ -26,7 +26,13 @@ from emberline.gateway.gateway import Gateway, InboundRequest
 from emberline.gateway.routes.model_names import resolve_model
 from emberline.gateway.run.batch_queue import BatchQueue, check_requests
 from emberline.gateway.run.batch_store import PackedRequests
-from emberline.gateway.run.run_replies import Json, failure_envelope, is_busy, success_envelope, to_run_reply
+from emberline.gateway.run.run_replies import (
+    Json,
+    build_failure_envelope,
+    build_success_envelope,
+    is_provider_busy,
+    to_run_reply,
+)
 from emberline.gateway.run.run_request import EncodedRequest, encode_request
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.wire import sse
@@ -76,16 +82,19 @@ class RunHandler:
             if run.request_id is not None:
                 found = await self._queue.read_result(run.account, run.request_id, run.identity)
                 return GatewayReply(
-                    200, {**JSON_HEADERS}, await asyncio.to_thread(sse.dumps, success_envelope(found)), ended="complete"
+                    200,
+                    {**JSON_HEADERS},
+                    await asyncio.to_thread(sse.dumps, build_success_envelope(found)),
+                    ended="complete",
                 )
             if run.queued:
-                return _json_reply(success_envelope(await self._add_batch(run, inbound)))
+                return _json_reply(build_success_envelope(await self._add_batch(run, inbound)))
             return await self._run_now(run, inbound)
         except EmberlineError as e:
             reply = error_reply("raw", e)
             reply.headers["content-type"] = "application/json"
             code = {404: 7002, 400: 5006, 401: 10000, 403: 10000, 429: 2003}.get(reply.status, 3043)
-            reply.body = sse.dumps(failure_envelope(code, str(e)))
+            reply.body = sse.dumps(build_failure_envelope(code, str(e)))
             return reply
 
     async def _parse_inbound(self, inbound: InboundRequest) -> _RunRequest:
@@ -95,7 +104,7 @@ class RunHandler:
         if match is None:
             raise NotFound(f"the path {inbound.path[:200]!r} does not exist", hint="use /accounts/ACCOUNT/ai/run/MODEL")
         path_model = unquote(match["model"] or "")
-        outline = await offload.run_by_size(len(inbound.body), read_outline, inbound.body, path_model)
+        outline = await offload.run_inline_if_small(len(inbound.body), read_outline, inbound.body, path_model)
         account = match["account"]
         gateway = RequestOptions.from_headers(inbound.headers).gateway_id or DEFAULT_NAME
         identity, settings = await self._gateway.authenticate(RequestTarget("plain", account, gateway), inbound.headers)
@@ -114,8 +123,8 @@ class RunHandler:
                 param="requests",
                 hint="split the batch",
             )
-        requests = await offload.run_by_size(len(inbound.body), read_batch, inbound.body, run.path_model)
-        headers = option_headers(inbound.headers)
+        requests = await offload.run_inline_if_small(len(inbound.body), read_batch, inbound.body, run.path_model)
+        headers = select_option_headers(inbound.headers)
         return (await self._queue.add(run.account, run.gateway, run.model, caller.key_id, requests, headers)).summary
 
     async def _run_now(self, run: _RunRequest, inbound: InboundRequest) -> GatewayReply:
@@ -128,16 +137,16 @@ class RunHandler:
             query = inbound.query
             if run.rejects_if_busy and "rejectIfBusy=" not in query:
                 query = f"{query}&rejectIfBusy=true".lstrip("&")
-            body = await offload.run_by_size(len(inbound.body), read_native_body, inbound.body, run.path_model)
+            body = await offload.run_inline_if_small(len(inbound.body), encode_run_input, inbound.body, run.path_model)
             return await self._gateway.answer(InboundRequest("POST", path, query, headers, body))
-        encoded = await offload.run_by_size(len(inbound.body), read_run_request, inbound.body, run.path_model)
+        encoded = await offload.run_inline_if_small(len(inbound.body), read_run_request, inbound.body, run.path_model)
         path = f"/accounts/{run.account}/ai{encoded.path}"
         request = InboundRequest("POST", path, "", headers, encoded.body)
         until = self._clock.now() + run.settings.timeouts.total
         for retries in range(1 << 20):
             reply = await self._gateway.answer(request)
             delay = RETRY_DELAYS_S[min(retries, len(RETRY_DELAYS_S) - 1)]
-            if not is_busy(reply) or run.rejects_if_busy or self._clock.now() + delay >= until:
+            if not is_provider_busy(reply) or run.rejects_if_busy or self._clock.now() + delay >= until:
                 return await _convert_or_close(encoded, reply)
             await reply.close()
             await asyncio.sleep(delay)
@@ -172,7 +181,7 @@ def read_run_request(body: bytes, path_model: str) -> EncodedRequest:
     return encode_request(model, input)
 
 
-def read_native_body(body: bytes, path_model: str) -> bytes:
+def encode_run_input(body: bytes, path_model: str) -> bytes:
     return msgspec.json.encode(_decode_run_body(body, path_model)[1])
 
 

@@ -24,15 +24,15 @@ FAILED_CODE = 3043  # error code of Workers AI for all other failures
 _BUSY_ERRORS = ("upstream_refused", "upstream_resting")  # error codes of a provider that is out of capacity
 
 
-def success_envelope(result: Any) -> Json:
+def build_success_envelope(result: Any) -> Json:
     return {"result": result, "success": True, "errors": [], "messages": []}
 
 
-def failure_envelope(code: int, message: str) -> Json:
+def build_failure_envelope(code: int, message: str) -> Json:
     return {"result": None, "success": False, "errors": [{"code": code, "message": message}], "messages": []}
 
 
-def is_busy(reply: GatewayReply) -> bool:
+def is_provider_busy(reply: GatewayReply) -> bool:
     """Return whether the provider is out of capacity, so that a retry may succeed.
 
     Return False if a limit of the gateway itself was exceeded, because that error states the time to wait.
@@ -49,12 +49,14 @@ async def to_run_reply(request: EncodedRequest, reply: GatewayReply) -> GatewayR
         reply.headers["content-type"] = "application/json"
         if reply.status < 400:
             arguments = request.kind, reply.body, request.wants_json
-            succeeded, reply.body = await offload.run_by_size(len(reply.body), rewrite_reply, *arguments)
+            succeeded, reply.body = await offload.run_inline_if_small(
+                len(reply.body), encode_reply_envelope, *arguments
+            )
             if not succeeded:
                 reply.status = 502
         else:
-            reply.body = sse.dumps(error_reply_envelope(reply))
-            reply.status = 429 if is_busy(reply) else reply.status
+            reply.body = sse.dumps(build_error_reply_envelope(reply))
+            reply.status = 429 if is_provider_busy(reply) else reply.status
     elif request.kind == "chat/completions":
         reply.body = RunStream(reply.body)
     return reply
@@ -64,33 +66,35 @@ async def read_envelope(request: EncodedRequest, reply: GatewayReply) -> Json:
     """Return the envelope of Workers AI for a reply that is not a stream."""
     assert isinstance(reply.body, bytes)
     if reply.status >= 400:
-        return error_reply_envelope(reply)
-    return await offload.run_by_size(len(reply.body), parse_reply, request.kind, reply.body, request.wants_json)
+        return build_error_reply_envelope(reply)
+    return await offload.run_inline_if_small(
+        len(reply.body), reply_to_envelope, request.kind, reply.body, request.wants_json
+    )
 
 
-def error_reply_envelope(reply: GatewayReply) -> Json:
+def build_error_reply_envelope(reply: GatewayReply) -> Json:
     """Return the envelope of Workers AI for an error reply."""
     assert isinstance(reply.body, bytes)
-    if is_busy(reply):
-        return failure_envelope(BUSY_CODE, BUSY_MESSAGE)
-    return failure_envelope(_CODES.get(reply.status, FAILED_CODE), parse_error(reply.body).message)
+    if is_provider_busy(reply):
+        return build_failure_envelope(BUSY_CODE, BUSY_MESSAGE)
+    return build_failure_envelope(_CODES.get(reply.status, FAILED_CODE), parse_error(reply.body).message)
 
 
-def rewrite_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
+def encode_reply_envelope(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
     """Return whether the reply is valid, and its encoded envelope."""
-    envelope = parse_reply(endpoint, body, wants_json)
+    envelope = reply_to_envelope(endpoint, body, wants_json)
     return envelope["success"], sse.dumps(envelope)
 
 
-def parse_reply(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
+def reply_to_envelope(endpoint: RunEndpoint, body: bytes, wants_json: bool) -> Json:
     """Return the envelope for the body of a successful reply.
 
     The envelope contains an error if the body is invalid.
     """
     try:
-        return success_envelope(build_result(endpoint, msgspec.json.decode(body), wants_json))
+        return build_success_envelope(build_result(endpoint, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS) as e:
-        return failure_envelope(FAILED_CODE, f"the provider's reply to {endpoint} is invalid: {e!r}")
+        return build_failure_envelope(FAILED_CODE, f"the provider's reply to {endpoint} is invalid: {e!r}")
 
 
 def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -> Json:
@@ -101,7 +105,7 @@ def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -
     match endpoint:
         case "embeddings":
             vectors = [row["embedding"] for row in reply["data"]]
-            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _result_usage(reply)
+            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _convert_usage(reply)
         case "responses":
             return reply
     message = reply["choices"][0]["message"]
@@ -110,15 +114,15 @@ def build_result(endpoint: RunEndpoint, reply: Json, wants_json: bool = False) -
         with contextlib.suppress(*JSON_DECODE_ERRORS):
             converted["response"] = msgspec.json.decode(message["content"])
     if calls := message.get("tool_calls"):
-        converted["tool_calls"] = [_result_tool_call(each["function"]) for each in calls]
-    return converted | _result_usage(reply)
+        converted["tool_calls"] = [_convert_tool_call(each["function"]) for each in calls]
+    return converted | _convert_usage(reply)
 
 
-def _result_usage(reply: Json) -> Json:
+def _convert_usage(reply: Json) -> Json:
     return {"usage": reply["usage"]} if reply.get("usage") else {}
 
 
-def _result_tool_call(function: Json) -> Json:
+def _convert_tool_call(function: Json) -> Json:
     arguments: Any = function.get("arguments") or "{}"
     with contextlib.suppress(*JSON_DECODE_ERRORS):
         arguments = msgspec.json.decode(arguments)
@@ -153,9 +157,11 @@ class RunStream:
             return sse.DONE_EVENT if payload else b""
         event = msgspec.json.decode(payload)
         if event.get("error"):
-            return sse.data_event(failure_envelope(FAILED_CODE, parse_error_object(event).message))
+            return sse.encode_data_event(build_failure_envelope(FAILED_CODE, parse_error_object(event).message))
         converted = b"".join(self._convert_choice(choice) for choice in event.get("choices") or ())
-        return converted + (sse.data_event({"response": "", "usage": event["usage"]}) if event.get("usage") else b"")
+        return converted + (
+            sse.encode_data_event({"response": "", "usage": event["usage"]}) if event.get("usage") else b""
+        )
 
     def _convert_choice(self, choice: Json) -> bytes:
         delta = choice.get("delta") or {}
@@ -164,8 +170,8 @@ class RunStream:
             function = piece.get("function") or {}
             call["name"] += function.get("name") or ""
             call["arguments"] += function.get("arguments") or ""
-        converted = sse.data_event({"response": delta["content"]}) if delta.get("content") else b""
+        converted = sse.encode_data_event({"response": delta["content"]}) if delta.get("content") else b""
         if choice.get("finish_reason") and self._tools:
-            calls, self._tools = [_result_tool_call(call) for call in self._tools.values()], {}
-            converted += sse.data_event({"response": "", "tool_calls": calls})
+            calls, self._tools = [_convert_tool_call(call) for call in self._tools.values()], {}
+            converted += sse.encode_data_event({"response": "", "tool_calls": calls})
         return converted

@@ -53,7 +53,7 @@ def translate_request(model: str, input: Json) -> ProtocolRequest:
                 hint=f"remove {name}",
             )
     if "messages" in input or "prompt" in input:
-        return ProtocolRequest("chat/completions", _chat_request(model, input))
+        return ProtocolRequest("chat/completions", _build_chat_request(model, input))
     if "text" in input:
         rest = {name: value for name, value in input.items() if name not in ("text", "pooling")}
         if input.get("pooling"):
@@ -74,7 +74,7 @@ def translate_request(model: str, input: Json) -> ProtocolRequest:
     )
 
 
-def _chat_request(model: str, input: Json) -> Json:
+def _build_chat_request(model: str, input: Json) -> Json:
     body = {name: value for name, value in input.items() if name != "prompt"} | {"model": model}
     if "messages" not in input:
         body["messages"] = [{"role": "user", "content": input["prompt"]}]

@@ -41,7 +41,7 @@ from emberline.gateway.store.tables import (
     LOG_MIGRATIONS,
     MAIN_MIGRATIONS,
     PAYLOAD_MIGRATIONS,
-    metadata_labels,
+    metadata_label_rows,
     pending_migrations,
     record_to_row,
     render_migration,
@@ -149,7 +149,7 @@ class PostgresStore:
             a = change.audit
             values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
             columns = "at, account, actor, action, target, before, after"
-            await db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.placeholders('$', 7)})", *values)
+            await db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.make_placeholders('$', 7)})", *values)
         return version
 
     # Counters
@@ -181,7 +181,7 @@ class PostgresStore:
             raise
         for day in self._daily_users.add_users(cells):
             await self._merge_small_users(day)
-        await self._prepare_next_day(max(days) + timedelta(days=1))
+        await self._create_next_day_partitions(max(days) + timedelta(days=1))
 
     async def _append_records(
         self, db: Connection, records: RecordBatch, cells: Mapping[CellKey, Sequence[int]]
@@ -191,9 +191,9 @@ class PostgresStore:
             return
         await db.execute("DELETE FROM batches WHERE at < $1", first[1] - UNIT_MS["day"])
         await db.copy_records_to_table(
-            "logs", records=[_without_nul(record_to_row(r)) for r, _ in records], columns=COLUMNS
+            "logs", records=[_replace_nul_characters(record_to_row(r)) for r, _ in records], columns=COLUMNS
         )
-        all_labels = [_without_nul(label) for r, _ in records for label in metadata_labels(r)]
+        all_labels = [_replace_nul_characters(label) for r, _ in records for label in metadata_label_rows(r)]
         if all_labels:
             await db.copy_records_to_table("labels", records=all_labels, columns=("key", "value", "id"))
         payloads = [(r.id, p) for r, p in records if p is not None]
@@ -201,7 +201,7 @@ class PostgresStore:
             rows = await asyncio.to_thread(_payload_rows, payloads)
             await db.copy_records_to_table("payloads", records=rows, columns=("id", "request", "response"))
         for wide, upsert in _ROLLUPS:  # last, because other replicas wait for the locks of these rows
-            await db.executemany(upsert, map(_without_nul, sql.rollup_rows(cells, wide)))
+            await db.executemany(upsert, map(_replace_nul_characters, sql.rollup_rows(cells, wide)))
 
     async def _merge_small_users(self, day: AccountDay) -> None:
         """Merge the rollup cells of the users with the lowest cost on a day.
@@ -225,15 +225,16 @@ class PostgresStore:
             self._find_newest_id, self._select_records, days, filters, before, limit, timeout_s, self._clock
         )
 
-    async def _find_newest_id(self, day: date, low: bytes, high: bytes) -> bytes | None:
-        rows = await self._read_rows(sql.select_newest_id("$"), (low, high))
+    async def _find_newest_id(self, day: date, first_id: bytes, end_id: bytes) -> bytes | None:
+        rows = await self._read_rows(sql.select_newest_id("$"), (first_id, end_id))
         return rows[0][0] if rows else None
 
     async def _select_records(
-        self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int
+        self, day: date, filters: LogFilters, first_id: bytes, end_id: bytes, limit: int
     ) -> list[LogRecord]:
         return [
-            row_to_record(found) for found in await self._read_rows(*sql.select_logs("$", filters, low, high, limit))
+            row_to_record(found)
+            for found in await self._read_rows(*sql.select_logs("$", filters, first_id, end_id, limit))
         ]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
@@ -256,8 +257,10 @@ class PostgresStore:
             new = feedback.apply_to(old)
             values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
             await db.execute("UPDATE logs SET feedback = $1, score = $2, metadata = $3 WHERE id = $4", *values)
-            await db.executemany(_DELETE_LABEL, map(_without_nul, metadata_labels(old)))
-            await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_without_nul, metadata_labels(new)))
+            await db.executemany(_DELETE_LABEL, map(_replace_nul_characters, metadata_label_rows(old)))
+            await db.executemany(
+                "INSERT INTO labels VALUES ($1, $2, $3)", map(_replace_nul_characters, metadata_label_rows(new))
+            )
             return new
 
     async def erase_records(self, records: Sequence[LogRecord]) -> None:
@@ -266,7 +269,8 @@ class PostgresStore:
             for table in ("payloads", "logs"):
                 await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
             await db.executemany(
-                _DELETE_LABEL, [_without_nul(label) for each in records for label in metadata_labels(each)]
+                _DELETE_LABEL,
+                [_replace_nul_characters(label) for each in records for label in metadata_label_rows(each)],
             )
 
     async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
@@ -295,7 +299,7 @@ class PostgresStore:
             for table in (partition_name(parent, each) for each in dropped for parent in PARTITIONED_TABLES):
                 await db.execute(f"DROP TABLE IF EXISTS {table}")
         async with self._transaction() as db:
-            for table, unit, dimension, before in sql.cells_to_delete(day_start_ms(day)):
+            for table, unit, dimension, before in sql.list_cells_to_delete(day_start_ms(day)):
                 next_account, account = sql.select_next_account("$", table), ""
                 while account := await db.fetchval(next_account, unit, account):
                     await db.execute(sql.delete_cells("$", table), unit, account, dimension, before)
@@ -320,7 +324,7 @@ class PostgresStore:
                 save = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
                 await db.execute(save, family, len(steps))
 
-    async def _prepare_next_day(self, day: date) -> None:
+    async def _create_next_day_partitions(self, day: date) -> None:
         """Create the next day's partitions in advance. If that fails, it is tried again after the next batch."""
         if day > max(self._partitions):
             try:
@@ -380,10 +384,10 @@ async def _put_document(db: Connection, document: Document, updated_ms: int) -> 
 def _check_one_row_changed(command_tag: str, document: Document) -> None:
     """Raise Conflict unless the statement changed one row."""
     if not command_tag.endswith(" 1"):
-        raise Conflict.of_document(document.kind, document.id, is_new=not document.version)
+        raise Conflict.for_document(document.kind, document.id, is_new=not document.version)
 
 
-def _without_nul(row: tuple[Any, ...]) -> tuple[Any, ...]:
+def _replace_nul_characters(row: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace NUL characters in a row's texts: clients can send them, and PostgreSQL's TEXT rejects them."""
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 

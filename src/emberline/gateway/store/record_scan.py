@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, date, datetime
 
 from emberline.core.clock import Clock
-from emberline.gateway.core.log_record import LogRecord, created_ms
+from emberline.gateway.core.log_record import LogRecord, parse_created_ms
 from emberline.gateway.store.base import RecordPage
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.rollup import UNIT_MS
@@ -29,9 +29,9 @@ def day_start_ms(day: date) -> int:
     return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
 
 
-def lowest_id_at(ms: int) -> bytes:
+def lowest_id_at(time_ms: int) -> bytes:
     """Return the lowest id that a record of this millisecond can have."""
-    return min(max(ms, 0), MAX_TIME_MS - 1).to_bytes(6) + bytes(10)
+    return min(max(time_ms, 0), MAX_TIME_MS - 1).to_bytes(6) + bytes(10)
 
 
 async def scan_records(
@@ -61,7 +61,7 @@ async def scan_records(
         del ranges[0]
     for day, floor, upper in ranges:
         while floor < upper:
-            lower = max(floor, lowest_id_at(created_ms(upper.hex()) - interval))
+            lower = max(floor, lowest_id_at(parse_created_ms(upper.hex()) - interval))
             started = clock.now()
             found += await select_records(day, filters, lower, upper, limit + 1 - len(found))
             now = clock.now()

@@ -155,7 +155,7 @@ def count_records(records: Iterable[LogRecord]) -> dict[CellKey, Sequence[int]]:
             if value or dimension == "all":
                 cell_counts = counts if dimension in HISTOGRAM_DIMENSIONS else counts[: len(SUMS)]
                 _add_counts(cells, _smallest_cell_key(dimension, start, account, gateway, value), cell_counts)
-    return _with_larger_units(cells)
+    return _add_larger_units(cells)
 
 
 _Group = tuple[int, str, str, str, str, int, str]  # minute, account, gateway, provider, model, status, error
@@ -174,7 +174,7 @@ def _add_counts(cells: dict[CellKey, Sequence[int]], key: CellKey, counts: Seque
     cells[key] = counts if before is None else list(map(add, before, counts))
 
 
-def _with_larger_units(smallest_cells: dict[CellKey, Sequence[int]]) -> dict[CellKey, Sequence[int]]:
+def _add_larger_units(smallest_cells: dict[CellKey, Sequence[int]]) -> dict[CellKey, Sequence[int]]:
     """Return the cells together with the cells of larger units (hour, day), which are their sums."""
     cells = dict(smallest_cells)
     for (_, start, account, gateway, dimension, value), counts in smallest_cells.items():

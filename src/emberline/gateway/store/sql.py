@@ -73,7 +73,7 @@ class SQLQuery:
         return " AND ".join(self.clauses)
 
 
-def placeholders(placeholder_prefix: str, count: int) -> str:
+def make_placeholders(placeholder_prefix: str, count: int) -> str:
     return ", ".join(f"{placeholder_prefix}{i + 1}" for i in range(count))
 
 
@@ -89,15 +89,15 @@ APPLIED_BATCHES_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older w
 
 
 def select_logs(
-    placeholder_prefix: str, filters: LogFilters, low: bytes, high: bytes, limit: int
+    placeholder_prefix: str, filters: LogFilters, first_id: bytes, end_id: bytes, limit: int
 ) -> tuple[str, list[Any]]:
     """Return the query for log records with first_id <= id < end_id, newest first."""
     query = SQLQuery(placeholder_prefix)
     query.add_condition("account", "=", filters.account)
     if filters.gateway:
         query.add_condition("gateway", "=", filters.gateway)
-    query.add_condition("id", ">=", low)
-    query.add_condition("id", "<", high)
+    query.add_condition("id", ">=", first_id)
+    query.add_condition("id", "<", end_id)
     success = filters.success
     if filters.status:
         query.add_in("status", filters.status)
@@ -123,7 +123,7 @@ def select_logs(
         query.add_contains(tuple(f'"{name}"' for name in contains.fields), contains.texts)
     for key, value in filters.metadata.items():
         inner = f"key = {query.add_value(key)} AND value = {query.add_value(value)}"
-        bounds = f"id >= {query.add_value(low)} AND id < {query.add_value(high)}"
+        bounds = f"id >= {query.add_value(first_id)} AND id < {query.add_value(end_id)}"
         query.clauses.append(f"id IN (SELECT id FROM labels WHERE {inner} AND {bounds})")
     order = f"ORDER BY id DESC LIMIT {int(limit)}"
     return f"SELECT {quote_names(COLUMNS)} FROM logs WHERE {query.where_clause} {order}", query.values
@@ -205,7 +205,7 @@ def upsert_rollup(placeholder_prefix: str, dimension: Dimension) -> str:
     table, counters = _table_and_counters(dimension)
     names = (*CELL_KEY_COLUMNS, *counters)
     added = ", ".join(f"{counter} = {table}.{counter} + excluded.{counter}" for counter in counters)
-    into = f"INSERT INTO {table} ({quote_names(names)}) VALUES ({placeholders(placeholder_prefix, len(names))})"
+    into = f"INSERT INTO {table} ({quote_names(names)}) VALUES ({make_placeholders(placeholder_prefix, len(names))})"
     return f"{into} ON CONFLICT ({quote_names(CELL_KEY_COLUMNS)}) DO UPDATE SET {added}"
 
 
@@ -238,7 +238,7 @@ def delete_cells(placeholder_prefix: str, table: str) -> str:
     return f"DELETE FROM {table} WHERE unit = {mark}1 AND account = {mark}2 AND dimension = {mark}3 AND start < {mark}4"
 
 
-def cells_to_delete(records_before_ms: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
+def list_cells_to_delete(records_before_ms: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
     """Return which cells to delete together with the log records before `records_before_ms`.
 
     An item is (table, unit, dimension, time of the first cell to keep).

@@ -22,7 +22,7 @@ import msgspec
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.privatefile import make_private
 from emberline.gateway.core.errors import Conflict
-from emberline.gateway.core.log_record import LogPayload, LogRecord, created_ms, utc_day
+from emberline.gateway.core.log_record import LogPayload, LogRecord, parse_created_ms, utc_day
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import (
     PAGE_TIMEOUT_S,
@@ -47,7 +47,7 @@ from emberline.gateway.store.tables import (
     LOG_MIGRATIONS,
     MAIN_MIGRATIONS,
     PAYLOAD_MIGRATIONS,
-    metadata_labels,
+    metadata_label_rows,
     quote_names,
     record_to_row,
     row_to_record,
@@ -121,7 +121,7 @@ class SQLiteStore:
                 a = change.audit
                 values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
                 columns = "at, account, actor, action, target, before, after"
-                db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.placeholders('?', 7)})", values)
+                db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.make_placeholders('?', 7)})", values)
                 increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
                 return int(db.execute(increment).fetchall()[0][0])
 
@@ -157,7 +157,7 @@ class SQLiteStore:
         if thread.connection(self._main).execute("SELECT 1 FROM batches WHERE id = ?1", (first,)).fetchall():
             return
         for day, entries in _group_by_day(records, lambda entry: entry[0]).items():
-            self._append_day(thread, day, entries)
+            self._append_day_records(thread, day, entries)
         with transaction(thread.connection(self._main)) as main:
             main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, records[0][0].created_ms))
             main.execute("DELETE FROM batches WHERE at < ?1", (records[0][0].created_ms - UNIT_MS["day"],))
@@ -174,10 +174,10 @@ class SQLiteStore:
                 deleted = db.execute(_DELETE_SMALL, (*day, OTHER_USERS, *small[0])).fetchall()
                 db.executemany(_ROLLUPS[1][1], merge_small_users(day, deleted))
 
-    def _append_day(self, thread: SQLiteThread, day: date, entries: RecordBatch) -> None:
+    def _append_day_records(self, thread: SQLiteThread, day: date, entries: RecordBatch) -> None:
         with transaction(self._open_day_file(thread, day)) as db:
             insert_rows(db, _INSERT_LOG, [record_to_row(r) for r, _ in entries])
-            db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in metadata_labels(r)])
+            db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in metadata_label_rows(r)])
         payloads = [
             (bytes.fromhex(r.id), compress_payload(p.request), compress_payload(p.response))
             for r, p in entries
@@ -195,18 +195,20 @@ class SQLiteStore:
             self._find_newest_id, self._select_records, days, filters, before, limit, timeout_s, self._clock
         )
 
-    async def _find_newest_id(self, day: date, low: bytes, high: bytes) -> bytes | None:
-        rows = await self._read_rows(self._day_file_path("logs", day), sql.select_newest_id("?"), (low, high))
+    async def _find_newest_id(self, day: date, first_id: bytes, end_id: bytes) -> bytes | None:
+        rows = await self._read_rows(self._day_file_path("logs", day), sql.select_newest_id("?"), (first_id, end_id))
         return rows[0][0] if rows else None
 
     async def _select_records(
-        self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int
+        self, day: date, filters: LogFilters, first_id: bytes, end_id: bytes, limit: int
     ) -> list[LogRecord]:
-        rows = await self._read_rows(self._day_file_path("logs", day), *sql.select_logs("?", filters, low, high, limit))
+        rows = await self._read_rows(
+            self._day_file_path("logs", day), *sql.select_logs("?", filters, first_id, end_id, limit)
+        )
         return [row_to_record(found) for found in rows]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
-        path = self._day_file_path("logs", utc_day(created_ms(id)))
+        path = self._day_file_path("logs", utc_day(parse_created_ms(id)))
         rows = await self._read_rows(path, *sql.select_log("?", account, gateway, id))
         return row_to_record(rows[0]) if rows else None
 
@@ -215,12 +217,12 @@ class SQLiteStore:
             return None
         text = "SELECT request, response FROM payloads WHERE id = ?1"
         rows = await self._read_rows(
-            self._day_file_path("payloads", utc_day(created_ms(id))), text, (bytes.fromhex(id),)
+            self._day_file_path("payloads", utc_day(parse_created_ms(id))), text, (bytes.fromhex(id),)
         )
         return LogPayload(*(decompress_payload(part) for part in rows[0])) if rows else None
 
     async def add_feedback(self, account: str, gateway: str, id: str, feedback: Feedback) -> LogRecord | None:
-        day, query = utc_day(created_ms(id)), sql.select_log("?", account, gateway, id)
+        day, query = utc_day(parse_created_ms(id)), sql.select_log("?", account, gateway, id)
 
         def update_record(thread: SQLiteThread) -> LogRecord | None:
             if not self._day_file_path("logs", day).exists():
@@ -233,8 +235,8 @@ class SQLiteStore:
                 new = feedback.apply_to(old)
                 values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
                 db.execute("UPDATE logs SET feedback = ?1, score = ?2, metadata = ?3 WHERE id = ?4", values)
-                db.executemany(_DELETE_LABEL, metadata_labels(old))
-                db.executemany(_INSERT_LABEL, metadata_labels(new))
+                db.executemany(_DELETE_LABEL, metadata_label_rows(old))
+                db.executemany(_INSERT_LABEL, metadata_label_rows(new))
                 return new
 
         return await self._writer.run(update_record)
@@ -246,7 +248,7 @@ class SQLiteStore:
                 with transaction(self._open_day_file(thread, day, payloads=True)) as db:
                     db.executemany("DELETE FROM payloads WHERE id = ?1", ids)
             with transaction(self._open_day_file(thread, day)) as db:
-                db.executemany(_DELETE_LABEL, [label for each in erased for label in metadata_labels(each)])
+                db.executemany(_DELETE_LABEL, [label for each in erased for label in metadata_label_rows(each)])
                 db.executemany("DELETE FROM logs WHERE id = ?1", ids)
 
         for day, erased in _group_by_day(records, lambda each: each).items():
@@ -270,7 +272,7 @@ class SQLiteStore:
 
         def delete_cells(thread: SQLiteThread) -> None:
             with transaction(thread.connection(self._main)) as db:
-                for table, unit, dimension, before in sql.cells_to_delete(day_start_ms(day)):
+                for table, unit, dimension, before in sql.list_cells_to_delete(day_start_ms(day)):
                     next_account, account = sql.select_next_account("?", table), ""
                     while account := db.execute(next_account, (unit, account)).fetchall()[0][0]:
                         db.execute(sql.delete_cells("?", table), (unit, account, dimension, before))
@@ -332,4 +334,4 @@ def _put_document(db: sqlite3.Connection, document: Document, updated_ms: int) -
 def _check_one_row_changed(cursor: sqlite3.Cursor, document: Document) -> None:
     """Raise Conflict unless the statement changed one row."""
     if cursor.rowcount != 1:
-        raise Conflict.of_document(document.kind, document.id, is_new=not document.version)
+        raise Conflict.for_document(document.kind, document.id, is_new=not document.version)

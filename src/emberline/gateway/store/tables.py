@@ -128,7 +128,7 @@ def row_to_record(row: Sequence[Any]) -> LogRecord:
     return LogRecord(**found, usage=usage)
 
 
-def metadata_labels(record: LogRecord) -> list[tuple[str, str, bytes]]:
+def metadata_label_rows(record: LogRecord) -> list[tuple[str, str, bytes]]:
     """Return the record's metadata as rows of the table `labels`."""
     id = bytes.fromhex(record.id)
     return [(key, _label_text(value), id) for key, value in record.metadata.items()]

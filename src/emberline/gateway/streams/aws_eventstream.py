@@ -66,11 +66,11 @@ class EventStreamParser:
             raise UpstreamBroken("the AWS event stream ended within a message")
 
 
-def _parse_message(data: bytes, headers: int) -> EventStreamMessage:
+def _parse_message(data: bytes, headers_size: int) -> EventStreamMessage:
     if zlib.crc32(data[:-4]) != _CHECKSUM.unpack_from(data, len(data) - 4)[0]:
         raise UpstreamBroken("a message of the AWS event stream is damaged: wrong checksum")
     try:
-        return EventStreamMessage(_parse_headers(data[12 : 12 + headers]), data[12 + headers : -4])
+        return EventStreamMessage(_parse_headers(data[12 : 12 + headers_size]), data[12 + headers_size : -4])
     except (IndexError, KeyError, UnicodeDecodeError) as e:
         raise UpstreamBroken("a message of the AWS event stream has malformed headers") from e
 

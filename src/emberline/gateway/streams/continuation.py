@@ -43,7 +43,7 @@ _PROVIDER_BOUND_FIELDS = frozenset(
 )
 
 
-def parse_continuable(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
+def parse_continuable_request(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
     """Return the parsed request if a different provider could continue its reply, else None.
 
     The request must ask for one text. JSON output cannot be continued: the provider's JSON grammar would start anew.
@@ -61,9 +61,9 @@ def parse_continuable(body: bytes, dialect: ChatDialect) -> CanonicalRequest | N
     return None if has_json_format or has_many_outputs or is_provider_bound or ends_with_assistant else request
 
 
-def parse_continuable_outline(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
+def parse_continuable_request_outline(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
     """Return the request as `parse_continuable_request` does, but only its dialect, model and reasoning."""
-    if (request := parse_continuable(body, dialect)) is None:
+    if (request := parse_continuable_request(body, dialect)) is None:
         return None
     return CanonicalRequest(request.dialect, request.model, reasoning=request.reasoning)
 

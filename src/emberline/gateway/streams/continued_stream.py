@@ -32,7 +32,7 @@ class ContinuedStream:
     """The joined stream that the client receives; it is the body of the gateway's reply `reply`."""
 
     def __init__(
-        self, call: GatewayRequest, dialect: ChatDialect, first: GatewayReply, find_continuation: FindContinuation
+        self, call: GatewayRequest, dialect: ChatDialect, first_reply: GatewayReply, find_continuation: FindContinuation
     ) -> None:
         self._call, self._dialect, self._find_continuation = call, dialect, find_continuation
         self._broken_costs = ExtraCost()  # usage and cost of the replies that broke
@@ -43,8 +43,8 @@ class ContinuedStream:
         self._text_only = True  # tool calls and refusals cannot be continued
         self._has_finish_reason = self._has_ended = self._is_closed = False
         self._repetition_filter: RepetitionFilter | None = None
-        self._start_reply(first)
-        self.reply = msgspec.structs.replace(first, body=self, close_callbacks=[self._broken_costs.add_to_reply])
+        self._start_reply(first_reply)
+        self.reply = msgspec.structs.replace(first_reply, body=self, close_callbacks=[self._broken_costs.add_to_reply])
 
     def _start_reply(self, reply: GatewayReply) -> None:
         assert not isinstance(reply.body, bytes)

@@ -47,13 +47,13 @@ class StreamState:
         if data:
             self.usage_objects = [*self.usage_objects[:1], data]
 
-    def add_content(self, piece: Any) -> None:
-        if piece:
+    def add_content(self, content: Any) -> None:
+        if content:
             self.has_content = True
-            self.content_characters += len(piece if isinstance(piece, str) else msgspec.json.encode(piece))
+            self.content_characters += len(content if isinstance(content, str) else msgspec.json.encode(content))
 
 
-def _error_message(error: Any) -> str:
+def _extract_error_message(error: Any) -> str:
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return error["message"][:500] or "an error without a message"
     return str(error)[:500]
@@ -104,7 +104,7 @@ def observe_chat_event(name: bytes, payload: bytes, state: StreamState) -> None:
         return
     event = _CHAT_DECODER.decode(payload)
     if event.error is not None or name == b"error":
-        state.error = _error_message(event.error)
+        state.error = _extract_error_message(event.error)
         return
     if event.model and not state.model:
         state.model = str(event.model)
@@ -173,9 +173,9 @@ def observe_responses_event(name: bytes, payload: bytes, state: StreamState) -> 
         case "response.completed" | "response.incomplete":
             state.has_ended = True
         case "response.failed":
-            state.error = _error_message(event.response.error if event.response else None)
+            state.error = _extract_error_message(event.response.error if event.response else None)
         case "error":
-            state.error = _error_message(event.error or {"message": event.message})
+            state.error = _extract_error_message(event.error or {"message": event.message})
         case None:
             raise UpstreamBroken("an event of the stream has no type")
     if (response := event.response) is not None:
@@ -250,7 +250,7 @@ def observe_messages_event(name: bytes, payload: bytes, state: StreamState) -> N
                 raise UpstreamBroken("the stream ended without any content")
             state.has_ended = True
         case "error":
-            state.error = _error_message(event.error)
+            state.error = _extract_error_message(event.error)
         case None:
             raise UpstreamBroken("an event of the stream has no type")
 
@@ -293,7 +293,7 @@ _GEMINI_DECODER = msgspec.json.Decoder(_GeminiEvent)
 def observe_gemini_event(name: bytes, payload: bytes, state: StreamState) -> None:
     event = _GEMINI_DECODER.decode(payload)
     if event.error is not None:
-        state.error = _error_message(event.error)
+        state.error = _extract_error_message(event.error)
         return
     state.model = state.model or str(event.modelVersion or "")
     for candidate in event.candidates or ():

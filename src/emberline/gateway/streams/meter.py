@@ -60,7 +60,7 @@ class StreamMeter:
 
     def needs_offload(self, data: bytes) -> bool:
         """Return whether `data` may complete a large event, so that the caller must use `push_offloaded`."""
-        return len(data) + self._splitter.partial_bytes >= HUGE_INPUT_BYTES
+        return len(data) + self._splitter.partial_event_size >= HUGE_INPUT_BYTES
 
     async def push_offloaded(self, data: bytes) -> bytes:
         """Do what `push` does, but decode large events in a child process."""

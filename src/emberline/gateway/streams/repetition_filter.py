@@ -18,7 +18,7 @@ class RepetitionFilter:
     """Removes repetitions of `sent_text` from the beginning of the text that continues it."""
 
     def __init__(self, sent_text: str, prefill: AssistantPrefill) -> None:
-        self._repetitions = tuple(sorted(set(_possible_repetitions(sent_text, prefill)), key=len, reverse=True))
+        self._repetitions = tuple(sorted(set(_iter_possible_repetitions(sent_text, prefill)), key=len, reverse=True))
         self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
@@ -42,7 +42,7 @@ class RepetitionFilter:
         return held[len(repetition or "") :]
 
 
-def _possible_repetitions(sent_text: str, prefill: AssistantPrefill) -> Iterable[str]:
+def _iter_possible_repetitions(sent_text: str, prefill: AssistantPrefill) -> Iterable[str]:
     text = sent_text.rstrip()
     space = sent_text[len(text) :]
     yield from (space[:end] for end in range(1, len(space) + 1))

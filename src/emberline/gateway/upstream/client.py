@@ -10,7 +10,7 @@ import socket
 from types import TracebackType
 
 from emberline.gateway.upstream.provider_request import ProviderRequest
-from emberline.gateway.upstream.ssrf import ResolveHost, open_public_socket, resolve_public
+from emberline.gateway.upstream.ssrf import ResolveHost, open_public_socket, resolve_public_addresses
 from emberline.net.client_response import HTTPClientResponse
 from emberline.net.connection_pool import HTTPConnectionPool
 
@@ -19,7 +19,7 @@ VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forward
 
 
 class UpstreamClient:
-    def __init__(self, connect_timeout_s: float = 5.0, resolve: ResolveHost = resolve_public) -> None:
+    def __init__(self, connect_timeout_s: float = 5.0, resolve: ResolveHost = resolve_public_addresses) -> None:
         self._resolve = resolve
         self._pool = HTTPConnectionPool(
             connect_timeout_s=connect_timeout_s,

@@ -70,7 +70,7 @@ class DecodedReply(HTTPClientResponse):
 
     async def read_all(self, timeout_s: float = NO_TIMEOUT_S, max_bytes: int = sys.maxsize) -> bytes:
         body = await self._response.read_all(timeout_s, max_bytes)
-        return await offload.run_by_size(len(body), self._decoder.decode_body, body)
+        return await offload.run_inline_if_small(len(body), self._decoder.decode_body, body)
 
     def close(self) -> None:
         self._response.close()
@@ -97,7 +97,7 @@ class BufferedReply(HTTPClientResponse):
         pass
 
 
-def decode_object(data: bytes) -> dict[str, Any]:
+def decode_json_object(data: bytes) -> dict[str, Any]:
     """Decode a JSON object of a provider's reply. Raise UpstreamBroken if the data is not a JSON object."""
     try:
         value = msgspec.json.decode(data)

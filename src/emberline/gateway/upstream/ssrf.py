@@ -123,7 +123,7 @@ async def resolve_host(host: str, port: int) -> list[AddressInfo]:
     return list(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG))
 
 
-async def resolve_public(host: str, port: int, resolve: ResolveHost = resolve_host) -> list[AddressInfo]:
+async def resolve_public_addresses(host: str, port: int, resolve: ResolveHost = resolve_host) -> list[AddressInfo]:
     """Return the addresses of a host. Raise OSError if one of them is not public."""
     addresses = await resolve(host, port)
     if not all(is_public_address(sockaddr[0]) for *_, sockaddr in addresses):

@@ -75,7 +75,7 @@ class Matmul:
 
     def __call__(self, x: Tensor, w: Tensor, out: Tensor, proposal: int = 0) -> Tensor:
         stream = torch.cuda.current_stream(out.device).cuda_stream
-        space = _workspace(out.device, stream)
+        space = _get_workspace(out.device, stream)
         y = ctypes.c_void_p(out.data_ptr())
         _check_status(
             _library().cublasLtMatmul(
@@ -117,12 +117,12 @@ class Matmul:
 choices: dict[MatmulProblem, int] = {}  # index of the fastest proposal for each measured problem, or OWN_KERNEL
 
 
-def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = None) -> bool:
+def can_use_tuned_algorithm(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = None) -> bool:
     """Return whether `multiply` can compute this product: tuned, with aligned and contiguous operands."""
     n, k = w.shape
     if choices.get(MatmulProblem(len(x), n, k, kind), OWN_KERNEL) == OWN_KERNEL:
         return False
-    return all(map(_is_supported, (x, w) if out is None else (x, w, out)))
+    return all(map(_is_aligned_bf16, (x, w) if out is None else (x, w, out)))
 
 
 def multiply(x: Tensor, w: Tensor, *, out: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
@@ -132,12 +132,12 @@ def multiply(x: Tensor, w: Tensor, *, out: Tensor, kind: ProductKind = ProductKi
     """
     n, k = w.shape
     problem = MatmulProblem(len(x), n, k, kind)
-    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and all(map(_is_supported, (x, w, out)))
-    matmul, choice = _cached_matmul(problem), choices.get(problem, 0)
+    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and all(map(_is_aligned_bf16, (x, w, out)))
+    matmul, choice = _get_matmul(problem), choices.get(problem, 0)
     return matmul(x, w, out, choice if 0 <= choice < len(matmul) else 0)
 
 
-def _is_supported(tensor: Tensor) -> bool:
+def _is_aligned_bf16(tensor: Tensor) -> bool:
     return tensor.dtype is torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
@@ -155,7 +155,7 @@ def library_version() -> int:
 
 
 @cache
-def _cached_matmul(problem: MatmulProblem) -> Matmul:
+def _get_matmul(problem: MatmulProblem) -> Matmul:
     return Matmul(problem)
 
 
@@ -185,7 +185,7 @@ def _cublas_handle() -> ctypes.c_void_p:
 
 
 @cache
-def _workspace(device: torch.device, stream: int) -> Tensor:
+def _get_workspace(device: torch.device, stream: int) -> Tensor:
     """Return the cuBLAS workspace of a stream.
 
     Products on one stream run one after the other, so they share it.

@@ -28,12 +28,12 @@ RING_BYTES = 96 << 10
 MAX_STAGES = 6
 
 
-class DecodeCache:
+class DecodeTensorMaps:
     """TMA tensor maps of one layer's keys and values. The tensors must stay at their addresses."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         assert k_cache.shape == v_cache.shape and k_cache.dtype is v_cache.dtype
-        assert supports(1, 1, k_cache.shape[3], k_cache.dtype, k_cache.shape[2]), "unsupported cache"
+        assert supports_shape(1, 1, k_cache.shape[3], k_cache.dtype, k_cache.shape[2]), "unsupported cache"
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
         self.item_bytes = k_cache.element_size()
         boxes = ((cache, keys) for keys in (TILE_KEYS, WARP_KEYS) for cache in (k_cache, v_cache))
@@ -41,7 +41,7 @@ class DecodeCache:
         self._memory = k_cache, v_cache
 
 
-class DecodeWork:
+class DeviceWorkList:
     """A decode work list in device memory.
 
     `copy_from_host` overwrites `data` in place, so that a captured CUDA graph reads each new list.
@@ -54,14 +54,14 @@ class DecodeWork:
         self.count, self.items, self.partial_starts = data, data[HEADER_INTS:], data[HEADER_INTS + 4 * capacity :]
 
     @staticmethod
-    def allocate(rows: int, kv_heads: int, device: torch.device) -> DecodeWork:
+    def allocate(rows: int, kv_heads: int, device: torch.device) -> DeviceWorkList:
         """Return an empty work list with memory for any list of `rows` rows."""
-        capacity = worklist.item_capacity(rows, kv_heads, count_sms(device))
-        return DecodeWork(
+        capacity = worklist.max_work_items(rows, kv_heads, count_sms(device))
+        return DeviceWorkList(
             torch.zeros(worklist.num_data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
         )
 
-    def load(self, work: WorkList) -> None:
+    def copy_from_host(self, work: WorkList) -> None:
         """Copy a new list from the host. It must have the same number of rows and the same capacity."""
         assert (work.rows, work.capacity) == (self.rows, self.capacity)
         self.data.copy_(torch.from_numpy(work.data))
@@ -82,7 +82,7 @@ class DecodeScratch:
         self.counters = torch.zeros(2 + rows * kv_heads, dtype=torch.int32, device=device)
 
 
-class _Arguments(ctypes.Structure):
+class _DecodeArguments(ctypes.Structure):
     """The C struct `Arguments` of decode.cu."""
 
     _fields_ = (
@@ -94,7 +94,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> bool:
+def supports_shape(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> bool:
     """Return whether `decode_attention` supports the shape.
 
     `dtype` is that of the KV cache. Queries and output are always bf16.
@@ -110,10 +110,10 @@ def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, blo
 
 def decode_attention(
     qkv: Tensor,
-    cache_maps: DecodeCache,
+    cache_maps: DecodeTensorMaps,
     block_tables: Tensor,
     context: Tensor,
-    work: DecodeWork,
+    work: DeviceWorkList,
     scale: float,
     q_heads: int,
     kv_heads: int,
@@ -123,7 +123,7 @@ def decode_attention(
     out: Tensor,
     scratch: DecodeScratch,
     pdl: bool = True,
-    beside_prefill: bool = False,
+    overlaps_prefill: bool = False,
 ) -> Tensor:
     """Write the attention of each row into `out` and return it.
 
@@ -141,14 +141,14 @@ def decode_attention(
     assert block_tables.dtype is context.dtype is torch.int32
     assert work.rows <= min(len(qkv), scratch.rows) and work.capacity <= scratch.capacity and q_heads == scratch.heads
     group = q_heads // kv_heads
-    arguments = _Arguments(
+    arguments = _DecodeArguments(
         *(t.data_ptr() for t in (qkv, out, work.items, work.partial_starts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.max_and_sum, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cache_maps.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(pdl), int(beside_prefill), scale * math.log2(math.e)),
+        *(window, int(pdl), int(overlaps_prefill), scale * math.log2(math.e)),
     )
     grid = min(CTAS_PER_SM * count_sms(qkv.device), work.capacity * kv_heads)
-    kernel = _kernel(head_dim, cache_maps.item_bytes, 1 if group <= 8 else 2)
+    kernel = _get_kernel(head_dim, cache_maps.item_bytes, 1 if group <= 8 else 2)
     kernel((grid, 1, 1), THREADS, (*cache_maps.maps, arguments), pdl=pdl)
     return out
 
@@ -174,7 +174,7 @@ def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
 
 
 @cache
-def _kernel(head_dim: int, item_bytes: int, halves: int) -> CudaKernel:
+def _get_kernel(head_dim: int, item_bytes: int, halves: int) -> CudaKernel:
     """Return the kernel of this shape. It is compiled on first use, because a model uses only one shape."""
     variant = f"decode<{head_dim}, {item_bytes}, {halves}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))

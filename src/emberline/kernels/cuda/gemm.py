@@ -40,11 +40,11 @@ class GemmPlan:
     band: int = BAND_TILE_ROWS  # rows of tiles that are computed column by column
     lag: int = LAG_STEPS  # steps of k by which one warpgroup is behind the other
 
-    def variant(self, epilogue: str) -> str:
+    def kernel_name(self, epilogue: str) -> str:
         return f"gemm<{self.width}, {self.cluster}, {epilogue}>"
 
     @property
-    def slot_bytes(self) -> int:
+    def stage_bytes(self) -> int:
         """Bytes of one stage of the pipeline."""
         return 128 * (TILE_ROWS + self.width)
 
@@ -52,7 +52,7 @@ class GemmPlan:
     def shared_bytes(self) -> int:
         """Bytes of shared memory: pipeline, output panels, barriers, and padding for alignment."""
         stages = STAGES_BY_WIDTH[self.width]
-        return 1024 + stages * (self.slot_bytes + 16) + 4 * 2 * PANEL_SIZE * PANEL_SIZE
+        return 1024 + stages * (self.stage_bytes + 16) + 4 * 2 * PANEL_SIZE * PANEL_SIZE
 
     def count_tiles(self, m: int, n: int) -> int:
         """Return the number of tiles, each computed by one cluster of CTAs, that cover an m x n product."""
@@ -60,7 +60,7 @@ class GemmPlan:
 
 
 PLANS = tuple(GemmPlan(width, ctas) for width, ctas in product(STAGES_BY_WIDTH, CLUSTER_SIZES))
-VARIANTS = tuple(plan.variant(epilogue) for plan, epilogue in product(PLANS, EPILOGUES))
+VARIANTS = tuple(plan.kernel_name(epilogue) for plan, epilogue in product(PLANS, EPILOGUES))
 
 
 def supports(m: int, n: int, k: int) -> bool:
@@ -90,12 +90,12 @@ def linear(
     plan = plan or choose_plan(m, w.n, k)
     assert plan.band > 0 and plan.lag < STAGES_BY_WIDTH[plan.width], "the warpgroup that is ahead needs free stages"
     outputs = make_tensor_map(out, (PANEL_SIZE, PANEL_SIZE))
-    _kernel(plan.variant(epilogue))(
+    _get_kernel(plan.kernel_name(epilogue))(
         (plan.cluster * min(NUM_SMS // plan.cluster, plan.count_tiles(m, w.n)), 1, 1),
         THREADS,
         (
             make_tensor_map(x, (TILE_ROWS, SLOT_K)),
-            w.tensor_map(plan.width // plan.cluster // 16),
+            w.get_tensor_map(plan.width // plan.cluster // 16),
             outputs,
             outputs if residual is None else make_tensor_map(residual, (TILE_ROWS, PANEL_SIZE)),
             *(m, w.n, k, plan.band, plan.lag, int(pdl)),
@@ -120,15 +120,15 @@ def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
     """
     tiles, clusters = plan.count_tiles(m, n), NUM_SMS // plan.cluster
     busy_ctas = min(tiles, clusters) * plan.cluster
-    fetched_bytes = plan.slot_bytes - 128 * plan.width * (plan.cluster - 1) // plan.cluster
+    fetched_bytes = plan.stage_bytes - 128 * plan.width * (plan.cluster - 1) // plan.cluster
     step = max(2 * TILE_ROWS * plan.width * SLOT_K / SM_FLOP_PER_US, busy_ctas * fetched_bytes / L2_BYTES_PER_US)
     return -(-tiles // clusters) * (k // SLOT_K * step + TILE_OVERHEAD_US)
 
 
 @cache
-def _kernel(variant: str) -> CudaKernel:
+def _get_kernel(kernel_name: str) -> CudaKernel:
     """Return the kernel with this name.
 
     It is compiled on first use, because a model needs only a few kernels.
     """
-    return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)

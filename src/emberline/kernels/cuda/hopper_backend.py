@@ -50,15 +50,15 @@ class HopperBackend(OpBackend):
         handle = skinny.BF16Weight(weight) if has_own_kernel else None
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
-    def fill_weight(self, empty: PackedWeight, values: Tensor) -> int:
+    def fill_weight(self, weight: PackedWeight, values: Tensor) -> int:
         """Store the values in the empty weight and return the device memory used, in bytes.
 
         The values are stored as uw12 (12 bits per weight) if that is smaller.
         """
         if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
-            empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
+            weight.data, weight.handle, weight.layout = packed.planes, packed, WeightLayout.UW12
             return packed.nbytes
-        return super().fill_weight(empty, values)
+        return super().fill_weight(weight, values)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
@@ -78,13 +78,13 @@ class HopperBackend(OpBackend):
         unpacker: WeightUnpacker | None = None,
     ) -> Tensor:
         x, w, bias = _apply_norm(x, layer), layer.weight, layer.bias
-        if product := _find_own_product(x, w):
+        if product := _find_custom_kernel(x, w):
             dtype = torch.float32 if float32_output else x.dtype
             y = add_to if add_to is not None else x.new_empty(len(x), w.n, dtype=dtype) if out is None else out
             return product(out=y, bias=bias, residual=add_to)
         if float32_output:
-            return _float32_product(x, w, bias, out)
-        with _plain_rows(x, w, unpacker) as rows_:
+            return _multiply_float32(x, w, bias, out)
+        with _unpacked_rows(x, w, unpacker) as rows_:
             if add_to is not None:
                 _add_product(x, rows_, add_to)
                 return add_to if bias is None else add_to.add_(bias)
@@ -97,11 +97,11 @@ class HopperBackend(OpBackend):
         x, w = _apply_norm(x, layer), layer.weight
         width = w.n // 2
         y = x.new_empty(len(x), width) if out is None else out
-        if width % GATE_GROUP_ROWS == 0 and (product := _find_own_product(x, w)):
+        if width % GATE_GROUP_ROWS == 0 and (product := _find_custom_kernel(x, w)):
             return product(out=y, gated=True)
         group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
-        with _plain_rows(x, w, unpacker) as rows_:
-            if w.handle is not None and group == GATE_GROUP_ROWS and _uses_gemm(len(x), w):
+        with _unpacked_rows(x, w, unpacker) as rows_:
+            if w.handle is not None and group == GATE_GROUP_ROWS and _uses_custom_gemm(len(x), w):
                 plain = w.handle if isinstance(w.handle, skinny.BF16Weight) else skinny.BF16Weight(rows_)
                 early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
                 return gemm.linear(x, plain, out=y, gated=True, pdl=early)
@@ -135,7 +135,7 @@ class HopperBackend(OpBackend):
             _run_prefill_attention(qkv, layer, keys, values, metadata, plan, out)
         if plan.decode_work is not None:
             beside_prefill = has_prefill and plan.prefill_sms is not None
-            _run_decode_attention(qkv, layer, keys, values, metadata, plan, out, beside_prefill=beside_prefill)
+            _run_decode_attention(qkv, layer, keys, values, metadata, plan, out, overlaps_prefill=beside_prefill)
         if plan.general_tiles is not None:
             tiles, queries = plan.general_tiles, plan.general_tile_queries
             attention.paged_attention(qkv, layer, keys, values, metadata, tiles, out=out, block_m=queries, pdl=True)
@@ -186,10 +186,10 @@ def _run_prefill_attention(
         keys, values, tables = widened.keys, widened.values, widened.tables
     maps, address = plan.tensor_maps.prefill, keys.data_ptr()
     if address not in maps:
-        maps[address] = prefill.PrefillCache(keys, values)
+        maps[address] = prefill.PrefillTensorMaps(keys, values)
     prefill.prefill_attention(
         qkv, maps[address], tables, metadata.query_start, metadata.context, plan.prefill_tiles, layer.scale,
-        layer.q_heads, window=layer.window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
+        layer.q_heads, window=layer.window, out=out, num_sms=plan.prefill_sms, counters=plan.prefill_counters,
     )  # fmt: skip
 
 
@@ -202,17 +202,17 @@ def _run_decode_attention(
     plan: AttentionPlan,
     out: Tensor,
     *,
-    beside_prefill: bool,
+    overlaps_prefill: bool,
 ) -> None:
     """Compute attention of the plan's decode rows into `out`."""
     assert plan.decode_work is not None and plan.decode_scratch is not None
     rows_, maps, address = plan.decode_rows, plan.tensor_maps.decode, keys.data_ptr()
     if address not in maps:
-        maps[address] = decode.DecodeCache(keys, values)
+        maps[address] = decode.DecodeTensorMaps(keys, values)
     decode.decode_attention(
         qkv[:rows_], maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work,
         layer.scale, layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out[:rows_],
-        scratch=plan.decode_scratch, beside_prefill=beside_prefill,
+        scratch=plan.decode_scratch, overlaps_prefill=overlaps_prefill,
     )  # fmt: skip
 
 
@@ -220,18 +220,18 @@ def _apply_norm(x: Tensor, layer: LinearLayer) -> Tensor:
     return x if layer.norm is None else norm.rms_norm(x, layer.norm, layer.eps, pdl=True)
 
 
-def _find_own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
+def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     """Return one of our kernels, bound to x and w, or None if none supports them or cuBLAS is faster."""
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_packed_rows(w) else w.handle
+    handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
     if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.UW12Weight)):
         return partial(wide.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
 
 
-def _uses_gemm(m: int, w: PackedWeight) -> bool:
+def _uses_custom_gemm(m: int, w: PackedWeight) -> bool:
     """Return whether our GEMM kernel computes this gate-and-up product of m rows, instead of cuBLAS.
 
     If tuning did not measure the shape, the GEMM kernel is used from MIN_GEMM_ROWS rows on.
@@ -241,24 +241,24 @@ def _uses_gemm(m: int, w: PackedWeight) -> bool:
 
 
 def _matmul(x: Tensor, weight_rows: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
-    if not cublas.can_use_tuned(x, weight_rows, kind):
+    if not cublas.can_use_tuned_algorithm(x, weight_rows, kind):
         return F.linear(x, weight_rows)
     return cublas.multiply(x, weight_rows, out=x.new_empty(len(x), len(weight_rows)), kind=kind)
 
 
 def _add_product(x: Tensor, weight_rows: Tensor, target: Tensor) -> None:
-    if cublas.can_use_tuned(x, weight_rows, ProductKind.ADD, target):
+    if cublas.can_use_tuned_algorithm(x, weight_rows, ProductKind.ADD, target):
         cublas.multiply(x, weight_rows, out=target, kind=ProductKind.ADD)
     else:
         target.addmm_(x, weight_rows.t())
 
 
-def _max_packed_rows(w: PackedWeight) -> int:
+def _max_rows_for_uw12(w: PackedWeight) -> int:
     """Return up to how many rows of x the uw12 copy of the weight is faster than its plain form."""
     return next(rows for weights, rows in MAX_PACKED_ROWS if w.n * w.k > weights)
 
 
-def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Return the product as float32, without rounding its sums to bf16."""
     y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
     if isinstance(w.handle, uw12.UW12Weight):
@@ -273,7 +273,7 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
     return y if bias is None else y.add_(bias)
 
 
-def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
+def _unpacked_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it."""
     if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
@@ -281,7 +281,7 @@ def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> 
         return nullcontext(_unpack_weight(w.handle))
     following = unpacker.next_weight(w)
     unpack_next = (
-        following is not None and following.layout is WeightLayout.UW12 and _find_own_product(x, following) is None
+        following is not None and following.layout is WeightLayout.UW12 and _find_custom_kernel(x, following) is None
     )
     return unpacker.unpacked_rows(w, following if unpack_next else None)
 

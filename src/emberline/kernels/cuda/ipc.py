@@ -111,16 +111,16 @@ def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, wi
     check_status(driver_library().cuMemcpy2DAsync_v2(ctypes.byref(rows), stream))
 
 
-def _make_context_current(index: int) -> None:
+def _make_context_current(device_index: int) -> None:
     """Make the device's context current in the calling thread."""
-    check_status(driver_library().cuCtxSetCurrent(_primary_context(index)))
+    check_status(driver_library().cuCtxSetCurrent(_primary_context(device_index)))
 
 
 @cache
-def _primary_context(index: int) -> ctypes.c_void_p:
+def _primary_context(device_index: int) -> ctypes.c_void_p:
     """Return the device's primary context, the one that torch uses."""
     torch.cuda.init()
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    check_status(driver_library().cuDeviceGet(ctypes.byref(device), index))
+    check_status(driver_library().cuDeviceGet(ctypes.byref(device), device_index))
     check_status(driver_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
     return context

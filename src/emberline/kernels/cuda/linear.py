@@ -54,12 +54,12 @@ class SkinnyPlan:
     header_stride: int = 0  # bytes of a header of packed weights; 0: plain bf16 rows
     max_ctas_per_sm: int = 0  # CTAs that shall run on an SM at once; 0: as many as fit
 
-    def variant(self, epilogue: str) -> str:
+    def kernel_name(self, epilogue: str) -> str:
         source = "PackedUnits" if self.header_stride else "PlainRows"
         return f"linear<{source}, {self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
 
     @property
-    def slot_weight_bytes(self) -> int:
+    def stage_weight_bytes(self) -> int:
         """Bytes of weights in one stage of the pipeline."""
         return (UNIT_BYTES if self.header_stride else 2048) * self.blocks
 
@@ -75,7 +75,7 @@ class SkinnyPlan:
 
     @property
     def _layout_bytes(self) -> int:
-        slot = 1024 * (self.tiles + -(-self.slot_weight_bytes // 1024))
+        slot = 1024 * (self.tiles + -(-self.stage_weight_bytes // 1024))
         partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
         headers = 2 * (self.blocks * self.header_stride + 8) if self.header_stride else 0
         return 1024 + headers + self.warps * (self.stages * (slot + 8) + self.buffers * partial)
@@ -97,18 +97,18 @@ class BF16Weight:
         """Drop the tensor maps, because the data may be at a different address on the next use."""
         self._maps.clear()
 
-    def tensor_map(self, blocks: int, *, paired: bool = False) -> TensorMap:
+    def get_tensor_map(self, row_blocks: int, *, paired: bool = False) -> TensorMap:
         """Return the tensor map for tiles of 16 * `row_blocks` rows.
 
         With `paired`, the map is for half a tile of a gated weight: 8 of each 16 gate rows, and the 8 matching up rows.
         """
-        if (blocks, paired) not in self._maps:
+        if (row_blocks, paired) not in self._maps:
             if paired:
-                result = make_tensor_map(self.data.unflatten(0, (-1, 2, 16)), (blocks // 2, 2, 8, SLOT_K))
+                result = make_tensor_map(self.data.unflatten(0, (-1, 2, 16)), (row_blocks // 2, 2, 8, SLOT_K))
             else:
-                result = make_tensor_map(self.data, (16 * blocks, SLOT_K))
-            self._maps[blocks, paired] = result
-        return self._maps[blocks, paired]
+                result = make_tensor_map(self.data, (16 * row_blocks, SLOT_K))
+            self._maps[row_blocks, paired] = result
+        return self._maps[row_blocks, paired]
 
 
 def supports(m: int, n: int, k: int) -> bool:
@@ -140,11 +140,11 @@ def linear(
     stride = w.header_stride if isinstance(w, UW12Weight) else 0
     plan = plan or choose_plan(m, w.n, k, gated=gated, header_stride=stride)
     assert plan.header_stride == stride and plan.stages > 0
-    _kernel(plan.variant(epilogue))(
+    _get_kernel(plan.kernel_name(epilogue))(
         (plan.grid, 1, 1),
         32 * plan.warps,
         (
-            PackedUnits.from_weight(w) if isinstance(w, UW12Weight) else w.tensor_map(plan.blocks),
+            PackedUnits.from_weight(w) if isinstance(w, UW12Weight) else w.get_tensor_map(plan.blocks),
             make_tensor_map(x, (m, SLOT_K)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.buffers, int(pdl)),
@@ -179,10 +179,10 @@ def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: i
         if plan.stages:
             # With one CTA per SM, the shared memory that it leaves is for the next kernel.
             return replace(plan, stages=min(plan.stages, stages), max_ctas_per_sm=ctas_per_sm if ctas_per_sm > 1 else 0)
-    return _choose_by_rows(n, k, tiles, gated, header_stride)
+    return _choose_plan_by_rows(n, k, tiles, gated, header_stride)
 
 
-def _choose_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int) -> SkinnyPlan:
+def _choose_plan_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int) -> SkinnyPlan:
     def sort_key(plan: SkinnyPlan) -> tuple[int, int]:
         blocks = plan.blocks * -(-n // (16 * plan.blocks * NUM_SMS))
         return (0 if header_stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
@@ -215,7 +215,7 @@ def make_plan(
     max_stages = waves * -(-k // (SLOT_K * warps))  # steps of a warp
     for buffers in (2, 1) if waves > 1 else ():
         plan = _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, buffers, grid, header_stride), shared_bytes)
-        if plan.stages * plan.warps * plan.slot_weight_bytes >= MIN_IN_FLIGHT_BYTES:
+        if plan.stages * plan.warps * plan.stage_weight_bytes >= MIN_IN_FLIGHT_BYTES:
             return plan
     return _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, 0, grid, header_stride), shared_bytes)
 
@@ -239,22 +239,22 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
     return "STORE" if out.dtype is torch.bfloat16 else "STORE_F32"
 
 
-def _list_variants() -> Sequence[str]:
+def _list_kernel_names() -> Sequence[str]:
     return [
-        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride).variant(epilogue)
+        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride).kernel_name(epilogue)
         for stride, blocks, tiles in product((0, 16), (1, 2, 3, 4), (1, 2, 4))
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
     ]
 
 
-VARIANTS = tuple(_list_variants())  # all kernels that `choose_plan` may select
+VARIANTS = tuple(_list_kernel_names())  # all kernels that `choose_plan` may select
 
 
 @cache
-def _kernel(variant: str) -> CudaKernel:
+def _get_kernel(kernel_name: str) -> CudaKernel:
     """Return the kernel with this name.
 
     It is compiled on first use, because a model needs only a few kernels.
     """
-    return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)

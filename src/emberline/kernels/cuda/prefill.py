@@ -28,16 +28,18 @@ NO_WINDOW = 1 << 30
 IntSequence = Sequence[int] | NDArray[np.signedinteger[Any]]
 
 
-class PrefillCache:
+class PrefillTensorMaps:
     """TMA tensor maps of one layer's keys and values. The caller must keep the memory alive."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
-        assert k_cache.shape == v_cache.shape and supports(k_cache) and supports(v_cache), "unsupported cache"
+        assert k_cache.shape == v_cache.shape and supports_cache(k_cache) and supports_cache(v_cache), (
+            "unsupported cache"
+        )
         self.keys, self.values = _make_cache_tensor_map(k_cache), _make_cache_tensor_map(v_cache)
 
 
-def supports(k_cache: Tensor) -> bool:
+def supports_cache(k_cache: Tensor) -> bool:
     return k_cache.dtype == torch.bfloat16 and supports_shape(*k_cache.shape[2:])
 
 
@@ -62,7 +64,7 @@ def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.i
 
 def prefill_attention(
     qkv: Tensor,
-    cache_maps: PrefillCache,
+    cache_maps: PrefillTensorMaps,
     block_tables: Tensor,
     query_start: Tensor,
     context: Tensor,
@@ -73,7 +75,7 @@ def prefill_attention(
     window: int = 0,
     out: Tensor | None = None,
     pdl: bool = True,
-    sms: Tensor | None = None,
+    num_sms: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of the new queries, as `OpBackend.paged_attention` describes it.
@@ -94,10 +96,11 @@ def prefill_attention(
     arguments: list[KernelArgument] = [
         make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start,
         context, block_tables, block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size,
-        window or NO_WINDOW, scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
+        window or NO_WINDOW, scale * math.log2(math.e),
+        _counters(qkv.device) if counters is None else counters, num_sms,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
-    _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
+    _get_kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
     return out
 
 
@@ -115,17 +118,17 @@ def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
 
 
 @cache
-def _kernel(head_dim: int) -> CudaKernel:
+def _get_kernel(head_dim: int) -> CudaKernel:
     variant = f"prefill<{head_dim}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
 
 
-def new_counters(device: torch.device) -> Tensor:
+def allocate_counters(device: torch.device) -> Tensor:
     """Return two zero int32 counters for `prefill_attention`, which sets them back to zero at its end."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-_counters = cache(new_counters)
+_counters = cache(allocate_counters)
 
 
 @cache

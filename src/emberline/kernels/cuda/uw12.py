@@ -111,13 +111,13 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     bases = torch.empty(n, dtype=torch.uint8, device=device)
     counts = torch.empty(n // BLOCK_ROWS, units, dtype=torch.int32, device=device)
     grid = (n // BLOCK_ROWS, 1, 1)
-    _kernel("pack_units")(grid, PACK_THREADS, (weight, planes, bases, counts, k))
+    _get_kernel("pack_units")(grid, PACK_THREADS, (weight, planes, bases, counts, k))
     ends = counts.cumsum(1, dtype=torch.int32)
     max_escapes = int(ends[:, -1].max())
     if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
     headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, max_escapes), dtype=torch.uint8, device=device)
-    _kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
+    _get_kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
     torch.cuda.current_stream().synchronize()  # with PDL, kernels read weights before preceding ones end
     return UW12Weight(planes, headers, n, k)
 
@@ -130,7 +130,7 @@ def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
     assert out.shape == (packed.n, packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     grid = (-(-packed.k // UNPACK_K), packed.n // 64, 1)
     arguments = (packed.planes, packed.headers, packed.header_stride, out, packed.k)
-    _kernel("unpack")(grid, UNPACK_THREADS, arguments, pdl=pdl)
+    _get_kernel("unpack")(grid, UNPACK_THREADS, arguments, pdl=pdl)
     return out
 
 
@@ -140,15 +140,15 @@ def gather_rows(ids: Tensor, packed: UW12Weight, out: Tensor, *, pdl: bool = Tru
     assert out.shape == (len(ids), packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     if len(ids):
         arguments = (ids, packed.planes, packed.headers, packed.header_stride, out, packed.k)
-        _kernel("gather")((len(ids), 1, 1), GATHER_THREADS, arguments, pdl=pdl)
+        _get_kernel("gather")((len(ids), 1, 1), GATHER_THREADS, arguments, pdl=pdl)
     return out
 
 
 @cache
-def _kernel(name: str) -> CudaKernel:
-    return _module().kernel(name)
+def _get_kernel(name: str) -> CudaKernel:
+    return _get_module().kernel(name)
 
 
 @cache
-def _module() -> CudaModule:
+def _get_module() -> CudaModule:
     return CudaModule(FILE, VARIANTS)

@@ -128,26 +128,26 @@ class WidePlan:
         return 128 * self.groups + (128 if self.groups * self.columns == REGISTER_TRADE_SIZE else 32)
 
     @property
-    def variant(self) -> str:
+    def kernel_name(self) -> str:
         tile = f"{self.groups}, {self.columns}"
         return f"wide_packed<{tile}>" if self.packed else f"wide<{tile}>"
 
     @property
-    def slot_bytes(self) -> int:
+    def stage_bytes(self) -> int:
         return 128 * self.columns + self.groups * (4 * UNIT_BYTES if self.packed else 128 * 64)
 
     @property
-    def fetched_bytes(self) -> int:
+    def fetched_stage_bytes(self) -> int:
         """Bytes of a pipeline stage that each CTA fetches itself; it gets other rows of x from its cluster."""
-        return self.slot_bytes - 128 * self.columns * (self.share - 1) // self.share
+        return self.stage_bytes - 128 * self.columns * (self.share - 1) // self.share
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory: the pipeline, its barriers, and padding for alignment."""
-        return 1024 + self.stages * (self.slot_bytes + 16)
+        return 1024 + self.stages * (self.stage_bytes + 16)
 
     @property
-    def fits_exchange(self) -> bool:
+    def can_exchange_sums(self) -> bool:
         """Whether CTAs can exchange partial sums through device memory, for plans that do not use clusters."""
         return (
             1 < self.split < 256
@@ -163,13 +163,15 @@ class WidePlan:
         arrive at a barrier after the cluster has synchronised.
         """
         fragments = -(-4 * self.groups // self.split) * self.split
-        return -(-64 * self.columns * fragments // self.slot_bytes) if self.split > 1 and not self.unclustered else 1
+        return -(-64 * self.columns * fragments // self.stage_bytes) if self.split > 1 and not self.unclustered else 1
 
 
 PLAIN_TILES = (*product(GROUPS, COLUMNS[:2]), (LARGE_GROUPS, LARGE_COLUMNS))
 PACKED_TILES = (*PLAIN_TILES, (TALL_GROUPS, FEW_COLUMNS))
 VARIANTS = tuple(
-    WidePlan(*tile, 1, 1, 1, tiles is PACKED_TILES).variant for tiles in (PLAIN_TILES, PACKED_TILES) for tile in tiles
+    WidePlan(*tile, 1, 1, 1, tiles is PACKED_TILES).kernel_name
+    for tiles in (PLAIN_TILES, PACKED_TILES)
+    for tile in tiles
 )
 
 
@@ -223,7 +225,7 @@ def linear(
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = EPILOGUES.index(choose_epilogue(out, residual, gated))
     packed = isinstance(w, UW12Weight)
-    plan = plan or choose_plan(choose_columns(m, packed=packed), w.n, k, packed=packed, gated=gated)
+    plan = plan or choose_plan(choose_tile_columns(m, packed=packed), w.n, k, packed=packed, gated=gated)
     assert plan.columns >= m and plan.split <= k // SLOT_K and plan.packed is packed
     assert plan.stages > 1 or k <= SLOT_K * plan.split, "a slot is released when the next slot's products are issued"
     assert plan.stages >= plan.min_stages
@@ -231,16 +233,16 @@ def linear(
     assert plan.split == 1 or plan.grid == plan.split * plan.share * teams, "with a split, a CTA has one tile"
     assert plan.grid % plan.cluster == 0 and (plan.share == 1 or plan.columns == LARGE_COLUMNS)
     # A gated epilogue needs a cluster, within which CTAs exchange gates and ups.
-    assert not plan.unclustered or (packed and plan.fits_exchange and not gated)
-    _kernel(plan.variant)(
+    assert not plan.unclustered or (packed and plan.can_exchange_sums and not gated)
+    _get_kernel(plan.kernel_name)(
         (plan.grid, 1, 1),
         plan.threads,
         (
-            *_weight_arguments(w, plan, gated),
+            *_make_weight_arguments(w, plan, gated),
             make_tensor_map(x, (-(-m // (8 * plan.share)) * 8, SLOT_K)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
-            *_exchange_arguments(plan, x.device, exchange_polls),
+            *_make_exchange_arguments(plan, x.device, exchange_polls),
         ),
         pdl=pdl,
         cluster=plan.cluster,
@@ -249,7 +251,7 @@ def linear(
     return out
 
 
-def choose_columns(m: int, *, packed: bool = False) -> int:
+def choose_tile_columns(m: int, *, packed: bool = False) -> int:
     return next(columns for columns in ((FEW_COLUMNS, *COLUMNS) if packed else COLUMNS) if columns >= m)
 
 
@@ -284,7 +286,7 @@ def make_plan(
     waves = -(-teams // (ctas // share)) if split == 1 else 1
     base = WidePlan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share, unclustered)
     max_stages = waves * -(-k // (SLOT_K * split))  # steps of a CTA: more stages are never used
-    return replace(base, stages=max(base.min_stages, min(max_stages, (shared - 1024) // (base.slot_bytes + 16))))
+    return replace(base, stages=max(base.min_stages, min(max_stages, (shared - 1024) // (base.stage_bytes + 16))))
 
 
 def estimate_us(plan: WidePlan, n: int, k: int) -> float:
@@ -300,9 +302,9 @@ def estimate_us(plan: WidePlan, n: int, k: int) -> float:
         (1.5 if plan.packed else 2) * n * k / MEMORY_BYTES_PER_US,
         tiles
         * units
-        * plan.fetched_bytes
+        * plan.fetched_stage_bytes
         / (LARGE_L2_BYTES_PER_US if plan.columns == LARGE_COLUMNS else L2_BYTES_PER_US),
-        steps * plan.slot_bytes / SM_BYTES_PER_US,
+        steps * plan.stage_bytes / SM_BYTES_PER_US,
     ]
     exchanged = 4 * 64 * plan.groups * plan.columns * (plan.split - 1) / plan.split
     split_cost = CLUSTER_SYNC_US + exchanged / EXCHANGE_BYTES_PER_US if plan.split > 1 else 0.0
@@ -313,22 +315,22 @@ def estimate_us(plan: WidePlan, n: int, k: int) -> float:
     return max(limits) + sum(limits) / 10 + split_cost
 
 
-def _weight_arguments(w: BF16Weight | UW12Weight, plan: WidePlan, gated: bool) -> tuple[KernelArgument, ...]:
+def _make_weight_arguments(w: BF16Weight | UW12Weight, plan: WidePlan, gated: bool) -> tuple[KernelArgument, ...]:
     """Return the weight as arguments of the plan's kernel."""
     if isinstance(w, UW12Weight):
         return w.planes, w.headers, w.header_stride
-    return (w.tensor_map(4 * plan.groups, paired=gated),)
+    return (w.get_tensor_map(4 * plan.groups, paired=gated),)
 
 
-def _exchange_arguments(plan: WidePlan, device: torch.device, exchange_polls: int) -> tuple[KernelArgument, ...]:
+def _make_exchange_arguments(plan: WidePlan, device: torch.device, exchange_polls: int) -> tuple[KernelArgument, ...]:
     if not plan.packed:
         return ()
-    memory = _exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.unclustered else (None, None)
+    memory = _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.unclustered else (None, None)
     return *memory, exchange_polls
 
 
 @cache
-def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def _get_exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Return device memory in which CTAs without a cluster exchange partial sums, and zeroed counters."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     return torch.empty(MAX_EXCHANGED_SUMS, device=device), torch.zeros(
@@ -337,9 +339,9 @@ def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]
 
 
 @cache
-def _kernel(variant: str) -> CudaKernel:
+def _get_kernel(kernel_name: str) -> CudaKernel:
     """Return the kernel with this name.
 
     It is compiled on first use, because a model needs only a few kernels.
     """
-    return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)

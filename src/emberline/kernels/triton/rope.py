@@ -49,10 +49,14 @@ def _rope_and_cache(
         a = tl.where(is_v, a, a * scale * _load_norm(q_norm, k_norm, d, is_rotated, is_q))
         b = tl.where(is_v, b, b * scale * _load_norm(q_norm, k_norm, d + HALF, is_rotated, is_q))
         rest = tl.where(is_v, rest, rest * scale * _load_norm(q_norm, k_norm, e, is_rest, is_q))
-    _store(a * cos - b * sin, a, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated)
+    _store_heads(
+        a * cos - b * sin, a, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated
+    )
     d += HALF
-    _store(b * cos + a * sin, b, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated)
-    _store(rest, rest, at + e, k_at + e, v_at + e, is_q & is_rest, to_k & is_rest, to_v & is_rest)
+    _store_heads(
+        b * cos + a * sin, b, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated
+    )
+    _store_heads(rest, rest, at + e, k_at + e, v_at + e, is_q & is_rest, to_k & is_rest, to_v & is_rest)
 
 
 @jit
@@ -61,17 +65,24 @@ def _load_norm(q_norm: tensor, k_norm: tensor, d: tensor, inside: tensor, is_q: 
 
 
 @jit
-def _store(
-    rotated: tensor, plain: tensor, at: tensor, k_at: tensor, v_at: tensor, is_q: tensor, to_k: tensor, to_v: tensor
+def _store_heads(
+    rotated: tensor,
+    unrotated: tensor,
+    q_at: tensor,
+    k_at: tensor,
+    v_at: tensor,
+    is_q: tensor,
+    is_k: tensor,
+    is_v: tensor,
 ) -> None:
     """Store rotated q heads in `qkv`, rotated k heads in the key cache, and v heads in the value cache."""
-    tl.store(at, rotated.to(at.dtype.element_ty), is_q)
-    tl.store(k_at, _round_to_cache(rotated, k_at.dtype.element_ty), to_k)
-    tl.store(v_at, _round_to_cache(plain, v_at.dtype.element_ty), to_v)
+    tl.store(q_at, rotated.to(q_at.dtype.element_ty), is_q)
+    tl.store(k_at, _round_to_cache_dtype(rotated, k_at.dtype.element_ty), is_k)
+    tl.store(v_at, _round_to_cache_dtype(unrotated, v_at.dtype.element_ty), is_v)
 
 
 @jit
-def _round_to_cache(x: tensor, TYPE: constexpr) -> tensor:
+def _round_to_cache_dtype(x: tensor, TYPE: constexpr) -> tensor:
     """Round to the dtype of the cache. float8 saturates, and values that are not finite become zero.
 
     After a KV block is reused, attention multiplies its stale values by zero, and zero times infinity would be NaN.

@@ -39,7 +39,7 @@ _VectorIO = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
 
 
 @dataclass(slots=True)
-class BlockFiles:
+class BlockFileIO:
     """Writes and reads block files of one memory layout."""
 
     format: BlockFormat
@@ -55,7 +55,7 @@ class BlockFiles:
         """
         with self._scratch_buffer() as scratch:
             payload = self.format.write(
-                block_hash, buffer, scratch, encode=encode, max_encoded_bytes=len(buffer) - self._padding_bytes
+                block_hash, buffer, scratch, encode=encode, max_encoded_bytes=len(buffer) - self._padding_unit_bytes
             )
             size = self._padded_length(len(payload))
             body = buffer
@@ -80,9 +80,9 @@ class BlockFiles:
         try:
             with self._scratch_buffer() as scratch:
                 status = os.fstat(handle)
-                plain = status.st_size == self.format.plain_bytes
+                plain = status.st_size == self.format.uncompressed_bytes
                 body = buffer if plain else scratch[PAGE_BYTES : max(PAGE_BYTES, status.st_size)]
-                complete = self.is_possible_length(status.st_size)
+                complete = self.is_valid_file_length(status.st_size)
                 complete = (
                     complete and self._run_vector_io(os.readv, handle, [scratch[:PAGE_BYTES], body]) == status.st_size
                 )
@@ -96,19 +96,20 @@ class BlockFiles:
         finally:
             os.close(handle)
 
-    def is_possible_length(self, size: int) -> bool:
+    def is_valid_file_length(self, size: int) -> bool:
         """Return whether a complete block file can have this length."""
         coded = (
-            PAGE_BYTES < size < self.format.plain_bytes and self._padded_length(size - PAGE_BYTES) == size - PAGE_BYTES
+            PAGE_BYTES < size < self.format.uncompressed_bytes
+            and self._padded_length(size - PAGE_BYTES) == size - PAGE_BYTES
         )
-        return size == self.format.plain_bytes or (coded and self.format.codec is not None)
+        return size == self.format.uncompressed_bytes or (coded and self.format.codec is not None)
 
     @property
-    def _padding_bytes(self) -> int:
+    def _padding_unit_bytes(self) -> int:
         return -(-self.format.buffer_bytes // (NUM_CODED_LENGTHS * PAGE_BYTES)) * PAGE_BYTES
 
     def _padded_length(self, size: int) -> int:
-        return -(-size // self._padding_bytes) * self._padding_bytes
+        return -(-size // self._padding_unit_bytes) * self._padding_unit_bytes
 
     @contextmanager
     def _scratch_buffer(self) -> Iterator[memoryview]:

@@ -38,7 +38,7 @@ class BlockFormat:
     codec: KVCodec | None = None
 
     @property
-    def plain_bytes(self) -> int:
+    def uncompressed_bytes(self) -> int:
         """The length of an uncompressed block with its header page. No stored block is longer."""
         return PAGE_BYTES + self.buffer_bytes
 

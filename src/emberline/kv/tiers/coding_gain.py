@@ -16,7 +16,7 @@ class BlockReadTiming:
     decode_seconds: float  # 0 for a block stored without encoding
 
 
-class EncodingBenefit:
+class CompressionGainEstimator:
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._seconds_per_byte: float | None = None  # average seconds to read a stored byte

@@ -24,13 +24,13 @@ class HostBlockCopier:
 
     def save(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
-            for half, buffer in zip(self._halves, self._buffer_array(copy.buffer), strict=True):
+            for half, buffer in zip(self._halves, self._view_buffer_as_array(copy.buffer), strict=True):
                 buffer[:] = half[:, copy.block]
 
     def load(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
-            for half, buffer in zip(self._halves, self._buffer_array(copy.buffer), strict=True):
+            for half, buffer in zip(self._halves, self._view_buffer_as_array(copy.buffer), strict=True):
                 half[:, copy.block] = buffer
 
-    def _buffer_array(self, buffer: memoryview) -> NDArray[np.uint8]:
+    def _view_buffer_as_array(self, buffer: memoryview) -> NDArray[np.uint8]:
         return np.frombuffer(buffer, np.uint8, self._shape.block_bytes).reshape(2, self._shape.layers, -1)

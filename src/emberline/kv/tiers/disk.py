@@ -34,9 +34,9 @@ from emberline.core.events import TierStats
 from emberline.kv.checksum import Crc, select_crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.tiers.base import buffer_bytes_for
-from emberline.kv.tiers.blockfile import BlockFiles
+from emberline.kv.tiers.blockfile import BlockFileIO
 from emberline.kv.tiers.blockformat import BlockFormat, layout_hash
-from emberline.kv.tiers.coding_gain import EncodingBenefit
+from emberline.kv.tiers.coding_gain import CompressionGainEstimator
 from emberline.kv.tiers.policy import make_eviction_policy
 
 log = logging.getLogger("emberline.kv")
@@ -71,13 +71,13 @@ class DiskTier:
         """
         digest = layout_hash(layout)
         form = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
-        self._files = BlockFiles(form)
-        self._coding, self._gain = codec_choice, EncodingBenefit(form.buffer_bytes)
+        self._files = BlockFileIO(form)
+        self._coding, self._gain = codec_choice, CompressionGainEstimator(form.buffer_bytes)
         self._quota_bytes = quota_bytes
-        self.capacity = quota_bytes // form.plain_bytes  # in plain blocks
+        self.capacity = quota_bytes // form.uncompressed_bytes  # in plain blocks
         if self.capacity < 1:
             raise InvalidRequest(
-                f"kv_disk_size is {quota_bytes} bytes, but one KV block of this model needs {form.plain_bytes}",
+                f"kv_disk_size is {quota_bytes} bytes, but one KV block of this model needs {form.uncompressed_bytes}",
                 param="kv_disk_size",
                 hint="raise --kv-disk-size",
             )
@@ -217,7 +217,7 @@ class DiskTier:
     def _try_write_block(self, block_hash: bytes, buffer: memoryview) -> int:
         path = self._block_path(block_hash)
         self._make_folder(path.parent)  # before evicting: a deleted directory has nothing left to evict
-        spare = self._evict_to_fit(block_hash, self._files.format.plain_bytes)
+        spare = self._evict_to_fit(block_hash, self._files.format.uncompressed_bytes)
         self._num_writes += 1
         temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._num_writes}{TEMPORARY_SUFFIX}")
         if spare is not None:
@@ -355,8 +355,8 @@ class DiskTier:
                 if entry.name.endswith(TEMPORARY_SUFFIX):
                     if time.time() - status.st_mtime > STALE_FILE_S:
                         Path(entry.path).unlink()
-                elif (digest := _parse_digest(entry.name)) is not None:
-                    if self._files.is_possible_length(status.st_size) and entry.name[:2] == folder.name:
+                elif (digest := _parse_block_file_name(entry.name)) is not None:
+                    if self._files.is_valid_file_length(status.st_size) and entry.name[:2] == folder.name:
                         blocks[digest] = status.st_mtime, status.st_size
                     else:
                         Path(entry.path).unlink()
@@ -391,7 +391,7 @@ class DiskTier:
             log.warning("KV disk tier turned on again: path=%s", self._root)
 
 
-def _parse_digest(name: str) -> bytes | None:
+def _parse_block_file_name(name: str) -> bytes | None:
     try:
         digest = bytes.fromhex(name)
     except ValueError:

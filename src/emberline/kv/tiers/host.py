@@ -67,7 +67,7 @@ class HostTier:
             if pin:
                 self._pins[block_hash] = 1
 
-    def release_reserved(self, block_hash: bytes) -> None:
+    def release_reserved_buffer(self, block_hash: bytes) -> None:
         """Free a reserved buffer that could not be filled."""
         with self._lock:
             self._free.append(self._filling.pop(block_hash))

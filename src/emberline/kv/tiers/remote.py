@@ -24,7 +24,7 @@ from emberline.kv.checksum import Crc, select_crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.tiers.base import PAGE_BYTES, buffer_bytes_for
 from emberline.kv.tiers.blockformat import BlockFormat, layout_hash
-from emberline.kv.tiers.coding_gain import BlockReadTiming, EncodingBenefit
+from emberline.kv.tiers.coding_gain import BlockReadTiming, CompressionGainEstimator
 from emberline.kv.tiers.storeclient import (
     NO_MEMORY,
     NOT_FOUND,
@@ -64,7 +64,7 @@ class RemoteTier:
         """
         digest = layout_hash(layout)
         self._format = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
-        self._coding, self._gain = codec_choice, EncodingBenefit(self._format.buffer_bytes)
+        self._coding, self._gain = codec_choice, CompressionGainEstimator(self._format.buffer_bytes)
         self._key_prefix = digest.hex()
         self._clock = clock or SystemClock()
         self._client = client or StoreClient(master, memory_bytes, self._format.scratch_bytes, listen_address)
@@ -74,7 +74,7 @@ class RemoteTier:
         self._warned = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._missing: OrderedDict[bytes, float] = OrderedDict()  # time of the query that missed, by hash
-        self._stats = TierStats(on=False, capacity=memory_bytes // self._format.plain_bytes)
+        self._stats = TierStats(on=False, capacity=memory_bytes // self._format.uncompressed_bytes)
         self.refresh()
 
     # -- the Tier interface ------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class RemoteTier:
             with self._lock:
                 self._stats.damaged_blocks += 1
             return False
-        decoding = 0.0 if size == self._format.plain_bytes else time.perf_counter() - began - seconds
+        decoding = 0.0 if size == self._format.uncompressed_bytes else time.perf_counter() - began - seconds
         self._remember_presence(block_hash, present=True)
         with self._lock:
             self._gain.record_read(BlockReadTiming(size, seconds, decoding))

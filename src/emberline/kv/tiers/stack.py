@@ -123,10 +123,10 @@ class TierStack:
         for arrival in arrivals:
             self.release_fetched(arrival.block_hash)
 
-    def count_hit(self, tier: str, tokens: int) -> None:
+    def record_hit(self, tier_name: str, tokens: int) -> None:
         """Count one block of `tokens` tokens that a request got from a tier, for the statistics."""
-        self._hit_tokens[tier] += tokens
-        self._hit_blocks[tier] += 1
+        self._hit_tokens[tier_name] += tokens
+        self._hit_blocks[tier_name] += 1
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until a block has been loaded or a fetch has ended, at most `timeout_s`."""
@@ -209,7 +209,7 @@ class TierStack:
                 return tier.name
             if tier.stats().damaged_blocks > damaged:
                 tier.discard(following_hashes)
-        self.host.release_reserved(block_hash)
+        self.host.release_reserved_buffer(block_hash)
         self._reading_since = None
         return None
 

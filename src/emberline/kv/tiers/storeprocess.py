@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from emberline.kv.confine import ListenerExposed, confine_new_listeners
-from emberline.kv.mooncake import MooncakeStore, fastest_protocol, new_store
+from emberline.kv.confine import ListenerExposed, restrict_new_listeners
+from emberline.kv.mooncake import MooncakeStore, detect_fastest_protocol, new_store
 
 CLIENT_BUFFER_BYTES = 16 << 20  # local buffer that the Mooncake client requires
 MAX_MESSAGE_BYTES = 4096
@@ -52,9 +52,15 @@ def serve_store(config: StoreProcessConfig, store: MooncakeStore) -> None:
     begin = np.frombuffer(memory, np.uint8).ctypes.data
     get, put = (socket.socket(fileno=line) for line in config.lines)
     try:
-        with confine_new_listeners(config.host):
+        with restrict_new_listeners(config.host):
             answer = store.setup(
-                config.host, "P2PHANDSHAKE", config.memory, CLIENT_BUFFER_BYTES, fastest_protocol(), "", config.master
+                config.host,
+                "P2PHANDSHAKE",
+                config.memory,
+                CLIENT_BUFFER_BYTES,
+                detect_fastest_protocol(),
+                "",
+                config.master,
             )
     except ListenerExposed:
         answer = LISTENER_EXPOSED

@@ -26,10 +26,10 @@ class LinkCodecChooser:
             else faster
         )
 
-    def record(self, encoded: bool, num_bytes: int, seconds: float) -> None:
+    def record_transfer(self, was_encoded: bool, num_bytes: int, seconds: float) -> None:
         if num_bytes < MIN_MEASURED_BYTES or seconds <= 0:
             return
-        rate, before = num_bytes / seconds, self._rates.get(encoded)
-        self._rates[encoded] = rate if before is None else before + NEWEST_SAMPLE_WEIGHT * (rate - before)
-        slower = len(self._rates) == 2 and self._rates[encoded] < self._rates[not encoded]
+        rate, before = num_bytes / seconds, self._rates.get(was_encoded)
+        self._rates[was_encoded] = rate if before is None else before + NEWEST_SAMPLE_WEIGHT * (rate - before)
+        slower = len(self._rates) == 2 and self._rates[was_encoded] < self._rates[not was_encoded]
         self._transfers_since_retry = 0 if slower else self._transfers_since_retry + 1

@@ -11,7 +11,7 @@ from emberline.core.engine_config import TransferConfig
 from emberline.kv.checksum import Crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.confine import is_loopback
-from emberline.kv.mooncake import check_mooncake_usable, fastest_protocol
+from emberline.kv.mooncake import check_mooncake_usable, detect_fastest_protocol
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.errors import PeerUnreachable
 from emberline.kv.transfer.link import LinkOptions
@@ -90,7 +90,11 @@ class TransferEndpoint:
                 transports.append(MooncakeTransport(layout, engine, LinkOptions(connections=1, crc=options.crc)))
             servers.append(
                 serve_tcp(
-                    sender, config.listen_host, config.listen_port, codecs=codecs, advertise=config.advertised_host
+                    sender,
+                    config.listen_host,
+                    config.listen_port,
+                    codecs=codecs,
+                    advertised_host=config.advertised_host,
                 )
             )
             transports.append(TcpTransport(layout, habits))
@@ -108,24 +112,24 @@ class TransferEndpoint:
             server.stop()
 
 
-def port_at_offset(base: int, offset: int) -> int:
+def port_at_offset(base_port: int, offset: int) -> int:
     """Return the port of a listener: `base_port`, the setting `--kv-port`, plus the listener's offset.
 
     Return 0 (any free port) if `base_port` is 0.
     """
-    return base + offset if base else 0
+    return base_port + offset if base_port else 0
 
 
 def _start_mooncake(host: str, config: TransferConfig, region: Region) -> MooncakeEngine | None:
     """Return Mooncake's engine, or None if it cannot be used. Blocks are then transferred by the other transports."""
     reason: str | None = "the KV cache is in GPU memory"
     if isinstance(region, HostRegion):
-        reason = None if host in _mooncake_engines else check_mooncake_usable(host, fastest_protocol())
+        reason = None if host in _mooncake_engines else check_mooncake_usable(host, detect_fastest_protocol())
     if reason is None:
         try:
             if host not in _mooncake_engines:
                 _mooncake_engines[host] = MooncakeEngine(
-                    host, fastest_protocol(), port_at_offset(config.listen_port, ENGINE_PORT_OFFSET)
+                    host, detect_fastest_protocol(), port_at_offset(config.listen_port, ENGINE_PORT_OFFSET)
                 )
         except PeerUnreachable as error:
             reason = error.message

@@ -42,13 +42,13 @@ class KVLayout:
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
 
-    def token_strips(self, part: int) -> tuple[int, int]:
+    def count_token_strips(self, kv_index: int) -> tuple[int, int]:
         """Return the number of strips of a block's keys or values in one layer, and their bytes per token.
 
         A strip holds the same element, or the same head, of consecutive tokens. `kv_index` is 0 for keys and 1 for
         values.
         """
-        width = self.turned if part == 0 and self.turned else self.width
+        width = self.turned if kv_index == 0 and self.turned else self.width
         return self.heads * self.width // width, width
 
     @property
@@ -80,9 +80,9 @@ class KVLayout:
                 hint="choose block sizes of which one divides the other",
             )
 
-    def num_blocks_for(self, count: int, other: KVLayout) -> int:
+    def num_blocks_for(self, num_other_blocks: int, other_layout: KVLayout) -> int:
         """Return how many blocks of this layout hold the tokens of `num_other_blocks` blocks of `other_layout`."""
-        return -(-count * other.tokens // self.tokens)
+        return -(-num_other_blocks * other_layout.tokens // self.tokens)
 
     @staticmethod
     def parse(data: Any) -> KVLayout:

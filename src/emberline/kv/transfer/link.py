@@ -22,7 +22,7 @@ from emberline.kv.transfer.errors import PeerLost, PeerUnreachable, TransferCorr
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.lease import LeaseEndReason
 from emberline.kv.transfer.piece import TransferPiece
-from emberline.kv.transfer.server import DATA_HEADER, MAX_PULL_S, generations_crc
+from emberline.kv.transfer.server import DATA_HEADER, MAX_PULL_S, compute_generations_crc
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 Connector = Callable[[float], socket.socket]  # connects within a timeout in seconds
@@ -142,7 +142,7 @@ class StreamLink:
         if group.failure is not None:
             raise group.failure
         if self._codec is not None:
-            self._codec_chooser.record(codec is not None, size, time.monotonic() - began)
+            self._codec_chooser.record_transfer(codec is not None, size, time.monotonic() - began)
 
     def _fetch_pieces(
         self, channel: MessageChannel, fetch: PieceFetch, pieces: Sequence[TransferPiece], codec: KVCodec | None
@@ -171,7 +171,7 @@ class StreamLink:
             raise _make_corruption_error(
                 channel, f"the peer sent a different piece of KV blocks than the requested {piece}"
             )
-        if generations_sum != generations_crc(fetch.generations[piece.first_block : piece.end_block]):
+        if generations_sum != compute_generations_crc(fetch.generations[piece.first_block : piece.end_block]):
             raise _make_corruption_error(
                 channel, f"the KV blocks of {piece} were overwritten after the ticket was issued"
             )
@@ -291,15 +291,17 @@ def _try_start_thread(thread: threading.Thread) -> bool:
 
 
 def _check_message(
-    message: TransferMessage, kind: MessageKind, transfer_id: int, channel: MessageChannel
+    message: TransferMessage, expected_kind: MessageKind, transfer_id: int, channel: MessageChannel
 ) -> TransferMessage:
     if message.transfer != transfer_id:
         raise _make_corruption_error(channel, "the KV peer sent a reply to a different request")
     if message.kind == MessageKind.ERROR:
         raise message.to_error()
-    if message.kind != kind:
+    if message.kind != expected_kind:
         raise _make_corruption_error(
-            channel, f"the KV peer sent a message of kind {message.kind} instead of {kind.name} ({kind.value})"
+            channel,
+            f"the KV peer sent a message of kind {message.kind} instead of {expected_kind.name}"
+            f" ({expected_kind.value})",
         )
     return message
 

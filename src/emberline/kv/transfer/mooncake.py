@@ -25,7 +25,7 @@ from dataclasses import astuple
 from queue import Empty, SimpleQueue
 
 from emberline.kv.codec import address_of
-from emberline.kv.confine import LOOPBACK, ListenerExposed, confine_new_listeners
+from emberline.kv.confine import LOOPBACK, ListenerExposed, restrict_new_listeners
 from emberline.kv.mooncake import MooncakeMissing, new_engine
 from emberline.kv.transfer.base import PieceFetch
 from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
@@ -41,8 +41,8 @@ from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds, HostRegion, contiguous_ranges
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import TransferServer, generations_crc
-from emberline.kv.transfer.tcp import create_tcp_listener, tcp_connector
+from emberline.kv.transfer.server import TransferServer, compute_generations_crc
+from emberline.kv.transfer.tcp import create_tcp_listener, make_tcp_connector
 from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
@@ -110,7 +110,7 @@ class MooncakeEngine:
         """
         try:
             self._engine = new_engine(port)
-            with confine_new_listeners(host):
+            with restrict_new_listeners(host):
                 started = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         except (MooncakeMissing, ListenerExposed) as error:
             raise PeerUnreachable(error.message, hint=error.hint) from error
@@ -243,7 +243,7 @@ class MooncakeLink(StreamLink):
         """Ask the sender, after the read, to confirm that the blocks still have the published content."""
         request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._options.use_checksums}
         reply = self._call(MessageKind.CONFIRM_READ, request, fetch.deadline)
-        if reply.get("mark") != generations_crc(fetch.generations[piece.first_block : piece.end_block]):
+        if reply.get("mark") != compute_generations_crc(fetch.generations[piece.first_block : piece.end_block]):
             raise TransferCorrupted(f"the KV blocks of {piece} were overwritten after the ticket was issued")
         if self._options.use_checksums and reply.get("crc") != self._options.crc(data, 0):
             raise TransferCorrupted(f"the KV data of {piece} arrived with a wrong checksum")
@@ -338,5 +338,5 @@ class MooncakeTransport:
         self._options = options or LinkOptions(connections=1)
 
     def connect(self, peer: Peer, deadline: float) -> MooncakeLink:
-        dial = tcp_connector(peer.endpoints["mooncake"])
+        dial = make_tcp_connector(peer.endpoints["mooncake"])
         return MooncakeLink(peer, self._layout, dial, self._options, self._engine, deadline)

@@ -65,7 +65,7 @@ class Region(ABC):
         """
 
     def element_indices(
-        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, part: int
+        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, kv_index: int
     ) -> tuple[int, BlockIds]:
         """Return how to address the bytes of a piece in one layer: bytes per element, and element indices.
 
@@ -75,7 +75,7 @@ class Region(ABC):
         own_tokens, wire_tokens = self.layout.tokens, wire_layout.tokens
         if own_tokens == wire_tokens:
             return self.layout.plane_bytes, blocks[piece.first_block : piece.end_block]
-        count, width = self.layout.token_strips(part)
+        count, width = self.layout.count_token_strips(kv_index)
         run_tokens = min(own_tokens, wire_tokens)  # tokens of a strip that are adjacent in both layouts
         first = np.arange(piece.first_block * wire_tokens, piece.end_block * wire_tokens, run_tokens).reshape(
             -1, 1, wire_tokens // run_tokens
@@ -89,14 +89,16 @@ class Region(ABC):
 class HostRegion(Region):
     """A region whose blocks are in host memory."""
 
-    def __init__(self, layout: KVLayout, parts: Sequence[BufferLike], generations: Generations | None = None) -> None:
+    def __init__(
+        self, layout: KVLayout, key_and_value_buffers: Sequence[BufferLike], generations: Generations | None = None
+    ) -> None:
         """Create a region in existing memory.
 
         `key_and_value_buffers` are the buffers of the keys and of the values. Each holds, for every layer, all blocks
         of that layer.
         """
-        assert len(parts) == layout.parts
-        flat = [memoryview(part).cast("B") for part in parts]
+        assert len(key_and_value_buffers) == layout.parts
+        flat = [memoryview(part).cast("B") for part in key_and_value_buffers]
         layer_bytes = len(flat[0]) // layout.layers
         assert all(len(part) == layer_bytes * layout.layers for part in flat) and layer_bytes % layout.plane_bytes == 0
         super().__init__(layout, layer_bytes // layout.plane_bytes, generations)
@@ -116,15 +118,15 @@ class HostRegion(Region):
         return None if scattered else self._range_views(piece, ranges)
 
     def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
-        for plane, row, size, index in self._plane_rows(piece, blocks, wire_layout, out):
+        for plane, row, size, index in self._iter_plane_elements(piece, blocks, wire_layout, out):
             # mode="clip" avoids a buffered copy; no index is out of range.
             np.take(np.frombuffer(plane, f"V{size}"), index, out=row, mode="clip")
 
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
-        for plane, row, size, index in self._plane_rows(piece, blocks, wire_layout, data):
+        for plane, row, size, index in self._iter_plane_elements(piece, blocks, wire_layout, data):
             np.frombuffer(plane, f"V{size}")[index] = row
 
-    def _plane_rows(
+    def _iter_plane_elements(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview
     ) -> Iterator[tuple[memoryview, NDArray[np.void], int, BlockIds]]:
         """Yield where each part of `data` lies in this region, for the keys and the values of each layer.
@@ -134,15 +136,15 @@ class HostRegion(Region):
         """
         indices = [self.element_indices(piece, blocks, wire_layout, part) for part in range(self.layout.parts)]
         length = len(data) // ((piece.end_layer - piece.first_layer) * self.layout.parts)
-        for i, plane in enumerate(self._piece_planes(piece)):
+        for i, plane in enumerate(self._iter_piece_planes(piece)):
             size, index = indices[i % len(indices)]
             yield plane, np.frombuffer(data[i * length : (i + 1) * length], f"V{size}"), size, index
 
     def _range_views(self, piece: TransferPiece, ranges: list[tuple[int, int]]) -> list[memoryview]:
         size = self.layout.plane_bytes
-        return [plane[size * a : size * b] for plane in self._piece_planes(piece) for a, b in ranges]
+        return [plane[size * a : size * b] for plane in self._iter_piece_planes(piece) for a, b in ranges]
 
-    def _piece_planes(self, piece: TransferPiece) -> Iterator[memoryview]:
+    def _iter_piece_planes(self, piece: TransferPiece) -> Iterator[memoryview]:
         for planes in self._planes[piece.first_layer : piece.end_layer]:
             yield from planes
 

@@ -89,7 +89,7 @@ class Sender:
         self._leases.add(new_lease)
         return self._make_ticket(new_lease)
 
-    def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
+    def extend_ticket(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
         """Add newly computed blocks to a ticket. The last call sets `complete`.
 
         `note` is a text for the receiver, such as the result of the prefill. Raises TicketEnded if the lease has ended.

@@ -35,7 +35,7 @@ MAX_POLL_WAIT_S = 10.0  # longest wait of one request for more blocks of a ticke
 MAX_CONNECTIONS = 256
 
 
-def generations_crc(generations: Generations) -> int:
+def compute_generations_crc(generations: Generations) -> int:
     return crc32(generations.tobytes())
 
 
@@ -188,7 +188,7 @@ class TransferServer:
         with self._sender.read_under_lease(ticket_id, piece) as lease:
             views = self._piece_payload(piece, lease, staging, None) if staging is not None else []
             return {
-                "mark": generations_crc(lease.generations[piece.first_block : piece.end_block]),
+                "mark": compute_generations_crc(lease.generations[piece.first_block : piece.end_block]),
                 "crc": crc_of_views(self._sender.crc, views),
             }
 
@@ -203,7 +203,7 @@ class TransferServer:
         for piece in (TransferPiece(*map(int, part)) for part in body["pieces"]):
             with self._sender.read_under_lease(body["id"], piece) as lease:
                 payload = self._piece_payload(piece, lease, channel.staging, codec)
-                generations_sum = generations_crc(lease.generations[piece.first_block : piece.end_block])
+                generations_sum = compute_generations_crc(lease.generations[piece.first_block : piece.end_block])
                 header = DATA_HEADER.pack(*dataclasses.astuple(piece), generations_sum, sum(map(len, payload)))
                 channel.send(MessageKind.DATA, transfer_id, header, deadline, payload)
                 crc = crc_of_views(self._sender.crc, payload) if body["checked"] and codec is None else 0

@@ -149,7 +149,7 @@ class ShmTransport:
         self._options = options or LinkOptions(connections=1)
 
     def connect(self, peer: Peer, deadline: float) -> ShmLink:
-        return ShmLink(peer, self._layout, unix.unix_connector(peer.endpoints["shm"]), self._options, deadline)
+        return ShmLink(peer, self._layout, unix.make_unix_connector(peer.endpoints["shm"]), self._options, deadline)
 
 
 def _section_sizes(layout: KVLayout, num_blocks: int) -> list[int]:

@@ -25,14 +25,14 @@ def serve_tcp(
     *,
     codecs: Sequence[KVCodec] = (),
     io_timeout_s: float = IO_TIMEOUT_S,
-    advertise: str | None = None,
+    advertised_host: str | None = None,
 ) -> TransferServer:
     """Listen at a TCP port and add the address to the sender's endpoints.
 
     `advertised_host` is the host name that peers connect to, if it differs from `host`.
     """
     listener = create_tcp_listener(host, port)
-    sender.endpoints["tcp"] = f"{advertise or host}:{listener.getsockname()[1]}"
+    sender.endpoints["tcp"] = f"{advertised_host or host}:{listener.getsockname()[1]}"
     return TransferServer(sender, listener, codecs=codecs, io_timeout_s=io_timeout_s)
 
 
@@ -45,7 +45,7 @@ class TcpTransport:
         self._options = options or LinkOptions()
 
     def connect(self, peer: Peer, deadline: float) -> StreamLink:
-        return StreamLink(peer, self._layout, tcp_connector(peer.endpoints["tcp"]), self._options, deadline)
+        return StreamLink(peer, self._layout, make_tcp_connector(peer.endpoints["tcp"]), self._options, deadline)
 
 
 def create_tcp_listener(host: str, port: int) -> socket.socket:
@@ -53,7 +53,7 @@ def create_tcp_listener(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=128)
 
 
-def tcp_connector(address: str) -> Connector:
+def make_tcp_connector(address: str) -> Connector:
     """Return a function that connects to the address HOST:PORT. Raises PeerUnreachable if the address is malformed."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

@@ -14,7 +14,7 @@ from emberline.kv.transfer.layout import KVLayout
 from emberline.tokens.blockhash import block_hash, root_hash
 
 
-def ticket_subject(layout: KVLayout, salt: str, prompt: Sequence[int]) -> str:
+def compute_ticket_subject(layout: KVLayout, salt: str, prompt: Sequence[int]) -> str:
     """Return the hash of model, tenant salt and prompt that a ticket contains. It does not depend on the block size."""
     return block_hash(root_hash(layout.model, salt), prompt).hex()
 

@@ -40,7 +40,7 @@ def create_unix_listener() -> tuple[socket.socket, str]:
     return listener, address
 
 
-def unix_connector(address: str) -> Connector:
+def make_unix_connector(address: str) -> Connector:
     def connect_to_socket(timeout_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)

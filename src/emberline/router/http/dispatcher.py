@@ -87,7 +87,7 @@ class Dispatcher(WorkerRegistry):
         )
         return decision if is_available and worker.breaker.allows_request(self._clock.now()) else None
 
-    def choose_handover_source(
+    def choose_kv_source_for_moved_stream(
         self, summary: RequestSummary, output_token_count: int, answer_decision: RoutingDecision, origin_worker: Worker
     ) -> RoutingDecision | None:
         """Return the decision that a stream's new worker fetches its KV blocks from its previous worker.

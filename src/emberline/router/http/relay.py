@@ -36,10 +36,10 @@ from emberline.router.request_summary import RequestSummary
 from emberline.router.suspect_requests import SuspectRequests
 from emberline.router.upstream_request import UpstreamRequest
 from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
-from emberline.server.access import tenant_id
+from emberline.server.access import derive_tenant_id
 from emberline.server.exchange import Exchange
 from emberline.wire import sse
-from emberline.wire.errors import anthropic_error, openai_error
+from emberline.wire.errors import render_anthropic_error, render_openai_error
 
 log = logging.getLogger("emberline.router")
 
@@ -62,7 +62,7 @@ class Relay(ReplyRelay):
 
         Raises an EmberlineError if the request failed. The caller replies with that error; if the reply has already
         started, the caller closes the connection instead."""
-        routed = self._new_request(exchange, self._dispatcher.fill_in_default_model(summary), body)
+        routed = self._create_routed_request(exchange, self._dispatcher.fill_in_default_model(summary), body)
         try:
             await self._run_to_end(routed)
         finally:
@@ -93,7 +93,7 @@ class Relay(ReplyRelay):
         finally:
             routed.handle_event(ending)
 
-    def _new_request(self, exchange: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
+    def _create_routed_request(self, exchange: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
         decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers.items())
         headers = {
             name: value
@@ -102,7 +102,7 @@ class Relay(ReplyRelay):
         }
         if self._config.kv_events:
             headers[CHAIN_HEADER] = "1"
-        if tenant := tenant_id(exchange):
+        if tenant := derive_tenant_id(exchange):
             headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
         client_request = UpstreamRequest(
             exchange.method, exchange.path + (f"?{exchange.query}" if exchange.query else ""), headers, body
@@ -256,7 +256,7 @@ class Relay(ReplyRelay):
         timeout_s = self._config.ticket_timeout
         decision = None
         if routed.drained_decision is not None:
-            decision = self._dispatcher.choose_handover_source(
+            decision = self._dispatcher.choose_kv_source_for_moved_stream(
                 routed.summary, routed.output_token_count, attempt.decision, routed.drained_decision.worker
             )
         if decision is not None:
@@ -359,7 +359,7 @@ def _workers_crashed_error(routed: RoutedRequest) -> WorkersCrashed:
 def _error_event(path: str, error: EmberlineError, event_count: int) -> bytes:
     """Return an error event in the format of the API at this path, and the final event if that API has one."""
     if path == "/v1/messages":
-        return sse.named_event("error", anthropic_error(error).body)
+        return sse.encode_named_event("error", render_anthropic_error(error).body)
     if path == "/v1/responses":
         event = {
             "type": "error",
@@ -368,5 +368,5 @@ def _error_event(path: str, error: EmberlineError, event_count: int) -> bytes:
             "param": None,
             "sequence_number": event_count,
         }
-        return sse.named_event("error", event)
-    return sse.data_event(openai_error(error).body) + sse.DONE_EVENT
+        return sse.encode_named_event("error", event)
+    return sse.encode_data_event(render_openai_error(error).body) + sse.DONE_EVENT

@@ -43,7 +43,7 @@ class ReplyRelay:
         ):
             return
         routed.timeout_extended_at, config = now, self._config
-        deadline = min(routed.deadline, now + config.token_timeout if routed.has_visible_progress else math.inf)
+        deadline = min(routed.deadline, now + config.token_timeout if routed.needs_output_timeout else math.inf)
         routed.output_timeout.reschedule(None if math.isinf(deadline) else deadline)
 
     async def _relay_reply(

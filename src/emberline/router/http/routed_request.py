@@ -108,7 +108,7 @@ class RoutedRequest:
         self.state = next_state(self.state, event)
 
     @property
-    def has_visible_progress(self) -> bool:
+    def needs_output_timeout(self) -> bool:
         """Whether the router limits the time until the worker's next output.
 
         It does not for a reply that arrives only when it is complete, if the worker itself ends stalled requests."""
@@ -278,7 +278,7 @@ class RoutedRequest:
         """
         is_native = isinstance(getattr(method, "__self__", None), NativeDialect)
         size = 0 if is_native else len(self.client_request.body)
-        return await offload.run_by_size(size, method, *args, **kwargs)
+        return await offload.run_inline_if_small(size, method, *args, **kwargs)
 
     def _client_request_for(self, worker: Worker) -> UpstreamRequest:
         """Return the client's request, with the API key that is configured for vLLM and SGLang servers, if any."""

@@ -24,7 +24,7 @@ from emberline.router.http.router_metrics import WorkerView, build_status
 from emberline.router.http.worker_registry import TICK_INTERVAL_S
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
-from emberline.server.access import AccessPolicy, tenant_id
+from emberline.server.access import AccessPolicy, derive_tenant_id
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.metrics import render_exposition
 from emberline.server.pages import StaticPage
@@ -80,9 +80,9 @@ class RouterApp:
             "/cluster/leave": HTTPRoute(self._handle_leave, required_key="cluster"),
             "/cluster/drain": HTTPRoute(self._handle_drain, required_key="cluster"),
             "/cluster/status": HTTPRoute(self._reply_with_status, "GET", "operator"),
-            "/health": HTTPRoute(self._reply_ready, "GET", "nothing"),
-            "/health/live": HTTPRoute(self._reply_live, "GET", "nothing"),
-            "/health/ready": HTTPRoute(self._reply_ready, "GET", "nothing"),
+            "/health": HTTPRoute(self._reply_with_readiness, "GET", "nothing"),
+            "/health/live": HTTPRoute(self._reply_with_liveness, "GET", "nothing"),
+            "/health/ready": HTTPRoute(self._reply_with_readiness, "GET", "nothing"),
             "/metrics": HTTPRoute(self._reply_with_metrics, "GET", "operator"),
         }
         hint = "GET /v1/models lists the models"
@@ -113,7 +113,7 @@ class RouterApp:
 
     async def _relay_request(self, exchange: Exchange) -> None:
         body = await exchange.read_body(self._config.max_body)
-        affinity = exchange.header(SESSION_HEADER), tenant_id(exchange) if self._config.api_keys else ""
+        affinity = exchange.header(SESSION_HEADER), derive_tenant_id(exchange) if self._config.api_keys else ""
         summary = (
             RequestSummary.parse(body, *affinity)
             if len(body) < LARGE_INPUT_BYTES
@@ -129,14 +129,14 @@ class RouterApp:
         await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 
     async def _list_models(self, exchange: Exchange) -> None:
-        await exchange.reply_json(models.list_models(self._served_models()))
+        await exchange.reply_json(models.list_models(self._collect_served_models()))
 
     async def _show_model(self, exchange: Exchange) -> None:
         await exchange.reply_json(
-            models.retrieve_model(self._served_models(), exchange.path.removeprefix("/v1/models/"))
+            models.retrieve_model(self._collect_served_models(), exchange.path.removeprefix("/v1/models/"))
         )
 
-    def _served_models(self) -> list[models.ServedModel]:
+    def _collect_served_models(self) -> list[models.ServedModel]:
         """Return the models of all workers that are not lost.
 
         A model's context length is the smallest one among the workers that serve the model."""
@@ -166,14 +166,14 @@ class RouterApp:
     async def _handle_registration(self, exchange: Exchange) -> None:
         registration = await self._decode_body(exchange, WorkerRegistration)
         self.dispatcher.register(registration)
-        await exchange.reply_json(self._registration_reply(registration.name))
+        await exchange.reply_json(self._build_registration_reply(registration.name))
 
     async def _handle_heartbeat(self, exchange: Exchange) -> None:
         heartbeat = await self._decode_body(exchange, Heartbeat)
         self.dispatcher.record_heartbeat(heartbeat)
-        await exchange.reply_json(self._registration_reply(heartbeat.name))
+        await exchange.reply_json(self._build_registration_reply(heartbeat.name))
 
-    def _registration_reply(self, worker_name: str) -> RegistrationReply:
+    def _build_registration_reply(self, worker_name: str) -> RegistrationReply:
         return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_by_model(worker_name))
 
     async def _handle_leave(self, exchange: Exchange) -> None:
@@ -222,10 +222,10 @@ class RouterApp:
             }
         )
 
-    async def _reply_live(self, exchange: Exchange) -> None:
+    async def _reply_with_liveness(self, exchange: Exchange) -> None:
         await exchange.reply_json({"status": "live"})
 
-    async def _reply_ready(self, exchange: Exchange) -> None:
+    async def _reply_with_readiness(self, exchange: Exchange) -> None:
         workers = {worker.name: health.value for worker, _, health in self._worker_views()}
         ready = "ready" in workers.values()
         body = {"status": "ready" if ready else "waiting for workers", "workers": workers}

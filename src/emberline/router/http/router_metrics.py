@@ -48,7 +48,7 @@ class RouterMetrics:
         if outcome == "answered":
             self._request_seconds.observe(duration_s)
 
-    def merge_forgotten_worker(self, worker_name: str) -> None:
+    def merge_removed_worker(self, worker_name: str) -> None:
         """Add a removed worker's counts to those of a label that stands for all removed workers.
 
         The totals stay correct, and the number of labels does not grow with every restarted worker."""
@@ -58,9 +58,9 @@ class RouterMetrics:
     def metric_families(
         self, worker_views: Sequence[WorkerView], prefix_count: int, kv_index: KVIndex | None = None
     ) -> Iterator[MetricFamily]:
-        yield from _worker_gauges(worker_views)
+        yield from _build_worker_gauges(worker_views)
         if kv_index is not None:
-            yield from _kv_index_gauges(worker_views, kv_index)
+            yield from _build_kv_index_gauges(worker_views, kv_index)
         for name, help_, labels, counts in (
             ("requests", "Attempts by worker and outcome.", ("worker", "outcome"), self.outcomes),
             ("decisions", "Why workers were chosen.", ("why",), _counts_by_label_tuple(self.decisions)),
@@ -105,7 +105,10 @@ def build_status(
         for worker, member, health in worker_views
     ]
     if kv_index is not None:
-        rows = [row | kv_index.status_fields(worker.id) for row, (worker, _, _) in zip(rows, worker_views, strict=True)]
+        rows = [
+            row | kv_index.build_status_fields(worker.id)
+            for row, (worker, _, _) in zip(rows, worker_views, strict=True)
+        ]
     return {
         "workers": rows,
         "decisions": dict(metrics.decisions),
@@ -159,7 +162,7 @@ def _build_status_row(
     }
 
 
-def _worker_gauges(worker_views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
+def _build_worker_gauges(worker_views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
     for name, help_, values in (
         (
             "ready",
@@ -207,7 +210,7 @@ def _worker_gauges(worker_views: Sequence[WorkerView]) -> Iterator[MetricFamily]
         yield MetricFamily.from_samples(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
 
 
-def _kv_index_gauges(worker_views: Sequence[WorkerView], kv_index: KVIndex) -> Iterator[MetricFamily]:
+def _build_kv_index_gauges(worker_views: Sequence[WorkerView], kv_index: KVIndex) -> Iterator[MetricFamily]:
     for name, help_, values in (
         (
             "kv_exact",
@@ -217,7 +220,7 @@ def _kv_index_gauges(worker_views: Sequence[WorkerView], kv_index: KVIndex) -> I
         (
             "kv_blocks",
             "KV blocks that the router knows the worker to hold.",
-            [kv_index.block_count(w.id) for w, _, _ in worker_views],
+            [kv_index.count_blocks(w.id) for w, _, _ in worker_views],
         ),
     ):
         labels = [_format_labels(("worker",), (worker.name,)) for worker, _, _ in worker_views]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.cluster.address import refers_to_listener
+from emberline.cluster.address import is_url_of_listener
 from emberline.cluster.membership import ClusterMember, HealthTimeouts, Membership, WorkerHealth
 from emberline.cluster.registration import Heartbeat, WorkerRegistration
 from emberline.core.breaker import CircuitBreaker
@@ -49,7 +49,7 @@ class WorkerRegistry:
         Raises InvalidRequest if the worker's URL leads to this router, and Superseded if a live worker has the same
         name."""
         now = self._extend_deadlines_after_pause()
-        if refers_to_listener(registration.url, self._config.host, self._config.port):
+        if is_url_of_listener(registration.url, self._config.host, self._config.port):
             raise InvalidRequest(
                 f"worker {registration.name!r} registered the URL of this router, {registration.url}",
                 hint="start the worker with another --port",
@@ -298,7 +298,7 @@ class WorkerRegistry:
 
     def _remove_worker_statistics(self, name: str) -> None:
         """Remove the metrics and estimates that are kept for a removed worker and for its models."""
-        self.metrics.merge_forgotten_worker(name)
+        self.metrics.merge_removed_worker(name)
         for model in self.estimators.keys() - {model for worker in self.workers.values() for model in worker.models}:
             del self.estimators[model]
 

@@ -18,17 +18,17 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
     ToolResultContent,
 )
-from emberline.gateway.dialects.field_reader import FieldReader, parse_content, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_content
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.wire import signatures
-from emberline.wire.anthropic import safe_tool_id
+from emberline.wire.anthropic import make_safe_tool_id
 
 
 def parse_message(raw: object, path: str) -> CanonicalMessage:
     fields = FieldReader(raw, path)
     role = fields.require("role", str)
     if role not in ("user", "assistant", "system"):
-        raise unknown_value_error(role, f"{path}.role", "user, assistant, system")
+        raise make_unknown_value_error(role, f"{path}.role", "user, assistant, system")
     parts, shape = parse_blocks(fields.take_any("content"), f"{path}.content")
     return CanonicalMessage(role, parts, shape, fields.unread)  # type: ignore[arg-type]  # checked above
 
@@ -96,7 +96,7 @@ def render_part(part: Part) -> Json:
             signature = signatures.encode_signature(part.signature, part.origin, "anthropic")
             return {"type": "thinking", "thinking": part.text, "signature": signature, **part.extra}
         case ToolCallContent():
-            call = {"id": safe_tool_id(part.id), "name": part.name, "input": parse_arguments(part)}
+            call = {"id": make_safe_tool_id(part.id), "name": part.name, "input": parse_arguments(part)}
             return {"type": "tool_use", **call, **part.extra}
         case ToolResultContent():
             return _render_tool_result(part)
@@ -108,7 +108,7 @@ def render_part(part: Part) -> Json:
 
 
 def _render_tool_result(result: ToolResultContent) -> Json:
-    block: Json = {"type": "tool_result", "tool_use_id": safe_tool_id(result.id)}
+    block: Json = {"type": "tool_result", "tool_use_id": make_safe_tool_id(result.id)}
     if result.parts or result.shape in ("text", "list"):
         block["content"] = render_content(result.parts, result.shape)
     if result.is_error is not None:

@@ -18,7 +18,7 @@ from emberline.gateway.dialects.canonical import (
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import split_at_citations
 from emberline.gateway.dialects.field_reader import FieldReader
-from emberline.wire.anthropic import render_message, render_stop
+from emberline.wire.anthropic import render_message, render_stop_fields
 from emberline.wire.citations import render_anthropic_citation
 from emberline.wire.deltas import Finish
 from emberline.wire.finish_reasons import FROM_ANTHROPIC
@@ -50,7 +50,7 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
     choice = reply.choices[0]
     finish = Finish(choice.finish_reason or "stop", choice.stop_sequence)
     content = [block for part in choice.parts for block in _render_blocks(part)]
-    stop, usage = render_stop(finish, _has_refusal(choice.parts)), render_anthropic_usage(reply.usage or Usage())
+    stop, usage = render_stop_fields(finish, _has_refusal(choice.parts)), render_anthropic_usage(reply.usage or Usage())
     return render_message(reply.id, reply.model, content, stop, usage)
 
 

@@ -25,10 +25,10 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.field_reader import FieldReader, parse_rows, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_rows
 from emberline.gateway.dialects.schemas import ANTHROPIC_KEYWORDS, forbid_additional_properties, restrict_keywords
 from emberline.gateway.dialects.target_model import TargetModel
-from emberline.wire.anthropic import safe_tool_id
+from emberline.wire.anthropic import make_safe_tool_id
 
 DEFAULT_MAX_TOKENS = 4096
 _EMPTY_SCHEMA: Json = {"type": "object", "properties": {}}
@@ -41,18 +41,18 @@ def parse(body: Json) -> CanonicalRequest:
     if (system := fields.take_any("system")) is not None:
         request.system, _ = parse_blocks(system, "system")
         request.source_fields["system"] = system
-    FIELD_NAMES.read_direct_fields(fields, request)
+    FIELD_NAMES.copy_fields_to_request(fields, request)
     parse_reasoning(fields, request)
     if (config := fields.take("output_config", dict)) is not None:
         understood = ("format", "effort") if config.get("effort") in CLAUDE_EFFORTS else ("format",)
-        request.keep_source_field("output_config", config, understood=understood)
+        request.keep_source_field("output_config", config, translated_subfields=understood)
         request.response_format = _parse_response_format(config.get("format"), "output_config.format")
     if (response_format := fields.take("output_format", dict)) is not None:  # older name of output_config.format
         request.source_fields["output_format"] = response_format
         request.response_format = request.response_format or _parse_response_format(response_format, "output_format")
     _parse_tools(fields, request)
     if (metadata := fields.take("metadata", dict)) is not None:
-        request.keep_source_field("metadata", metadata, understood=("user_id",))
+        request.keep_source_field("metadata", metadata, translated_subfields=("user_id",))
         user = metadata.get("user_id")
         request.user = user if isinstance(user, str) else None
     request.extra = fields.unread
@@ -65,7 +65,7 @@ def _parse_response_format(raw: object, path: str) -> ResponseFormat | None:
             return ResponseFormat("schema", schema)
         case None:
             return None
-    raise unknown_value_error(raw, path, "json_schema")
+    raise make_unknown_value_error(raw, path, "json_schema")
 
 
 def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
@@ -83,7 +83,7 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
         case {"type": "tool", "name": str(name)}:
             request.tool_choice = CanonicalToolChoice("named", [name])
         case _:
-            raise unknown_value_error(choice.get("type"), "tool_choice.type", "auto, any, tool, none")
+            raise make_unknown_value_error(choice.get("type"), "tool_choice.type", "auto, any, tool, none")
 
 
 def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
@@ -100,7 +100,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     body: Json = {"model": target_model.model or request.model}
     if request.dialect == "anthropic":
         body["messages"] = [_render_message(message) for message in request.messages]
-        body |= FIELD_NAMES.render_direct_fields(request)
+        body |= FIELD_NAMES.render_copied_fields(request)
         if request.tools:
             body["tools"] = [_render_tool(tool) for tool in request.tools]
         return {**body, **request.source_fields, **request.extra}
@@ -120,7 +120,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
         _render_tool_choice(request, body, changes)
     body |= render_reasoning(request, target_model, changes)
     _remove_rejected_sampling_fields(request, target_model, "thinking" in body, changes)
-    body |= FIELD_NAMES.render_direct_fields(request)
+    body |= FIELD_NAMES.render_copied_fields(request)
     if request.response_format:
         _render_response_format(request.response_format, target_model, body, changes)
     if request.user:
@@ -149,7 +149,7 @@ def _move_system_messages(request: CanonicalRequest, target_model: TargetModel, 
             rest.append(message)
         elif not rest:
             request.system += message.parts
-        elif target_model.claude_supports_late_system and rest[-1].role in ("user", "tool"):
+        elif target_model.claude_supports_late_system_messages and rest[-1].role in ("user", "tool"):
             rest.append(CanonicalMessage("system", message.parts, "auto"))
         else:
             request.system += message.parts
@@ -165,7 +165,7 @@ def _report_changed_calls(request: CanonicalRequest, changes: ChangeReport) -> N
                     changes.report(
                         "messages", "arguments that are not a JSON object were replaced by {}", subfield=".tool_calls"
                     )
-                if safe_tool_id(part.id) != part.id:
+                if make_safe_tool_id(part.id) != part.id:
                     changes.report(
                         "messages", "characters that anthropic rejects were replaced", subfield=".tool_call_id"
                     )

@@ -15,7 +15,7 @@ from emberline.gateway.dialects.effort import (
     ANTHROPIC_MIN_BUDGET_TOKENS,
     budget_for_effort,
     effort_for_budget,
-    nearest_effort,
+    find_nearest_effort,
 )
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.target_model import TargetModel
@@ -88,7 +88,7 @@ def _render_adaptive_thinking(
         effort = effort_for_budget(options.budget)
         changes.report("reasoning", f"a budget of {options.budget} tokens was replaced by effort {effort}")
     if effort is not None:
-        supported = nearest_effort(effort, target_model.claude_efforts)
+        supported = find_nearest_effort(effort, target_model.claude_efforts)
         if supported != effort:
             changes.report("reasoning", f"effort {effort} was replaced by {supported}")
         result["output_config"] = {"effort": supported}

@@ -16,7 +16,7 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
     ToolResultContent,
 )
-from emberline.gateway.dialects.field_reader import FieldReader, parse_content, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_content
 from emberline.gateway.dialects.media import make_data_url, split_data_url
 
 _AUDIO_FORMATS = {"audio/wav": "wav", "audio/x-wav": "wav", "audio/mp3": "mp3", "audio/mpeg": "mp3"}
@@ -37,7 +37,7 @@ def parse_message(raw: object, path: str) -> CanonicalMessage:
         case "function":
             return CanonicalMessage("tool", [OpaqueContent("function", dict(fields.unread))])
         case role:
-            raise unknown_value_error(role, f"{path}.role", "system, developer, user, assistant, tool")
+            raise make_unknown_value_error(role, f"{path}.role", "system, developer, user, assistant, tool")
 
 
 def parse_assistant(fields: FieldReader) -> CanonicalMessage:

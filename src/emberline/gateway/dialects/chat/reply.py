@@ -82,14 +82,14 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
     writer = ChatWriter(context, stream=False)
     writer.write(StreamStart(reply.id, reply.model, reply.created))
     for index, choice in enumerate(reply.choices):
-        for delta in _choice_deltas(index, choice):
+        for delta in _iter_choice_deltas(index, choice):
             writer.write(delta)
     if reply.usage is not None:
         writer.write(UsageUpdate(reply.usage))
     return writer.body()
 
 
-def _choice_deltas(index: int, choice: CanonicalChoice) -> Iterator[Delta]:
+def _iter_choice_deltas(index: int, choice: CanonicalChoice) -> Iterator[Delta]:
     num_characters = 0  # of the parts' joined text, in which citations count
     if choice.logprobs is not None:
         yield TextDelta("", index, logprobs=choice.logprobs)

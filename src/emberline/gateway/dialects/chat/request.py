@@ -22,8 +22,8 @@ from emberline.gateway.dialects.canonical import (
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat.content import parse_message, render_message
 from emberline.gateway.dialects.chat.field_names import FIELD_NAMES
-from emberline.gateway.dialects.effort import EFFORTS, effort_for_budget, nearest_effort
-from emberline.gateway.dialects.field_reader import FieldReader, ValueParser, parse_rows, unknown_value_error
+from emberline.gateway.dialects.effort import EFFORTS, effort_for_budget, find_nearest_effort
+from emberline.gateway.dialects.field_reader import FieldReader, ValueParser, make_unknown_value_error, parse_rows
 from emberline.gateway.dialects.target_model import TargetModel
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
@@ -33,7 +33,7 @@ def parse(body: Json) -> CanonicalRequest:
     fields = FieldReader(body, "")
     request = CanonicalRequest("openai-chat", fields.take("model", str, ""))
     request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
-    FIELD_NAMES.read_direct_fields(fields, request)
+    FIELD_NAMES.copy_fields_to_request(fields, request)
     for name in reversed(_MAX_TOKENS_FIELDS):
         if (limit := fields.take(name, int)) is not None:
             request.max_output = request.source_fields[name] = limit
@@ -48,7 +48,7 @@ def parse(body: Json) -> CanonicalRequest:
             request.logprobs = request.logprobs or 0
     if (options := fields.take("stream_options", dict)) is not None:
         request.include_usage = bool(options.get("include_usage"))
-        request.keep_source_field("stream_options", options, understood=("include_usage",))
+        request.keep_source_field("stream_options", options, translated_subfields=("include_usage",))
     if (effort := fields.take("reasoning_effort", str)) is not None:
         request.reasoning = ReasoningOptions(parse_effort(effort, "reasoning_effort"))
     parse_tools(fields, request, _parse_tool)
@@ -63,7 +63,7 @@ def parse_effort(effort: str, path: str) -> Effort:
     for known in EFFORTS:
         if effort == known:
             return known
-    raise unknown_value_error(effort, path, ", ".join(EFFORTS))
+    raise make_unknown_value_error(effort, path, ", ".join(EFFORTS))
 
 
 def parse_tools(
@@ -97,13 +97,13 @@ def parse_tool_choice(raw: object) -> CanonicalToolChoice:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return CanonicalToolChoice("named", [name])
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            return CanonicalToolChoice(mode, _tool_names(tools))
+            return CanonicalToolChoice(mode, _list_tool_names(tools))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
-            return CanonicalToolChoice(mode, _tool_names(tools))
-    raise unknown_value_error(raw, "tool_choice", "auto, none, required, a function, allowed_tools")
+            return CanonicalToolChoice(mode, _list_tool_names(tools))
+    raise make_unknown_value_error(raw, "tool_choice", "auto, none, required, a function, allowed_tools")
 
 
-def _tool_names(tools: list[Any]) -> list[str]:
+def _list_tool_names(tools: list[Any]) -> list[str]:
     rows = [FieldReader(tool, "tool_choice.tools") for tool in tools]
     return [
         FieldReader(row.take("function", dict, row.unread), "tool_choice.tools").require("name", str) for row in rows
@@ -120,7 +120,7 @@ def _parse_response_format(raw: Json) -> ResponseFormat:
             fields = FieldReader(response_format, "response_format.json_schema")
             schema, name = fields.take("schema", dict), fields.take("name", str, "")
             return ResponseFormat("schema", schema, name, fields.take("strict", bool), fields.take("description", str))
-    raise unknown_value_error(raw.get("type"), "response_format.type", "text, json_object, json_schema")
+    raise make_unknown_value_error(raw.get("type"), "response_format.type", "text, json_object, json_schema")
 
 
 def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
@@ -139,7 +139,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
         request.top_k = None
         if not request.tools:
             request.parallel_tools = None  # OpenAI rejects the field if there are no tools
-    body |= FIELD_NAMES.render_direct_fields(request)
+    body |= FIELD_NAMES.render_copied_fields(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
     if is_same_format:
@@ -194,8 +194,8 @@ def choose_effort(reasoning: ReasoningOptions, target_model: TargetModel, change
         changes.report("reasoning", f"a budget of {reasoning.budget} tokens was replaced by effort {effort}")
     if effort is None or supported is None or effort in supported:
         return effort
-    changes.report("reasoning", f"effort {effort} was replaced by {nearest_effort(effort, supported)}")
-    return nearest_effort(effort, supported)
+    changes.report("reasoning", f"effort {effort} was replaced by {find_nearest_effort(effort, supported)}")
+    return find_nearest_effort(effort, supported)
 
 
 def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:

@@ -33,12 +33,12 @@ class GroundingCollector:
                 citation_metadata.get("citationSources") or citation_metadata.get("citations")
             )
 
-    def citations(self, parts: Sequence[Part]) -> list[Citation]:
+    def build_citations(self, parts: Sequence[Part]) -> list[Citation]:
         """Return the citations, with character offsets in the joined text of `parts`."""
         texts = [part.text.encode() if isinstance(part, TextContent) else b"" for part in parts]
         whole_text = b"".join(texts)
         result = []
-        for segment, source in self._cited_segments():
+        for segment, source in self._iter_cited_segments():
             part = _read_index(segment, "partIndex")
             begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream's text is passed as one part
             start, end = [
@@ -50,7 +50,7 @@ class GroundingCollector:
 
     def unused_metadata(self) -> Json:
         """Return the metadata that no citation uses."""
-        used = [source for _, source in self._cited_segments()]
+        used = [source for _, source in self._iter_cited_segments()]
         unused_chunks = [chunk for index, chunk in enumerate(self._chunks) if self._find_source(index) not in used]
         unused_rows = [row for row in self._citation_rows if row not in used]
         return self._other_metadata | {
@@ -58,7 +58,7 @@ class GroundingCollector:
             "citationMetadata": unused_rows,
         }
 
-    def _cited_segments(self) -> Iterator[tuple[Json, Json]]:
+    def _iter_cited_segments(self) -> Iterator[tuple[Json, Json]]:
         for support in self._supports:
             match support:
                 case {"segment": dict(segment), "groundingChunkIndices": list(indices)}:

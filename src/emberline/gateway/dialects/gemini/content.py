@@ -26,7 +26,7 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
     ToolResultContent,
 )
-from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error
 from emberline.gateway.dialects.media import guess_mime_type
 from emberline.wire import signatures
 from emberline.wire.deltas import ChatDialect
@@ -48,7 +48,7 @@ class GeminiContentParser:
         fields = FieldReader(raw, path)
         role = fields.unread.get("role") or "user"
         if role not in ("user", "model", "function", "system"):
-            raise unknown_value_error(role, f"{path}.role", "user, model")
+            raise make_unknown_value_error(role, f"{path}.role", "user, model")
         rows = fields.take("parts", list, [])
         parts = [part for index, row in enumerate(rows) for part in self.parse_part(row, f"{path}.parts[{index}]")]
         return CanonicalMessage("assistant" if role == "model" else "user", parts, "list", fields.unread)

@@ -120,7 +120,7 @@ class GeminiEventReader:
         if choice in self._groundings:
             text = TextContent("".join(self._texts.get(choice, ())))
             yield from (
-                deltas.CitationDelta(citation, choice) for citation in self._groundings[choice].citations([text])
+                deltas.CitationDelta(citation, choice) for citation in self._groundings[choice].build_citations([text])
             )
 
     def _read_call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.ProviderDelta]:

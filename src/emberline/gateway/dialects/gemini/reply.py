@@ -82,7 +82,7 @@ def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> Can
     logprobs = parse_logprobs(fields.take("logprobsResult", dict))
     grounding = GroundingCollector()
     grounding.add(fields.take_any("groundingMetadata"), fields.take_any("citationMetadata"))
-    assign_citations(content.parts, grounding.citations(content.parts))
+    assign_citations(content.parts, grounding.build_citations(content.parts))
     changes.report_reply_fields(fields.unread | grounding.unused_metadata(), _IGNORED_FIELDS)
     return CanonicalChoice(parts, correct_finish_reason(reason, parts), logprobs=logprobs)
 

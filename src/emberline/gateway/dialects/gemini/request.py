@@ -18,7 +18,7 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
 )
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.field_reader import FieldReader, parse_rows, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_rows
 from emberline.gateway.dialects.gemini.camel_case import to_camel_case
 from emberline.gateway.dialects.gemini.content import FOREIGN_CALL_SIGNATURE, GeminiContentParser, render_parts
 from emberline.gateway.dialects.gemini.field_names import FIELD_NAMES
@@ -44,7 +44,7 @@ def parse(body: Json) -> CanonicalRequest:
     _parse_tools(fields, request)
     if (config := fields.take("generationConfig", dict)) is not None:
         unmapped = _parse_config(FieldReader(config, "generationConfig"), request)
-        request.keep_source_field("generationConfig", config, understood=config.keys() - unmapped)
+        request.keep_source_field("generationConfig", config, translated_subfields=config.keys() - unmapped)
     request.extra = fields.unread
     return request
 
@@ -54,7 +54,7 @@ def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
     for name in _INTEGER_FIELDS:
         if isinstance(value := config.unread.get(name), float) and value.is_integer():
             config.unread[name] = int(value)
-    FIELD_NAMES.read_direct_fields(config, request)
+    FIELD_NAMES.copy_fields_to_request(config, request)
     mime, schema = config.take("responseMimeType", str), config.take_any("responseJsonSchema")
     if schema is None and (openapi_schema := config.take_any("responseSchema")) is not None:
         schema = from_gemini_schema(openapi_schema)
@@ -80,11 +80,11 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
             request.tools += [OpaqueContent(kind, {kind: value}) for kind, value in kinds.unread.items()]
     if (config := fields.take("toolConfig", dict)) is None:
         return
-    request.keep_source_field("toolConfig", config, understood=("functionCallingConfig",))
+    request.keep_source_field("toolConfig", config, translated_subfields=("functionCallingConfig",))
     calling = FieldReader(config.get("functionCallingConfig") or {}, "toolConfig.functionCallingConfig")
     mode = calling.take("mode", str, "AUTO")
     if mode not in _TOOL_MODES:
-        raise unknown_value_error(mode, calling.path_of("mode"), ", ".join(_TOOL_MODES))
+        raise make_unknown_value_error(mode, calling.path_of("mode"), ", ".join(_TOOL_MODES))
     names = calling.take_strings("allowedFunctionNames") or []
     if mode == "VALIDATED":
         calling.unread["mode"] = mode  # other formats have only auto
@@ -118,7 +118,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     if request.tools:
         body["tools"] = [{"functionDeclarations": [_render_tool(tool, changes) for tool in request.tools]}]
         _render_tool_choice(request, body)
-    config = FIELD_NAMES.render_direct_fields(request)
+    config = FIELD_NAMES.render_copied_fields(request)
     if request.response_format and request.response_format.kind != "text":
         config |= _render_response_format(request.response_format, changes)
     if request.logprobs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from emberline.gateway.dialects.canonical import Effort, Json, ReasoningOptions
 from emberline.gateway.dialects.change_report import ChangeReport
-from emberline.gateway.dialects.effort import budget_for_effort, effort_for_budget, nearest_effort
+from emberline.gateway.dialects.effort import budget_for_effort, effort_for_budget, find_nearest_effort
 from emberline.gateway.dialects.target_model import TargetModel
 
 _LEVELS: tuple[Effort, ...] = ("minimal", "low", "medium", "high")
@@ -34,9 +34,9 @@ def render_reasoning(options: ReasoningOptions, target_model: TargetModel, chang
     if target_model.gemini_generation >= 3 or not target_model.gemini_generation:
         if effort is None:
             assert budget is not None
-            level = nearest_effort(effort_for_budget(budget), target_model.gemini_efforts)
+            level = find_nearest_effort(effort_for_budget(budget), target_model.gemini_efforts)
             changes.report("reasoning", f"a budget of {budget} tokens was replaced by level {level}")
-        elif (level := nearest_effort(effort, target_model.gemini_efforts)) != effort:
+        elif (level := find_nearest_effort(effort, target_model.gemini_efforts)) != effort:
             changes.report("reasoning", f"effort {effort} was replaced by level {level}")
         return result | {"thinkingLevel": level}
     if budget is None:

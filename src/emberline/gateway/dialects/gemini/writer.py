@@ -85,7 +85,7 @@ class GeminiEventWriter:
         return b""
 
     def write_error(self, error: Exception) -> bytes:
-        return sse.data_event(render_error(error, "gemini"))
+        return sse.encode_data_event(render_error(error, "gemini"))
 
     def _write_uncommon_delta(self, delta: _UncommonDelta, candidate: _Candidate) -> bytes:
         match delta:

@@ -17,7 +17,7 @@ from emberline.gateway.dialects.canonical import (
     ToolCallContent,
     ToolResultContent,
 )
-from emberline.gateway.dialects.field_reader import FieldReader, check_type, parse_content, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, check_type, make_unknown_value_error, parse_content
 from emberline.gateway.dialects.media import make_data_url, split_data_url
 from emberline.wire import signatures
 from emberline.wire.citations import render_responses_citation
@@ -31,7 +31,7 @@ def parse_item(raw: object, path: str) -> CanonicalMessage:
         case "message":
             role = fields.require("role", str)
             if role not in ("user", "assistant", "system", "developer"):
-                raise unknown_value_error(role, f"{path}.role", "user, assistant, system, developer")
+                raise make_unknown_value_error(role, f"{path}.role", "user, assistant, system, developer")
             parts, shape = _parse_item_content(
                 fields, "content", "output_text" if role == "assistant" else "input_text"
             )

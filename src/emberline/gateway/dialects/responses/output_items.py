@@ -33,27 +33,27 @@ class StreamedItem:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
+    def encode_delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
         return b'%b%b,"sequence_number":%d}\n\n' % (self._head, text, sequence_number)
 
     def to_json(self) -> Json:
         raise NotImplementedError
 
-    def open_events(self) -> list[Json]:
-        return [self._item_event("added")]
+    def make_open_events(self) -> list[Json]:
+        return [self._make_item_event("added")]
 
-    def close_events(self, status: str) -> list[Json]:
+    def make_close_events(self, status: str) -> list[Json]:
         self.status = status
-        return [self._item_event("done")]
+        return [self._make_item_event("done")]
 
-    def _item_event(self, change: str) -> Json:
+    def _make_item_event(self, event_suffix: str) -> Json:
         return {
-            "type": f"response.output_item.{change}",
+            "type": f"response.output_item.{event_suffix}",
             "output_index": self.location["output_index"],
             "item": self.to_json(),
         }
 
-    def _done_event(self, **final_fields: object) -> Json:
+    def _make_done_event(self, **final_fields: object) -> Json:
         return {"type": f"response.{self.event_kind}.done", **self.location, **self.part_location, **final_fields}
 
 
@@ -70,8 +70,11 @@ class StreamedFunctionCall(StreamedItem):
         head = {"id": self.id, "type": "function_call", "status": self.status}
         return {**head, **self._names, "arguments": self.text}
 
-    def close_events(self, status: str) -> list[Json]:
-        return [self._done_event(name=self._names["name"], arguments=self.text), *super().close_events(status)]
+    def make_close_events(self, status: str) -> list[Json]:
+        return [
+            self._make_done_event(name=self._names["name"], arguments=self.text),
+            *super().make_close_events(status),
+        ]
 
 
 class StreamedMessage(StreamedItem):
@@ -89,7 +92,7 @@ class StreamedMessage(StreamedItem):
         self._annotations: list[Json] = []
         self._part_is_open = False
 
-    def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
+    def encode_delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
         self._logprobs += logprobs or ()
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (
             self._head,
@@ -98,7 +101,7 @@ class StreamedMessage(StreamedItem):
             sequence_number,
         )
 
-    def annotation_event(self, citation: Citation) -> Json:
+    def add_annotation(self, citation: Citation) -> Json:
         self._annotations.append(render_responses_citation(citation))
         annotation = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
         return {"type": "response.output_text.annotation.added", **self.location, **self.part_location, **annotation}
@@ -110,8 +113,8 @@ class StreamedMessage(StreamedItem):
         content = [self.part_json()] if self._part_is_open else []
         return {"id": self.id, "type": "message", "status": self.status, "role": "assistant", "content": content}
 
-    def open_events(self) -> list[Json]:
-        events = super().open_events()
+    def make_open_events(self) -> list[Json]:
+        events = super().make_open_events()
         self._part_is_open = True
         return [
             *events,
@@ -121,21 +124,21 @@ class StreamedMessage(StreamedItem):
     def final_content(self) -> Json:
         return {"text": self.text, "logprobs": list(self._logprobs)}
 
-    def close_events(self, status: str) -> list[Json]:
+    def make_close_events(self, status: str) -> list[Json]:
         part_done = {
             "type": "response.content_part.done",
             **self.location,
             **self.part_location,
             "part": self.part_json(),
         }
-        return [self._done_event(**self.final_content()), part_done, *super().close_events(status)]
+        return [self._make_done_event(**self.final_content()), part_done, *super().make_close_events(status)]
 
 
 class StreamedRefusal(StreamedMessage):
     event_kind = "refusal"
 
-    def delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
-        return StreamedItem.delta_event(self, text, logprobs, sequence_number)
+    def encode_delta_event(self, text: bytes, logprobs: list[Json] | None, sequence_number: int) -> bytes:
+        return StreamedItem.encode_delta_event(self, text, logprobs, sequence_number)
 
     def part_json(self) -> Json:
         return {"type": "refusal", "refusal": self.text}
@@ -164,20 +167,20 @@ class StreamedReasoning(StreamedItem):
             "encrypted_content": self.encrypted_content or None,
         }
 
-    def open_events(self) -> list[Json]:
-        events = super().open_events()
+    def make_open_events(self) -> list[Json]:
+        events = super().make_open_events()
         self._part_is_open = self._has_summary
-        return [*events, *self._part_events("added")]
+        return [*events, *self._make_part_events("added")]
 
-    def close_events(self, status: str) -> list[Json]:
-        text_done = [self._done_event(text=self.text)] if self._has_summary else []
-        return [*text_done, *self._part_events("done"), *super().close_events(status)]
+    def make_close_events(self, status: str) -> list[Json]:
+        text_done = [self._make_done_event(text=self.text)] if self._has_summary else []
+        return [*text_done, *self._make_part_events("done"), *super().make_close_events(status)]
 
     def _part_json(self) -> Json:
         return {"type": "summary_text", "text": self.text}
 
-    def _part_events(self, change: str) -> list[Json]:
+    def _make_part_events(self, event_suffix: str) -> list[Json]:
         if not self._has_summary:
             return []
-        kind = f"response.reasoning_summary_part.{change}"
+        kind = f"response.reasoning_summary_part.{event_suffix}"
         return [{"type": kind, **self.location, **self.part_location, "part": self._part_json()}]

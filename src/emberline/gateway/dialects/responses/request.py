@@ -15,7 +15,7 @@ from emberline.gateway.dialects.canonical import (
 )
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat.request import choose_effort, parse_effort, parse_tools
-from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_error
+from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error
 from emberline.gateway.dialects.responses.field_names import FIELD_NAMES
 from emberline.gateway.dialects.responses.items import parse_item, render_items
 from emberline.gateway.dialects.target_model import TargetModel
@@ -36,13 +36,13 @@ def parse(body: Json) -> CanonicalRequest:
         request.messages = fields.take_list("input", parse_item)
     if (instructions := fields.take("instructions", str)) is not None:
         request.system, request.source_fields["instructions"] = [TextContent(instructions)], instructions
-    FIELD_NAMES.read_direct_fields(fields, request)
+    FIELD_NAMES.copy_fields_to_request(fields, request)
     parse_tools(fields, request, _parse_tool)
     if (text := fields.take("text", dict)) is not None:
-        request.keep_source_field("text", text, understood=("format", "verbosity"))
+        request.keep_source_field("text", text, translated_subfields=("format", "verbosity"))
         request.verbosity, request.response_format = text.get("verbosity"), _parse_response_format(text.get("format"))
     if (reasoning := fields.take("reasoning", dict)) is not None:
-        request.keep_source_field("reasoning", reasoning, understood=("effort", "summary"))
+        request.keep_source_field("reasoning", reasoning, translated_subfields=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
         parsed_effort = None if effort is None else parse_effort(effort, "reasoning.effort")
         request.reasoning = ReasoningOptions(parsed_effort, None, None if summary is None else True)
@@ -81,12 +81,12 @@ def _parse_response_format(raw: object) -> ResponseFormat | None:
             response_format = FieldReader(raw, "text.format")
             name, strict = response_format.take("name", str, ""), response_format.take("strict", bool)
             return ResponseFormat("schema", schema, name, strict, response_format.take("description", str))
-    raise unknown_value_error(raw, "text.format", "text, json_object, json_schema")
+    raise make_unknown_value_error(raw, "text.format", "text, json_object, json_schema")
 
 
 def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
     body: Json = {"model": target_model.model or request.model}
-    body |= FIELD_NAMES.render_direct_fields(request)
+    body |= FIELD_NAMES.render_copied_fields(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
     items = [item for message in request.messages for item in render_items(message)]

@@ -99,7 +99,7 @@ class ResponsesEventWriter:
 
     def _append_to_item(self, item: StreamedItem, text: str, logprobs: list[Json] | None = None) -> bytes:
         item.pieces.append(text)
-        event = item.delta_event(sse.dumps(text), logprobs, self._sequence_number)
+        event = item.encode_delta_event(sse.dumps(text), logprobs, self._sequence_number)
         self._sequence_number += 1
         return event
 
@@ -119,7 +119,7 @@ class ResponsesEventWriter:
         texts = [item for item in self._items if type(item) is StreamedMessage]
         for item in texts:
             if citation.start < len(item.text) or item is texts[-1]:
-                return self._encode_events([item.annotation_event(citation)])
+                return self._encode_events([item.add_annotation(citation)])
             citation = citation.with_offset(-len(item.text))
         return b""
 
@@ -131,13 +131,15 @@ class ResponsesEventWriter:
         before = self._close_item()
         self._items.append(item)
         self._open_item = item
-        return before + self._encode_events(item.open_events())
+        return before + self._encode_events(item.make_open_events())
 
     def _close_item(self) -> bytes:
         if self._open_item is None:
             return b""
         item, self._open_item = self._open_item, None
-        return self._encode_events(item.close_events("incomplete" if self._find_incomplete_reason() else "completed"))
+        return self._encode_events(
+            item.make_close_events("incomplete" if self._find_incomplete_reason() else "completed")
+        )
 
     def _find_incomplete_reason(self) -> str | None:
         return TO_RESPONSES[self._finish.reason] if self._finish else None
@@ -163,6 +165,6 @@ class ResponsesEventWriter:
     def _encode_events(self, events: Iterable[Json]) -> bytes:
         encoded = []
         for event in events:
-            encoded.append(sse.named_event(event["type"], {**event, "sequence_number": self._sequence_number}))
+            encoded.append(sse.encode_named_event(event["type"], {**event, "sequence_number": self._sequence_number}))
             self._sequence_number += 1
         return b"".join(encoded)
