@@ -96,10 +96,8 @@ def boot_gpu(
 
     `weights`: tensors that are still being loaded; this function waits for them. `compute_fingerprint`: returns the
     checkpoint's fingerprint. `build_tiers`, `build_endpoint`: needed if the settings have KV tiers or transfers."""
-    assert (build_tiers is not None, build_endpoint is not None) == (
-        settings.tiers.has_tiers,
-        settings.transfer is not None,
-    )
+    assert (build_tiers is not None) == settings.tiers.has_tiers
+    assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = DecoderModel.load(config, weights, context, "")
@@ -109,9 +107,8 @@ def boot_gpu(
     served = settings.with_settings(max_context=context)
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed)
     # Before the cache fills the memory.
-    tuned = (
-        _tune_matrix_products(model, settings) if device.torch_device.type == "cuda" and settings.gpu.graphs else 0.0
-    )
+    is_tuned = device.torch_device.type == "cuda" and settings.gpu.graphs
+    tuned = _tune_matrix_products(model, settings) if is_tuned else 0.0
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
     eos = frozenset(config.eos)
@@ -317,28 +314,19 @@ def _zero_weight_model(model: DecoderModel) -> DecoderModel:
     return replace(model, **parts)
 
 
-def _with_zero_weights(model_part: Any, make_zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
+def _with_zero_weights(part: Any, make_zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
     `make_zero_weight`: returns a zero weight for the arguments n, k and gated. This is not a nested function, since a
     recursive closure would keep the zero weights in memory until the next garbage collection."""
-    if isinstance(model_part, ops.PackedWeight):
-        return (
-            make_zero_weight(model_part.n, model_part.k, model_part.gated)
-            if model_part.dtype is torch.bfloat16
-            else model_part
-        )
-    if isinstance(model_part, tuple):
-        return tuple(_with_zero_weights(one, make_zero_weight) for one in model_part)
-    if not is_dataclass(model_part) or isinstance(model_part, type):
-        return model_part
-    return replace(
-        model_part,
-        **{
-            field.name: _with_zero_weights(getattr(model_part, field.name), make_zero_weight)
-            for field in fields(model_part)
-        },
-    )
+    if isinstance(part, ops.PackedWeight):
+        return make_zero_weight(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
+    if isinstance(part, tuple):
+        return tuple(_with_zero_weights(one, make_zero_weight) for one in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    changes = {field.name: _with_zero_weights(getattr(part, field.name), make_zero_weight) for field in fields(part)}
+    return replace(part, **changes)
 
 
 def _load_codec(checkpoint: Checkpoint) -> None:
