@@ -47,7 +47,7 @@ def test_churn_bench_reports_no_errors(model: Path, tmp_path: Path) -> None:
     told = measure("churn", str(model), *plan, "--load", "0.4", "--decode", "2", "--logs", str(tmp_path))
     results = {name: result["value"] for name, result in told["results"].items()}
     assert results["restarts"] == len(told["config"]["restarts"]) >= 1
-    assert results["requests"] == results["answered"] > 10
+    assert results["requests"] == results["answered"] > 5
     assert results["sustained"] > results["arrived"] > 0
     assert all(results[bad] == 0 for bad in ("wrong", "hung", "unrecovered", "leaked"))
     spared = {"router", "decode-1", "decode-1_engine.process"}

@@ -131,7 +131,7 @@ def test_body_summary_has_what_the_layers_need() -> None:
         != summarize_body(chat("other")).canonical_digest
     )
     broken = summarize_body(b"[" + b"1," * 1000)
-    assert broken.body_fields is None and "not a JSON object" in broken.error
+    assert broken.body_fields is None and "must be a JSON object" in broken.error
     large: dict[str, Any] = {"model": ["x"] * 10_000, "stream_options": {"include_usage": True, "x": [1] * 1000}}
     seen = summarize_body(json.dumps(large).encode()).body_fields
     assert seen is not None and seen.model is None and seen.stream_options == {"include_usage": True, "x": None}

@@ -158,4 +158,4 @@ def test_bench_counts_busy_cores_without_proc(tmp_path: Path, monkeypatch: pytes
 def test_chaos_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["chaos"]) == 1
-    assert "emberline chaos needs Linux" in capsys.readouterr().err
+    assert "emberline chaos runs only on Linux" in capsys.readouterr().err

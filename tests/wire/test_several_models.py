@@ -229,7 +229,7 @@ def test_busy_models_return_429_with_retry_after(server_with_failing_model: Serv
     ("arguments", "says"),
     [
         (["--models", "a=x,a=y"], "'a' twice"),
-        (["--models", "a=x,"], "which is no model"),
+        (["--models", "a=x,"], "which names no model"),
         (["smollm2", "--models", "a=x"], "cannot be combined with MODEL 'smollm2'"),
         (["--models", "a=x", "--served-name", "b"], "cannot be combined with --served-name 'b'"),
         (["--models", "minilm=x,b=y"], "the embedder"),
