@@ -98,7 +98,7 @@ sys.modules["torch"] = sys.modules["numpy"] = None
 from pathlib import Path
 from emberline.engine import preload
 with preload.start_preload(Path({str(directory)!r})) as reader:
-    assert reader.wait_for_prefetch(0) and len(preload.read_record()) == 3
+    assert reader.wait_for_prefetch(0) and len(preload.read_file_record()) == 3
     while (chunk := reader.take(10)) is not None:
         reader.give_back(chunk)
     print(reader.stats.bytes)

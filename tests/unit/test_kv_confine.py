@@ -1,4 +1,4 @@
-"""confine_new_listeners: listeners of a library that binds every address answer only at the configured one."""
+"""restrict_new_listeners: listeners of a library that binds every address answer only at the configured one."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ PORT_RANGE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")  # environment var
 PROBE_SCRIPT = """
 import sys
 from mooncake.engine import TransferEngine
-from emberline.kv.confine import confine_new_listeners
+from emberline.kv.confine import restrict_new_listeners
 engine = TransferEngine()
-with confine_new_listeners(sys.argv[1]):
+with restrict_new_listeners(sys.argv[1]):
     if engine.initialize(sys.argv[1], "P2PHANDSHAKE", sys.argv[2], "") != 0:
         sys.exit("the Transfer Engine does not start")
 source, target = (engine.allocate_managed_buffer(4096) for _ in range(2))
