@@ -64,7 +64,7 @@ def test_each_worker_has_its_own_kv_ports() -> None:
         [], counts, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), kv_port=7000
     )
     assert [child.arguments[-2:] for child in made[1:]] == [["--kv-port", str(port)] for port in (7000, 7008, 7016)]
-    with pytest.raises(InvalidRequest, match="every worker's"):
+    with pytest.raises(InvalidRequest, match="option of the cluster"):
         cluster._worker_options(argparse.Namespace(options=["--kv-port=7000"], model="m"), 2, [])
 
 

@@ -272,7 +272,7 @@ def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
 
 def test_hub_names_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(huggingface, "download_snapshot", lambda *args, fetch: seen.append(args) or tmp_path)
+    monkeypatch.setattr(huggingface, "download_snapshot", lambda *args, allow_download: seen.append(args) or tmp_path)
     assert resolve_model("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
     assert resolve_model("hf:org/name", tmp_path, revision="v1", show_progress=False) == tmp_path
     assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]

@@ -140,7 +140,7 @@ def test_name_belongs_to_live_worker(world: RouterWorld) -> None:
     ("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://127.0.0.1:8000/")])  # fmt: skip
 def test_router_cannot_register_itself(host: str, url: str) -> None:
     dispatch = Dispatcher(RouterConfig(host=host, port=8000), ManualClock())
-    with pytest.raises(InvalidRequest, match="which is this router"):
+    with pytest.raises(InvalidRequest, match="the URL of this router"):
         dispatch.register(msgspec.structs.replace(new_registration("1"), url=url))
     for elsewhere in ("http://127.0.0.1:8001", "http://192.0.2.1:8000"):
         dispatch.register(msgspec.structs.replace(new_registration("1"), url=elsewhere))

@@ -328,7 +328,7 @@ def report_progress(n):
     print("some", flush=True)
     time.sleep(60)
 
-model.pack(Path(sys.argv[1]), Path(sys.argv[2]), select_weight_codec(None), report_progress)
+model.pack_model(Path(sys.argv[1]), Path(sys.argv[2]), select_weight_codec(None), report_progress)
 """
 
 

@@ -106,9 +106,8 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed)
-    # Before the cache fills the memory.
-    is_tuned = device.torch_device.type == "cuda" and settings.gpu.graphs
-    tuned = _tune_matrix_products(model, settings) if is_tuned else 0.0
+    can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs
+    tuned = _tune_matrix_products(model, settings) if can_tune else 0.0  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
     eos = frozenset(config.eos)
@@ -136,9 +135,8 @@ def boot_gpu(
     below = make_tiers(runner, build_tiers) if build_tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
     shared = build_endpoint(make_region(runner, device)) if build_endpoint is not None else None
-    engine = Engine(
-        scheduler, runner if settings.gpu.overlap else SyncRunner(runner), tiers=below, transfer_endpoint=shared
-    )
+    steps = runner if settings.gpu.overlap else SyncRunner(runner)
+    engine = Engine(scheduler, steps, tiers=below, transfer_endpoint=shared)
     seconds["capture"] = _capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
