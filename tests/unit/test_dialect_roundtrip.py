@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.adapt import merge_adjacent_messages
-from emberline.gateway.dialects.canonical import (
-    CanonicalRequest,
-    ImageContent,
-    TextContent,
-    ToolCallContent,
-    ToolResultContent,
-)
 from emberline.gateway.dialects.translate import CODECS, TargetModel, translate_request
 from emberline.wire.deltas import ChatDialect
 
@@ -521,22 +515,22 @@ def conversation(system: str, turns: list[Any]) -> JsonObject:
     return {"model": "m", "messages": messages, "max_completion_tokens": 5000, "stream": False}
 
 
-def content_of(request: CanonicalRequest) -> list[Any]:
+def content_of(request: canonical.CanonicalRequest) -> list[Any]:
     """Return the content of a canonical request in a form that is equal for all wire formats."""
-    rows: list[Any] = [("system", part.text) for part in request.system if isinstance(part, TextContent)]
+    rows: list[Any] = [("system", part.text) for part in request.system if isinstance(part, canonical.TextContent)]
     calls: dict[str, int] = {}
     for message in merge_adjacent_messages(request.messages, roles=("user", "assistant")):
         for part in message.parts:
             match part:
-                case TextContent():
+                case canonical.TextContent():
                     rows.append((message.role, part.text))
-                case ImageContent():
+                case canonical.ImageContent():
                     rows.append((message.role, part.mime, part.data))
-                case ToolCallContent():
+                case canonical.ToolCallContent():
                     calls[part.id] = len(calls)
                     rows.append(("call", calls[part.id], part.name, json.loads(part.arguments)))
-                case ToolResultContent():
-                    text = "\n".join(inner.text for inner in part.parts if isinstance(inner, TextContent))
+                case canonical.ToolResultContent():
+                    text = "\n".join(inner.text for inner in part.parts if isinstance(inner, canonical.TextContent))
                     rows.append(("result", calls[part.id], text))
     return rows
 

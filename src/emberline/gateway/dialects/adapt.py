@@ -6,23 +6,8 @@ import base64
 from dataclasses import replace
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.anthropic import citations as anthropic_citations
-from emberline.gateway.dialects.canonical import (
-    AudioContent,
-    CanonicalMessage,
-    CanonicalRequest,
-    CanonicalTool,
-    FileContent,
-    ImageContent,
-    Json,
-    OpaqueContent,
-    Part,
-    ReasoningContent,
-    RefusalContent,
-    TextContent,
-    ToolCallContent,
-    ToolResultContent,
-)
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat import citations as chat_citations
 from emberline.gateway.dialects.chat.content import read_google_signature
@@ -35,7 +20,7 @@ _ANTHROPIC_IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def adapt_request(
-    request: CanonicalRequest, target: ChatDialect, target_model: TargetModel, changes: ChangeReport
+    request: canonical.CanonicalRequest, target: ChatDialect, target_model: TargetModel, changes: ChangeReport
 ) -> None:
     """Change `request` in place so that the wire format `target` can express it, and report each change.
 
@@ -62,10 +47,10 @@ def adapt_request(
             "auto",
         )
     request.messages = [message for message in request.messages if message.parts]
-    request.tools = [adapter.adapt_tool(tool) for tool in request.tools if isinstance(tool, CanonicalTool)]
+    request.tools = [adapter.adapt_tool(tool) for tool in request.tools if isinstance(tool, canonical.CanonicalTool)]
 
 
-def _restore_citations(request: CanonicalRequest) -> None:
+def _restore_citations(request: canonical.CanonicalRequest) -> None:
     """Parse the citations in assistant messages, so that a Responses request can contain them.
 
     Only Responses accepts citations that a different provider wrote.
@@ -88,12 +73,12 @@ class _PartAdapter:
         self._target_model = target_model
         self._changes = changes
 
-    def keep_shared_fields(self, extra: Json) -> Json:
+    def keep_shared_fields(self, extra: canonical.Json) -> canonical.Json:
         return (
             {name: value for name, value in extra.items() if name in SHARED_OPENAI_FIELDS} if self._both_openai else {}
         )
 
-    def adapt_tool(self, tool: CanonicalTool) -> CanonicalTool:
+    def adapt_tool(self, tool: canonical.CanonicalTool) -> canonical.CanonicalTool:
         strict = tool.strict
         if strict and self._target in OPENAI_DIALECTS and not self._both_openai and not is_strict_schema(tool.schema):
             strict = False
@@ -101,53 +86,53 @@ class _PartAdapter:
             self._changes.report("tools[]", reason, subfield=".strict")
         return replace(tool, strict=strict, extra={})
 
-    def adapt_parts(self, parts: list[Part]) -> list[Part]:
-        result: list[Part] = []
+    def adapt_parts(self, parts: list[canonical.Part]) -> list[canonical.Part]:
+        result: list[canonical.Part] = []
         for part in parts:
             if (
-                isinstance(part, ToolCallContent)
+                isinstance(part, canonical.ToolCallContent)
                 and self._target == "gemini"
                 and (signature := read_google_signature(part))
             ):
-                result.append(ReasoningContent("", "gemini", signature))
+                result.append(canonical.ReasoningContent("", "gemini", signature))
             if (adapted := self._adapt_part(part)) is not None:
                 result.append(adapted)
         return result
 
-    def _adapt_part(self, part: Part) -> Part | None:
-        if isinstance(part, OpaqueContent):
+    def _adapt_part(self, part: canonical.Part) -> canonical.Part | None:
+        if isinstance(part, canonical.OpaqueContent):
             return None  # already reported by report_request_fields
         part.extra = self.keep_shared_fields(part.extra)
         match part:
-            case TextContent(text="") if self._target == "anthropic":
+            case canonical.TextContent(text="") if self._target == "anthropic":
                 return None  # Anthropic rejects empty text blocks
-            case TextContent() if any(citation.quote for citation in part.citations):
+            case canonical.TextContent() if any(citation.quote for citation in part.citations):
                 self._changes.report("messages", f"{self._target} has no such field", subfield=".citations.cited_text")
-            case ToolResultContent():
+            case canonical.ToolResultContent():
                 return self._adapt_tool_result(part)
-            case ReasoningContent():
+            case canonical.ReasoningContent():
                 return self._adapt_reasoning(part)
-            case RefusalContent() if self._target in ("anthropic", "gemini"):
+            case canonical.RefusalContent() if self._target in ("anthropic", "gemini"):
                 self._changes.report("messages", "a refusal was sent as text", subfield=".refusal")
-                return TextContent(part.text)
-            case ImageContent():
+                return canonical.TextContent(part.text)
+            case canonical.ImageContent():
                 return self._drop_media_if_unsupported(part, self._reason_to_drop_image(part))
-            case AudioContent():
+            case canonical.AudioContent():
                 if self._target not in ("openai-chat", "gemini"):
                     raise InvalidRequest(
                         f"messages contain an input_audio part ({part.mime}), but {self._target} does not accept audio",
                         param="messages",
                         hint="use a model whose provider accepts audio, or send the transcript as text",
                     )
-            case FileContent() if part.plain and self._target != "anthropic":
-                return TextContent(part.data)
-            case FileContent():
+            case canonical.FileContent() if part.plain and self._target != "anthropic":
+                return canonical.TextContent(part.data)
+            case canonical.FileContent():
                 return self._drop_media_if_unsupported(part, self._reason_to_drop_file(part))
         return part
 
     def _drop_media_if_unsupported(
-        self, part: ImageContent | AudioContent | FileContent, reason_to_drop: str | None
-    ) -> Part | None:
+        self, part: canonical.ImageContent | canonical.AudioContent | canonical.FileContent, reason_to_drop: str | None
+    ) -> canonical.Part | None:
         if reason_to_drop is None:
             return part
         self._changes.report(
@@ -155,7 +140,7 @@ class _PartAdapter:
         )
         return None
 
-    def _adapt_tool_result(self, result: ToolResultContent) -> ToolResultContent:
+    def _adapt_tool_result(self, result: canonical.ToolResultContent) -> canonical.ToolResultContent:
         result.parts, result.shape = self.adapt_parts(result.parts), "auto"
         if result.is_error and self._target in OPENAI_DIALECTS:
             self._changes.report(
@@ -163,15 +148,15 @@ class _PartAdapter:
             )
         return result
 
-    def _adapt_reasoning(self, part: ReasoningContent) -> ReasoningContent | None:
+    def _adapt_reasoning(self, part: canonical.ReasoningContent) -> canonical.ReasoningContent | None:
         if part.origin == self._target and part.signature:
             return part
         if self._target_model.accepts_reasoning and part.text:
-            return ReasoningContent(part.text, self._target)
+            return canonical.ReasoningContent(part.text, self._target)
         self._changes.report("thinking", "only the provider that produced reasoning accepts it back")
         return None
 
-    def _reason_to_drop_image(self, image: ImageContent) -> str | None:
+    def _reason_to_drop_image(self, image: canonical.ImageContent) -> str | None:
         """Return why the target format cannot express the image, or None if it can.
 
         Sets the fields of the image that the target format requires."""
@@ -186,7 +171,7 @@ class _PartAdapter:
             return f"anthropic does not accept images of type {image.mime or 'unknown'}"
         return None
 
-    def _reason_to_drop_file(self, file: FileContent) -> str | None:
+    def _reason_to_drop_file(self, file: canonical.FileContent) -> str | None:
         """Return why the target format cannot express the file, or None if it can.
 
         Sets the fields of the file that the target format requires."""
@@ -201,7 +186,7 @@ class _PartAdapter:
             return self._convert_to_document(file)
         return None
 
-    def _convert_to_document(self, file: FileContent) -> str | None:
+    def _convert_to_document(self, file: canonical.FileContent) -> str | None:
         """Convert a text file to an Anthropic document.
 
         Return why the file must be dropped, or None if it is usable.
@@ -217,19 +202,21 @@ class _PartAdapter:
         return None
 
 
-def merge_adjacent_messages(messages: list[CanonicalMessage], *, roles: tuple[str, ...]) -> list[CanonicalMessage]:
+def merge_adjacent_messages(
+    messages: list[canonical.CanonicalMessage], *, roles: tuple[str, ...]
+) -> list[canonical.CanonicalMessage]:
     """Return the messages with adjacent messages of the same role joined, if the role is in `roles`.
 
     A message with tool results counts as a message of the role "user".
     """
-    result: list[CanonicalMessage] = []
+    result: list[canonical.CanonicalMessage] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role
         if result and result[-1].role == role and role in roles:
             result[-1].parts += message.parts
         else:
-            result.append(CanonicalMessage(role, list(message.parts), "auto"))
+            result.append(canonical.CanonicalMessage(role, list(message.parts), "auto"))
     for message in result:
         if message.role == "user":  # tool results must directly follow the calls that they answer
-            message.parts.sort(key=lambda part: not isinstance(part, ToolResultContent))
+            message.parts.sort(key=lambda part: not isinstance(part, canonical.ToolResultContent))
     return result

@@ -6,16 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.anthropic import field_names as anthropic
-from emberline.gateway.dialects.canonical import (
-    CanonicalRequest,
-    CanonicalTool,
-    Json,
-    OpaqueContent,
-    Part,
-    TextContent,
-    ToolResultContent,
-)
 from emberline.gateway.dialects.chat import field_names as chat
 from emberline.gateway.dialects.field_names import FieldNames
 from emberline.gateway.dialects.gemini import field_names as gemini
@@ -84,22 +76,22 @@ class ChangeReport:
         if value is not None:
             self.report(name, f"{target} has no such field")
 
-    def report_reply_fields(self, fields: Json, ignored: Iterable[str]) -> None:
+    def report_reply_fields(self, fields: canonical.Json, ignored: Iterable[str]) -> None:
         """Report each field in `fields`, except those in `ignored`, as missing in the client's wire format."""
         for name, value in fields.items():
             if value and name not in ignored:
                 self.report_path(f"reply.{name}", "the client's API has no such field")
 
-    def remove_untranslated_fields(self, parts: list[Part], target: ChatDialect) -> list[Part]:
+    def remove_untranslated_fields(self, parts: list[canonical.Part], target: ChatDialect) -> list[canonical.Part]:
         """Return a reply's parts without the fields that `target` does not have, and report those fields."""
-        result: list[Part] = []
+        result: list[canonical.Part] = []
         for part in parts:
-            if isinstance(part, OpaqueContent):
+            if isinstance(part, canonical.OpaqueContent):
                 self.report_path(f"reply.{part.kind}", "the client's API has no such field")
                 continue
             self.report_reply_fields(part.extra, _IGNORED_FIELDS)
             if (
-                isinstance(part, TextContent)
+                isinstance(part, canonical.TextContent)
                 and target != "anthropic"
                 and any(citation.quote for citation in part.citations)
             ):
@@ -108,7 +100,7 @@ class ChangeReport:
             result.append(part)
         return result
 
-    def report_request_fields(self, request: CanonicalRequest, target: ChatDialect) -> None:
+    def report_request_fields(self, request: canonical.CanonicalRequest, target: ChatDialect) -> None:
         """Report the request fields that the client's wire format has and `target` does not.
 
         Raises InvalidRequest for a field that cannot be dropped without changing the request's meaning."""
@@ -125,28 +117,30 @@ class ChangeReport:
             self._report_extra(message.extra, f"{names.message_path}.", target, shared | _IGNORED_FIELDS)
             self._report_parts(message.parts, f"{names.message_path}.{names.part_path}", target, shared)
         for tool in request.tools:
-            if isinstance(tool, CanonicalTool):
+            if isinstance(tool, canonical.CanonicalTool):
                 self._report_extra(tool.extra, "tools[].", target, shared | {"type"})
             else:
                 self.report_path(f"tools[].{tool.kind}", f"{target} has no such tool")
 
     def _report_parts(
-        self, parts: Iterable[Part], path: str, target: ChatDialect, shared_fields: frozenset[str]
+        self, parts: Iterable[canonical.Part], path: str, target: ChatDialect, shared_fields: frozenset[str]
     ) -> None:
         for part in parts:
-            if isinstance(part, OpaqueContent):
+            if isinstance(part, canonical.OpaqueContent):
                 self._reject_if_essential(part.kind)
                 self.report_path(f"{path}.{part.kind}", f"{target} has no such part")
                 continue
             self._report_extra(part.extra, f"{path}.", target, shared_fields | _IGNORED_FIELDS)
-            if isinstance(part, ToolResultContent):
+            if isinstance(part, canonical.ToolResultContent):
                 self._report_parts(part.parts, f"{path}.content[]", target, shared_fields)
 
     def _reject_if_essential(self, name: str) -> None:
         if (hint := self._field_names.essential.get(name)) is not None:
             raise InvalidRequest(f"{name} is not supported by this model's provider", param=name, hint=hint)
 
-    def _report_extra(self, extra: Json, path: str, target: ChatDialect, translated_fields: frozenset[str]) -> None:
+    def _report_extra(
+        self, extra: canonical.Json, path: str, target: ChatDialect, translated_fields: frozenset[str]
+    ) -> None:
         for name, value in extra.items():
             if value and name not in translated_fields and (name, target) != ("extra_content", "gemini"):
                 self.report_path(path + name, f"{target} has no such field")

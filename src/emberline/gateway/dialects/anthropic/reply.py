@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.anthropic import citations
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
-from emberline.gateway.dialects.canonical import (
-    CanonicalChoice,
-    CanonicalReply,
-    ImageContent,
-    Json,
-    OpaqueContent,
-    Part,
-    RefusalContent,
-    TextContent,
-)
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import split_at_citations
 from emberline.gateway.dialects.field_reader import FieldReader
@@ -29,7 +20,7 @@ from emberline.wire.usage_objects import render_anthropic_usage
 _IGNORED_FIELDS = ("type", "role", "usage")
 
 
-def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
+def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalReply:
     fields = FieldReader(body, "")
     id, model = fields.take("id", str, ""), fields.take("model", str, "")
     parts, _ = parse_blocks(fields.require("content", list), "content")
@@ -37,13 +28,13 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     reason = FROM_ANTHROPIC.get(fields.take("stop_reason", str, "end_turn"), "stop")
     details = fields.take("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):
-        parts.append(RefusalContent(details["explanation"]))
-    choice = CanonicalChoice(parts, reason, fields.take("stop_sequence", str))
+        parts.append(canonical.RefusalContent(details["explanation"]))
+    choice = canonical.CanonicalChoice(parts, reason, fields.take("stop_sequence", str))
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
-    return CanonicalReply("anthropic", id, model, [choice], usage=Usage.find_in("anthropic", body))
+    return canonical.CanonicalReply("anthropic", id, model, [choice], usage=Usage.find_in("anthropic", body))
 
 
-def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+def render(reply: canonical.CanonicalReply, context: ReplyContext) -> canonical.Json:
     if not reply.choices:
         raise UpstreamBroken("the provider's reply has no choices")
     context.set_identity(reply)
@@ -54,17 +45,17 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
     return render_message(reply.id, reply.model, content, stop, usage)
 
 
-def _has_refusal(parts: list[Part]) -> bool:
-    return any(isinstance(part, RefusalContent) for part in parts)
+def _has_refusal(parts: list[canonical.Part]) -> bool:
+    return any(isinstance(part, canonical.RefusalContent) for part in parts)
 
 
-def _render_blocks(part: Part) -> list[Json]:
+def _render_blocks(part: canonical.Part) -> list[canonical.Json]:
     match part:
-        case OpaqueContent() | ImageContent():
+        case canonical.OpaqueContent() | canonical.ImageContent():
             return []
-        case RefusalContent():
-            return _render_blocks(TextContent(part.text))
-        case TextContent():
+        case canonical.RefusalContent():
+            return _render_blocks(canonical.TextContent(part.text))
+        case canonical.TextContent():
             rows = [
                 (text, [render_anthropic_citation(citation) for citation in cited])
                 for text, cited in split_at_citations(part)

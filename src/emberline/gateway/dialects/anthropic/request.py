@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.adapt import merge_adjacent_messages
 from emberline.gateway.dialects.anthropic.content import (
     parse_blocks,
@@ -14,16 +15,6 @@ from emberline.gateway.dialects.anthropic.content import (
 )
 from emberline.gateway.dialects.anthropic.field_names import FIELD_NAMES
 from emberline.gateway.dialects.anthropic.thinking import CLAUDE_EFFORTS, parse_reasoning, render_reasoning
-from emberline.gateway.dialects.canonical import (
-    CanonicalMessage,
-    CanonicalRequest,
-    CanonicalTool,
-    CanonicalToolChoice,
-    Json,
-    OpaqueContent,
-    ResponseFormat,
-    ToolCallContent,
-)
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_rows
 from emberline.gateway.dialects.schemas import ANTHROPIC_KEYWORDS, forbid_additional_properties, restrict_keywords
@@ -31,12 +22,12 @@ from emberline.gateway.dialects.target_model import TargetModel
 from emberline.wire.anthropic import make_safe_tool_id
 
 DEFAULT_MAX_TOKENS = 4096
-_EMPTY_SCHEMA: Json = {"type": "object", "properties": {}}
+_EMPTY_SCHEMA: canonical.Json = {"type": "object", "properties": {}}
 
 
-def parse(body: Json) -> CanonicalRequest:
+def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     fields = FieldReader(body, "")
-    request = CanonicalRequest("anthropic", fields.take("model", str, ""))
+    request = canonical.CanonicalRequest("anthropic", fields.take("model", str, ""))
     request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
     if (system := fields.take_any("system")) is not None:
         request.system, _ = parse_blocks(system, "system")
@@ -59,16 +50,16 @@ def parse(body: Json) -> CanonicalRequest:
     return request
 
 
-def _parse_response_format(raw: object, path: str) -> ResponseFormat | None:
+def _parse_response_format(raw: object, path: str) -> canonical.ResponseFormat | None:
     match raw:
         case {"type": "json_schema", "schema": dict(schema)}:
-            return ResponseFormat("schema", schema)
+            return canonical.ResponseFormat("schema", schema)
         case None:
             return None
     raise make_unknown_value_error(raw, path, "json_schema")
 
 
-def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
+def _parse_tools(fields: FieldReader, request: canonical.CanonicalRequest) -> None:
     request.tools = fields.take_list("tools", _parse_tool)
     if (choice := fields.take("tool_choice", dict)) is None:
         return
@@ -77,27 +68,27 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
         request.parallel_tools = not disable_parallel
     match choice:
         case {"type": "auto" | "none" as mode}:
-            request.tool_choice = CanonicalToolChoice(mode)
+            request.tool_choice = canonical.CanonicalToolChoice(mode)
         case {"type": "any"}:
-            request.tool_choice = CanonicalToolChoice("required")
+            request.tool_choice = canonical.CanonicalToolChoice("required")
         case {"type": "tool", "name": str(name)}:
-            request.tool_choice = CanonicalToolChoice("named", [name])
+            request.tool_choice = canonical.CanonicalToolChoice("named", [name])
         case _:
             raise make_unknown_value_error(choice.get("type"), "tool_choice.type", "auto, any, tool, none")
 
 
-def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
+def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool | canonical.OpaqueContent:
     fields = FieldReader(raw, path)
     if fields.unread.get("type", "custom") not in ("custom", None):
-        return OpaqueContent(str(fields.unread["type"]), fields.unread)
+        return canonical.OpaqueContent(str(fields.unread["type"]), fields.unread)
     name, description = fields.require("name", str), fields.take("description", str)
-    return CanonicalTool(
+    return canonical.CanonicalTool(
         name, description, fields.take("input_schema", dict), fields.take("strict", bool), fields.unread
     )
 
 
-def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
-    body: Json = {"model": target_model.model or request.model}
+def render(request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> canonical.Json:
+    body: canonical.Json = {"model": target_model.model or request.model}
     if request.dialect == "anthropic":
         body["messages"] = [_render_message(message) for message in request.messages]
         body |= FIELD_NAMES.render_copied_fields(request)
@@ -131,36 +122,38 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     return body
 
 
-def _render_message(message: CanonicalMessage) -> Json:
-    result: Json = {"role": message.role}
+def _render_message(message: canonical.CanonicalMessage) -> canonical.Json:
+    result: canonical.Json = {"role": message.role}
     if message.parts or message.shape != "absent":
         result["content"] = render_content(message.parts, message.shape)
     return {**result, **message.extra}
 
 
-def _move_system_messages(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
+def _move_system_messages(
+    request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport
+) -> None:
     """Move system messages to the `system` field.
 
     A system message after the first user message stays in place if the model accepts system messages there.
     """
-    rest: list[CanonicalMessage] = []
+    rest: list[canonical.CanonicalMessage] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
             rest.append(message)
         elif not rest:
             request.system += message.parts
         elif target_model.claude_supports_late_system_messages and rest[-1].role in ("user", "tool"):
-            rest.append(CanonicalMessage("system", message.parts, "auto"))
+            rest.append(canonical.CanonicalMessage("system", message.parts, "auto"))
         else:
             request.system += message.parts
             changes.report("system", "later system messages were moved to the beginning", subfield=".role")
     request.messages = rest
 
 
-def _report_changed_calls(request: CanonicalRequest, changes: ChangeReport) -> None:
+def _report_changed_calls(request: canonical.CanonicalRequest, changes: ChangeReport) -> None:
     for message in request.messages:
         for part in message.parts:
-            if isinstance(part, ToolCallContent):
+            if isinstance(part, canonical.ToolCallContent):
                 if parse_object(part.arguments) is None:
                     changes.report(
                         "messages", "arguments that are not a JSON object were replaced by {}", subfield=".tool_calls"
@@ -172,9 +165,9 @@ def _report_changed_calls(request: CanonicalRequest, changes: ChangeReport) -> N
 
 
 def _adapt_tool(
-    tool: CanonicalTool | OpaqueContent, target_model: TargetModel, changes: ChangeReport
-) -> CanonicalTool | OpaqueContent:
-    if isinstance(tool, OpaqueContent) or not tool.strict:
+    tool: canonical.CanonicalTool | canonical.OpaqueContent, target_model: TargetModel, changes: ChangeReport
+) -> canonical.CanonicalTool | canonical.OpaqueContent:
+    if isinstance(tool, canonical.OpaqueContent) or not tool.strict:
         return tool
     if target_model.claude_supports_schemas:
         return replace(tool, schema=_make_enforceable_schema(tool.schema or _EMPTY_SCHEMA, "tools[]", changes))
@@ -182,26 +175,28 @@ def _adapt_tool(
     return replace(tool, strict=None)
 
 
-def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
-    if isinstance(tool, OpaqueContent):
+def _render_tool(tool: canonical.CanonicalTool | canonical.OpaqueContent) -> canonical.Json:
+    if isinstance(tool, canonical.OpaqueContent):
         return tool.raw
-    result: Json = {"name": tool.name}
+    result: canonical.Json = {"name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
     result["input_schema"] = tool.schema if tool.schema is not None else _EMPTY_SCHEMA
     result |= {} if tool.strict is None else {"strict": tool.strict}
     return {**result, **tool.extra}
 
 
-def _relax_forced_tool_choice(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
+def _relax_forced_tool_choice(
+    request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport
+) -> None:
     choice = request.tool_choice
     if target_model.claude_rejects_forced_tools and choice and choice.mode in ("required", "named"):
-        request.tool_choice = CanonicalToolChoice("auto", choice.names)
+        request.tool_choice = canonical.CanonicalToolChoice("auto", choice.names)
         changes.report("tool_choice", "this model cannot be forced to call a tool")
 
 
-def _render_tool_choice(request: CanonicalRequest, body: Json, changes: ChangeReport) -> None:
+def _render_tool_choice(request: canonical.CanonicalRequest, body: canonical.Json, changes: ChangeReport) -> None:
     choice = request.tool_choice
-    result: Json | None = None
+    result: canonical.Json | None = None
     if choice:
         kinds = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
         result = {"type": kinds[choice.mode]}
@@ -217,7 +212,7 @@ def _render_tool_choice(request: CanonicalRequest, body: Json, changes: ChangeRe
 
 
 def _remove_rejected_sampling_fields(
-    request: CanonicalRequest, target_model: TargetModel, is_thinking: bool, changes: ChangeReport
+    request: canonical.CanonicalRequest, target_model: TargetModel, is_thinking: bool, changes: ChangeReport
 ) -> None:
     """Remove the sampling fields that the Claude model rejects.
 
@@ -253,7 +248,7 @@ def _remove_rejected_sampling_fields(
 
 
 def _render_response_format(
-    response_format: ResponseFormat, target_model: TargetModel, body: Json, changes: ChangeReport
+    response_format: canonical.ResponseFormat, target_model: TargetModel, body: canonical.Json, changes: ChangeReport
 ) -> None:
     if response_format.kind == "text":
         return
@@ -266,7 +261,7 @@ def _render_response_format(
         body.setdefault("output_config", {})["format"] = {"type": "json_schema", "schema": schema}
 
 
-def _make_enforceable_schema(schema: Json | None, field: str, changes: ChangeReport) -> Any:
+def _make_enforceable_schema(schema: canonical.Json | None, field: str, changes: ChangeReport) -> Any:
     """Return a schema that Claude can enforce: only known keywords, and no additional properties."""
     unsupported = "anthropic does not support this schema keyword"
     schema = restrict_keywords(

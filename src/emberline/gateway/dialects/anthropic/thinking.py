@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.canonical import (
-    CanonicalRequest,
-    Effort,
-    Json,
-    ReasoningContent,
-    ReasoningOptions,
-    ToolCallContent,
-)
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.effort import (
     ANTHROPIC_MIN_BUDGET_TOKENS,
@@ -20,33 +13,35 @@ from emberline.gateway.dialects.effort import (
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.target_model import TargetModel
 
-CLAUDE_EFFORTS: tuple[Effort, ...] = ("low", "medium", "high", "xhigh", "max")
+CLAUDE_EFFORTS: tuple[canonical.Effort, ...] = ("low", "medium", "high", "xhigh", "max")
 
 
-def parse_reasoning(fields: FieldReader, request: CanonicalRequest) -> None:
+def parse_reasoning(fields: FieldReader, request: canonical.CanonicalRequest) -> None:
     config = fields.unread.get("output_config")
     effort = config.get("effort") if isinstance(config, dict) else None
-    parsed_effort: Effort | None = effort if effort in CLAUDE_EFFORTS else None
+    parsed_effort: canonical.Effort | None = effort if effort in CLAUDE_EFFORTS else None
     thinking = fields.take("thinking", dict)
     if thinking is None:
-        request.reasoning = ReasoningOptions(parsed_effort) if parsed_effort else None
+        request.reasoning = canonical.ReasoningOptions(parsed_effort) if parsed_effort else None
         return
     request.source_fields["thinking"] = thinking
     include_reasoning = None if thinking.get("display") is None else thinking["display"] != "omitted"
     match thinking:
         case {"type": "disabled"}:
-            request.reasoning = ReasoningOptions("none")
+            request.reasoning = canonical.ReasoningOptions("none")
         case {"type": "enabled", "budget_tokens": int(budget)}:
-            request.reasoning = ReasoningOptions(
+            request.reasoning = canonical.ReasoningOptions(
                 parsed_effort, budget, True if include_reasoning is None else include_reasoning
             )
         case _:
-            request.reasoning = ReasoningOptions(
+            request.reasoning = canonical.ReasoningOptions(
                 parsed_effort, None, True if include_reasoning is None else include_reasoning
             )
 
 
-def render_reasoning(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
+def render_reasoning(
+    request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport
+) -> canonical.Json:
     options = request.reasoning
     if options is None:
         return {}
@@ -56,7 +51,7 @@ def render_reasoning(request: CanonicalRequest, target_model: TargetModel, chang
             return {"thinking": {"type": "between_tools"}}
         if "none" in target_model.claude_efforts:
             return {"thinking": {"type": "disabled"}}
-        options = ReasoningOptions("none", include_reasoning=options.include_reasoning)
+        options = canonical.ReasoningOptions("none", include_reasoning=options.include_reasoning)
     if reason := _find_thinking_conflict(request, target_model):
         changes.report("reasoning", reason)
         return {}
@@ -80,9 +75,9 @@ def render_reasoning(request: CanonicalRequest, target_model: TargetModel, chang
 
 
 def _render_adaptive_thinking(
-    options: ReasoningOptions, target_model: TargetModel, display: Json, changes: ChangeReport
-) -> Json:
-    result: Json = {"thinking": {"type": "adaptive", **display}}
+    options: canonical.ReasoningOptions, target_model: TargetModel, display: canonical.Json, changes: ChangeReport
+) -> canonical.Json:
+    result: canonical.Json = {"thinking": {"type": "adaptive", **display}}
     effort = options.effort
     if effort is None and options.budget is not None and options.budget > 0:
         effort = effort_for_budget(options.budget)
@@ -96,8 +91,13 @@ def _render_adaptive_thinking(
 
 
 def _render_thinking_budget(
-    budget: int, request: CanonicalRequest, display: Json, changes: ChangeReport, *, is_requested: bool
-) -> Json:
+    budget: int,
+    request: canonical.CanonicalRequest,
+    display: canonical.Json,
+    changes: ChangeReport,
+    *,
+    is_requested: bool,
+) -> canonical.Json:
     assert request.max_output is not None, "max_tokens was filled in before"
     if not is_requested:
         changes.report("reasoning", f"the effort was replaced by a budget of {budget} tokens")
@@ -110,7 +110,7 @@ def _render_thinking_budget(
     return {"thinking": {"type": "enabled", "budget_tokens": budget, **display}}
 
 
-def _find_thinking_conflict(request: CanonicalRequest, target_model: TargetModel) -> str | None:
+def _find_thinking_conflict(request: canonical.CanonicalRequest, target_model: TargetModel) -> str | None:
     """Return why Claude would reject thinking in this request, or None if it would accept it.
 
     Claude rejects thinking together with a forced tool call. Models that take a token
@@ -123,7 +123,7 @@ def _find_thinking_conflict(request: CanonicalRequest, target_model: TargetModel
     if target_model.claude_supports_effort:
         return None
     last = next((m for m in reversed(request.messages) if m.role == "assistant"), None)
-    calls = last is not None and any(isinstance(part, ToolCallContent) for part in last.parts)
-    if calls and last is not None and not any(isinstance(part, ReasoningContent) for part in last.parts):
+    calls = last is not None and any(isinstance(part, canonical.ToolCallContent) for part in last.parts)
+    if calls and last is not None and not any(isinstance(part, canonical.ReasoningContent) for part in last.parts):
         return "the thinking before the last tool call is missing"
     return None

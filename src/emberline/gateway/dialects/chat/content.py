@@ -2,73 +2,62 @@
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.canonical import (
-    AudioContent,
-    CanonicalMessage,
-    FileContent,
-    ImageContent,
-    Json,
-    OpaqueContent,
-    Part,
-    ReasoningContent,
-    RefusalContent,
-    TextContent,
-    ToolCallContent,
-    ToolResultContent,
-)
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_content
 from emberline.gateway.dialects.media import make_data_url, split_data_url
 
 _AUDIO_FORMATS = {"audio/wav": "wav", "audio/x-wav": "wav", "audio/mp3": "mp3", "audio/mpeg": "mp3"}
 
 
-def parse_message(raw: object, path: str) -> CanonicalMessage:
+def parse_message(raw: object, path: str) -> canonical.CanonicalMessage:
     fields = FieldReader(raw, path)
     match fields.require("role", str):
         case "system" | "developer" | "user" as role:
             parts, shape = _parse_message_content(fields)
-            return CanonicalMessage(role, parts, shape, fields.unread)
+            return canonical.CanonicalMessage(role, parts, shape, fields.unread)
         case "assistant":
             return parse_assistant(fields)
         case "tool":
             id = fields.require("tool_call_id", str)
             parts, shape = _parse_message_content(fields)
-            return CanonicalMessage("tool", [ToolResultContent(id, parts, shape=shape)], shape, fields.unread)
+            return canonical.CanonicalMessage(
+                "tool", [canonical.ToolResultContent(id, parts, shape=shape)], shape, fields.unread
+            )
         case "function":
-            return CanonicalMessage("tool", [OpaqueContent("function", dict(fields.unread))])
+            return canonical.CanonicalMessage("tool", [canonical.OpaqueContent("function", dict(fields.unread))])
         case role:
             raise make_unknown_value_error(role, f"{path}.role", "system, developer, user, assistant, tool")
 
 
-def parse_assistant(fields: FieldReader) -> CanonicalMessage:
+def parse_assistant(fields: FieldReader) -> canonical.CanonicalMessage:
     """Parse an assistant message, from a request or from a reply."""
-    parts: list[Part] = []
+    parts: list[canonical.Part] = []
     for name in ("reasoning_content", "reasoning"):
         if isinstance(fields.unread.get(name), str) and not parts:
             extra = {"type": name} if name == "reasoning" else {}
-            parts.append(ReasoningContent(fields.unread.pop(name), "openai-chat", extra=extra))
+            parts.append(canonical.ReasoningContent(fields.unread.pop(name), "openai-chat", extra=extra))
     content, shape = _parse_message_content(fields)
     parts += content
     if (refusal := fields.take("refusal", str)) is not None:
-        parts.append(RefusalContent(refusal))
+        parts.append(canonical.RefusalContent(refusal))
     parts += fields.take_list("tool_calls", _parse_tool_call)
-    return CanonicalMessage("assistant", parts, shape, fields.unread)
+    return canonical.CanonicalMessage("assistant", parts, shape, fields.unread)
 
 
-def _parse_tool_call(raw: object, path: str) -> Part:
+def _parse_tool_call(raw: object, path: str) -> canonical.Part:
     fields = FieldReader(raw, path)
     if fields.unread.get("type", "function") != "function":
-        return OpaqueContent("custom", fields.unread)
+        return canonical.OpaqueContent("custom", fields.unread)
     fields.unread.pop("type", None)
     id = fields.take("id", str, "")
     function = FieldReader(fields.require("function", dict), f"{path}.function")
     name, arguments = function.require("name", str), function.take("arguments", str, "")
-    return ToolCallContent(
+    return canonical.ToolCallContent(
         id, name, arguments, {**fields.unread, **({"function": function.unread} if function.unread else {})}
     )
 
 
-def _parse_message_content(fields: FieldReader) -> tuple[list[Part], str]:
+def _parse_message_content(fields: FieldReader) -> tuple[list[canonical.Part], str]:
     if "content" not in fields.unread:
         return [], "absent"
     match fields.unread.pop("content"):
@@ -80,33 +69,33 @@ def _parse_message_content(fields: FieldReader) -> tuple[list[Part], str]:
             return parse_content(content, fields.path_of("content"), _parse_part)
 
 
-def _parse_part(raw: object, path: str) -> Part:
+def _parse_part(raw: object, path: str) -> canonical.Part:
     fields = FieldReader(raw, path)
     kind = fields.require("type", str)
     match kind:
         case "text":
-            return TextContent(fields.require("text", str), fields.unread)
+            return canonical.TextContent(fields.require("text", str), fields.unread)
         case "refusal":
             # The type in `extra` marks a refusal within the content list.
-            return RefusalContent(fields.require("refusal", str), {"type": kind, **fields.unread})
+            return canonical.RefusalContent(fields.require("refusal", str), {"type": kind, **fields.unread})
         case "image_url":
             image = FieldReader(fields.require("image_url", dict), f"{path}.image_url")
             url, detail = image.require("url", str), image.take("detail", str)
             mime, data = split_data_url(url) or ("", "")
-            return ImageContent(
+            return canonical.ImageContent(
                 "" if data else url, data, mime, detail=detail, extra=_merge_unread_fields(fields, image, kind)
             )
         case "input_audio":
             audio = FieldReader(fields.require("input_audio", dict), f"{path}.input_audio")
             data, mime = audio.require("data", str), f"audio/{audio.require('format', str)}"
-            return AudioContent(data, mime, _merge_unread_fields(fields, audio, kind))
+            return canonical.AudioContent(data, mime, _merge_unread_fields(fields, audio, kind))
         case "file":
             return _parse_file(fields, FieldReader(fields.require("file", dict), f"{path}.file"))
         case _:
-            return OpaqueContent(kind, fields.whole)
+            return canonical.OpaqueContent(kind, fields.whole)
 
 
-def read_mistral_reasoning(row: Json) -> str:
+def read_mistral_reasoning(row: canonical.Json) -> str:
     """Return the text of a Mistral thinking part, "" for any other part."""
     rows = row.get("thinking")
     if row.get("type") != "thinking" or not isinstance(rows, list):
@@ -114,55 +103,55 @@ def read_mistral_reasoning(row: Json) -> str:
     return "".join(str(inner.get("text", "")) for inner in rows if isinstance(inner, dict))
 
 
-def _merge_unread_fields(outer: FieldReader, inner: FieldReader, kind: str) -> Json:
+def _merge_unread_fields(outer: FieldReader, inner: FieldReader, kind: str) -> canonical.Json:
     """Return the unread fields of a content part (`outer`) and of the object nested in it (`inner`)."""
     return {**outer.unread, kind: inner.unread} if inner.unread else outer.unread
 
 
-def _parse_file(fields: FieldReader, file: FieldReader) -> FileContent:
+def _parse_file(fields: FieldReader, file: FieldReader) -> canonical.FileContent:
     file_data = file.take("file_data", str, "")
     mime, data = split_data_url(file_data) or ("", file_data)
     file_id, name = file.take("file_id", str, ""), file.take("filename", str, "")
-    return FileContent(
+    return canonical.FileContent(
         data=data, mime=mime, file_id=file_id, name=name, extra=_merge_unread_fields(fields, file, "file")
     )
 
 
-def render_message(message: CanonicalMessage) -> list[Json]:
+def render_message(message: canonical.CanonicalMessage) -> list[canonical.Json]:
     """Return the chat messages for a canonical message: one per tool result, then one with the rest."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_tool_result(part, message))]
-    rest: list[Part] = [part for part in message.parts if not isinstance(part, ToolResultContent)]
+    rest: list[canonical.Part] = [part for part in message.parts if not isinstance(part, canonical.ToolResultContent)]
     if message.role != "tool" and (rest or not rows):
         rows.append({"role": message.role, **_render_content(rest, message.shape), **message.extra})
     return rows
 
 
-def _render_tool_result(part: Part, message: CanonicalMessage) -> Json | None:
+def _render_tool_result(part: canonical.Part, message: canonical.CanonicalMessage) -> canonical.Json | None:
     match part:
-        case ToolResultContent():
+        case canonical.ToolResultContent():
             extra = message.extra if message.role == "tool" else {}
             return {"role": "tool", "tool_call_id": part.id, **_render_content(part.parts, part.shape), **extra}
-        case OpaqueContent(kind="function"):
+        case canonical.OpaqueContent(kind="function"):
             return {"role": "function", **part.raw}
     return None
 
 
-def render_assistant(message: CanonicalMessage) -> Json:
-    result: Json = {"role": "assistant"}
+def render_assistant(message: canonical.CanonicalMessage) -> canonical.Json:
+    result: canonical.Json = {"role": "assistant"}
     result |= _render_content([part for part in message.parts if _is_content_part(part)], message.shape)
     calls = []
     for part in message.parts:
         match part:
-            case ReasoningContent():
+            case canonical.ReasoningContent():
                 name = part.extra.get("type", "reasoning_content")
                 result[name] = result.get(name, "") + part.text
-            case RefusalContent() if not part.extra:
+            case canonical.RefusalContent() if not part.extra:
                 result["refusal"] = part.text
-            case ToolCallContent():
+            case canonical.ToolCallContent():
                 calls.append(render_tool_call(part))
-            case OpaqueContent(kind="custom"):
+            case canonical.OpaqueContent(kind="custom"):
                 calls.append(part.raw)
     if calls:
         result["tool_calls"] = calls
@@ -171,62 +160,64 @@ def render_assistant(message: CanonicalMessage) -> Json:
     return {**result, **message.extra}
 
 
-def _is_content_part(part: Part) -> bool:
-    if isinstance(part, RefusalContent | OpaqueContent):
-        return isinstance(part, RefusalContent) and bool(part.extra)
-    return isinstance(part, TextContent | ImageContent | AudioContent | FileContent)
+def _is_content_part(part: canonical.Part) -> bool:
+    if isinstance(part, canonical.RefusalContent | canonical.OpaqueContent):
+        return isinstance(part, canonical.RefusalContent) and bool(part.extra)
+    return isinstance(
+        part, canonical.TextContent | canonical.ImageContent | canonical.AudioContent | canonical.FileContent
+    )
 
 
-def render_tool_call(call: ToolCallContent) -> Json:
-    function: Json = {"name": call.name, "arguments": call.arguments, **call.extra.get("function", {})}
+def render_tool_call(call: canonical.ToolCallContent) -> canonical.Json:
+    function: canonical.Json = {"name": call.name, "arguments": call.arguments, **call.extra.get("function", {})}
     return {"id": call.id, "type": "function", **call.extra, "function": function}
 
 
-def read_google_signature(call: ToolCallContent) -> str:
+def read_google_signature(call: canonical.ToolCallContent) -> str:
     match call.extra.get("extra_content"):
         case {"google": {"thought_signature": str(signature)}}:
             return signature
     return ""
 
 
-def _render_content(parts: list[Part], shape: str) -> Json:
+def _render_content(parts: list[canonical.Part], shape: str) -> canonical.Json:
     if shape == "absent" and not parts:
         return {}
     if shape == "null" and not parts:
         return {"content": None}
-    texts = [part.text for part in parts if isinstance(part, TextContent)]
+    texts = [part.text for part in parts if isinstance(part, canonical.TextContent)]
     if shape != "list" and len(texts) == len(parts) <= 1:
         return {"content": "".join(texts)}
     return {"content": [result for part in parts if (result := _render_part(part)) is not None]}
 
 
-def _render_part(part: Part) -> Json | None:
+def _render_part(part: canonical.Part) -> canonical.Json | None:
     match part:
-        case TextContent():
+        case canonical.TextContent():
             return {"type": "text", "text": part.text, **part.extra}
-        case RefusalContent():
+        case canonical.RefusalContent():
             return {"type": "refusal", "refusal": part.text, **part.extra}
-        case ImageContent() if part.url or part.data:
+        case canonical.ImageContent() if part.url or part.data:
             image = {"url": part.url or make_data_url(part.mime, part.data)}
             if part.detail is not None:
                 image["detail"] = part.detail
             return _nest_part("image_url", image, part.extra)
-        case AudioContent():
+        case canonical.AudioContent():
             format = _AUDIO_FORMATS.get(part.mime, part.mime.removeprefix("audio/"))
             return _nest_part("input_audio", {"data": part.data, "format": format}, part.extra)
-        case FileContent():
+        case canonical.FileContent():
             return _nest_part("file", _render_file(part), part.extra)
-        case OpaqueContent():
+        case canonical.OpaqueContent():
             return part.raw
     return None
 
 
-def _nest_part(kind: str, inner: Json, extra: Json) -> Json:
+def _nest_part(kind: str, inner: canonical.Json, extra: canonical.Json) -> canonical.Json:
     return {"type": kind, **extra, kind: {**inner, **extra.get(kind, {})}}
 
 
-def _render_file(file: FileContent) -> Json:
-    result: Json = {}
+def _render_file(file: canonical.FileContent) -> canonical.Json:
+    result: canonical.Json = {}
     if file.data:
         result["file_data"] = make_data_url(file.mime, file.data) if file.mime else file.data
     if file.file_id:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from emberline.gateway.dialects.canonical import (
-    CanonicalChoice,
-    CanonicalReply,
-    Json,
-    OpaqueContent,
-    Part,
-    ReasoningContent,
-    RefusalContent,
-    TextContent,
-    ToolCallContent,
-    correct_finish_reason,
-)
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import (
@@ -55,30 +44,32 @@ _IGNORED_FIELDS = (
 )
 
 
-def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
+def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalReply:
     fields = FieldReader(body, "")
     id, model, created = fields.take("id", str, ""), fields.take("model", str, ""), fields.take("created", float, 0)
     choices = parse_rows(fields.require("choices", list), "choices", partial(_parse_choice, changes=changes))
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
-    return CanonicalReply("openai-chat", id, model, choices, int(created), Usage.find_in("openai-chat", body))
+    return canonical.CanonicalReply("openai-chat", id, model, choices, int(created), Usage.find_in("openai-chat", body))
 
 
-def _parse_choice(raw: object, path: str, changes: ChangeReport) -> CanonicalChoice:
+def _parse_choice(raw: object, path: str, changes: ChangeReport) -> canonical.CanonicalChoice:
     fields = FieldReader(raw, path)
     message = parse_assistant(FieldReader(fields.require("message", dict), f"{path}.message"))
     citations.extract_citations_from_message(message)
     for index, part in enumerate(message.parts):
-        if isinstance(part, OpaqueContent) and (reasoning := read_mistral_reasoning(part.raw)):
-            message.parts[index] = ReasoningContent(reasoning, "openai-chat")
+        if isinstance(part, canonical.OpaqueContent) and (reasoning := read_mistral_reasoning(part.raw)):
+            message.parts[index] = canonical.ReasoningContent(reasoning, "openai-chat")
     reason = FROM_CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
     logprobs = fields.take("logprobs", dict)
     tokens = logprobs.get("content") if logprobs else None
     changes.report_reply_fields(message.extra, _IGNORED_FIELDS)
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
-    return CanonicalChoice(message.parts, correct_finish_reason(reason, message.parts), logprobs=tokens)
+    return canonical.CanonicalChoice(
+        message.parts, canonical.correct_finish_reason(reason, message.parts), logprobs=tokens
+    )
 
 
-def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+def render(reply: canonical.CanonicalReply, context: ReplyContext) -> canonical.Json:
     writer = ChatWriter(context, stream=False)
     writer.write(StreamStart(reply.id, reply.model, reply.created))
     for index, choice in enumerate(reply.choices):
@@ -89,32 +80,32 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
     return writer.body()
 
 
-def _iter_choice_deltas(index: int, choice: CanonicalChoice) -> Iterator[Delta]:
+def _iter_choice_deltas(index: int, choice: canonical.CanonicalChoice) -> Iterator[Delta]:
     num_characters = 0  # of the parts' joined text, in which citations count
     if choice.logprobs is not None:
         yield TextDelta("", index, logprobs=choice.logprobs)
     for slot, part in _count_calls_before_parts(choice.parts):
         match part:
-            case TextContent():
+            case canonical.TextContent():
                 yield TextDelta(part.text, index)
                 for citation in part.citations:
                     yield CitationDelta(citation.with_offset(num_characters), index)
                 num_characters += len(part.text)
-            case ReasoningContent():
+            case canonical.ReasoningContent():
                 if part.text:
                     yield ReasoningDelta(part.text, index)
                 yield SignatureDelta(part.signature, part.origin, choice=index)
-            case RefusalContent():
+            case canonical.RefusalContent():
                 yield RefusalDelta(part.text, index)
-            case ToolCallContent():
+            case canonical.ToolCallContent():
                 yield ToolCallStart(slot, part.id, part.name, index)
                 yield ToolCallArguments(slot, part.arguments, index)
     yield Finish(choice.finish_reason or "stop", choice=index)
 
 
-def _count_calls_before_parts(parts: list[Part]) -> Iterator[tuple[int, Part]]:
+def _count_calls_before_parts(parts: list[canonical.Part]) -> Iterator[tuple[int, canonical.Part]]:
     """Yield (number of tool calls before the part, part) for each part."""
     num_calls = 0
     for part in parts:
         yield num_calls, part
-        num_calls += isinstance(part, ToolCallContent)
+        num_calls += isinstance(part, canonical.ToolCallContent)

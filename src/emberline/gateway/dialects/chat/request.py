@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.adapt import merge_adjacent_messages
-from emberline.gateway.dialects.canonical import (
-    CanonicalMessage,
-    CanonicalRequest,
-    CanonicalTool,
-    CanonicalToolChoice,
-    Effort,
-    Json,
-    OpaqueContent,
-    Part,
-    ReasoningOptions,
-    ResponseFormat,
-    TextContent,
-    ToolResultContent,
-)
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat.content import parse_message, render_message
 from emberline.gateway.dialects.chat.field_names import FIELD_NAMES
@@ -29,9 +16,9 @@ from emberline.gateway.dialects.target_model import TargetModel
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 
 
-def parse(body: Json) -> CanonicalRequest:
+def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     fields = FieldReader(body, "")
-    request = CanonicalRequest("openai-chat", fields.take("model", str, ""))
+    request = canonical.CanonicalRequest("openai-chat", fields.take("model", str, ""))
     request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
     FIELD_NAMES.copy_fields_to_request(fields, request)
     for name in reversed(_MAX_TOKENS_FIELDS):
@@ -50,7 +37,7 @@ def parse(body: Json) -> CanonicalRequest:
         request.include_usage = bool(options.get("include_usage"))
         request.keep_source_field("stream_options", options, translated_subfields=("include_usage",))
     if (effort := fields.take("reasoning_effort", str)) is not None:
-        request.reasoning = ReasoningOptions(parse_effort(effort, "reasoning_effort"))
+        request.reasoning = canonical.ReasoningOptions(parse_effort(effort, "reasoning_effort"))
     parse_tools(fields, request, _parse_tool)
     if (response_format := fields.take("response_format", dict)) is not None:
         request.response_format = _parse_response_format(response_format)
@@ -59,7 +46,7 @@ def parse(body: Json) -> CanonicalRequest:
     return request
 
 
-def parse_effort(effort: str, path: str) -> Effort:
+def parse_effort(effort: str, path: str) -> canonical.Effort:
     for known in EFFORTS:
         if effort == known:
             return known
@@ -67,7 +54,9 @@ def parse_effort(effort: str, path: str) -> Effort:
 
 
 def parse_tools(
-    fields: FieldReader, request: CanonicalRequest, parse_tool: ValueParser[CanonicalTool | OpaqueContent]
+    fields: FieldReader,
+    request: canonical.CanonicalRequest,
+    parse_tool: ValueParser[canonical.CanonicalTool | canonical.OpaqueContent],
 ) -> None:
     request.tools = fields.take_list("tools", parse_tool)
     if (choice := fields.take_any("tool_choice")) is not None:
@@ -75,14 +64,14 @@ def parse_tools(
         request.source_fields["tool_choice"] = choice
 
 
-def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
+def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool | canonical.OpaqueContent:
     fields = FieldReader(raw, path)
     kind = fields.take("type", str, "function")
     if kind != "function":
-        return OpaqueContent(kind, fields.whole)
+        return canonical.OpaqueContent(kind, fields.whole)
     function = FieldReader(fields.require("function", dict), f"{path}.function")
     name, description = function.require("name", str), function.take("description", str)
-    tool = CanonicalTool(
+    tool = canonical.CanonicalTool(
         name, description, function.take("parameters", dict), function.take("strict", bool), fields.unread
     )
     if function.unread:
@@ -90,16 +79,16 @@ def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
     return tool
 
 
-def parse_tool_choice(raw: object) -> CanonicalToolChoice:
+def parse_tool_choice(raw: object) -> canonical.CanonicalToolChoice:
     match raw:
         case "auto" | "none" | "required":
-            return CanonicalToolChoice(raw)
+            return canonical.CanonicalToolChoice(raw)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return CanonicalToolChoice("named", [name])
+            return canonical.CanonicalToolChoice("named", [name])
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            return CanonicalToolChoice(mode, _list_tool_names(tools))
+            return canonical.CanonicalToolChoice(mode, _list_tool_names(tools))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
-            return CanonicalToolChoice(mode, _list_tool_names(tools))
+            return canonical.CanonicalToolChoice(mode, _list_tool_names(tools))
     raise make_unknown_value_error(raw, "tool_choice", "auto, none, required, a function, allowed_tools")
 
 
@@ -110,20 +99,22 @@ def _list_tool_names(tools: list[Any]) -> list[str]:
     ]
 
 
-def _parse_response_format(raw: Json) -> ResponseFormat:
+def _parse_response_format(raw: canonical.Json) -> canonical.ResponseFormat:
     match raw:
         case {"type": "text"}:
-            return ResponseFormat("text")
+            return canonical.ResponseFormat("text")
         case {"type": "json_object"}:
-            return ResponseFormat("json")
+            return canonical.ResponseFormat("json")
         case {"type": "json_schema", "json_schema": dict(response_format)}:
             fields = FieldReader(response_format, "response_format.json_schema")
             schema, name = fields.take("schema", dict), fields.take("name", str, "")
-            return ResponseFormat("schema", schema, name, fields.take("strict", bool), fields.take("description", str))
+            return canonical.ResponseFormat(
+                "schema", schema, name, fields.take("strict", bool), fields.take("description", str)
+            )
     raise make_unknown_value_error(raw.get("type"), "response_format.type", "text, json_object, json_schema")
 
 
-def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
+def render(request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> canonical.Json:
     is_same_format = request.dialect == "openai-chat"
     messages = (
         request.messages
@@ -132,8 +123,8 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     )
     rows = [row for message in messages for row in render_message(message)]
     if request.system:
-        rows = [*render_message(CanonicalMessage("system", request.system, "auto")), *rows]
-    body: Json = {"model": target_model.model or request.model, "messages": rows}
+        rows = [*render_message(canonical.CanonicalMessage("system", request.system, "auto")), *rows]
+    body: canonical.Json = {"model": target_model.model or request.model, "messages": rows}
     if not is_same_format:
         changes.report_unsupported(request.top_k, "top_k", "openai-chat")
         request.top_k = None
@@ -164,27 +155,35 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     return body
 
 
-def _move_media_out_of_results(messages: list[CanonicalMessage], changes: ChangeReport) -> list[CanonicalMessage]:
+def _move_media_out_of_results(
+    messages: list[canonical.CanonicalMessage], changes: ChangeReport
+) -> list[canonical.CanonicalMessage]:
     """Move images and files from tool results into a user message: tool results may hold only text."""
     for message in messages:
-        media: list[Part] = []
+        media: list[canonical.Part] = []
         for part in message.parts:
-            if isinstance(part, ToolResultContent) and not all(isinstance(inner, TextContent) for inner in part.parts):
-                media += [inner for inner in part.parts if not isinstance(inner, TextContent)]
-                part.parts = [inner for inner in part.parts if isinstance(inner, TextContent)]
+            if isinstance(part, canonical.ToolResultContent) and not all(
+                isinstance(inner, canonical.TextContent) for inner in part.parts
+            ):
+                media += [inner for inner in part.parts if not isinstance(inner, canonical.TextContent)]
+                part.parts = [inner for inner in part.parts if isinstance(inner, canonical.TextContent)]
                 changes.report("messages", "media in tool results was moved to a user message", subfield=".tool_result")
         message.parts += media
     return messages
 
 
-def _render_effort(reasoning: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Json:
+def _render_effort(
+    reasoning: canonical.ReasoningOptions, target_model: TargetModel, changes: ChangeReport
+) -> canonical.Json:
     effort = choose_effort(reasoning, target_model, changes)
     if reasoning.effort is None and reasoning.budget is None:
         changes.report("reasoning", "chat has only an effort level")
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def choose_effort(reasoning: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Effort | None:
+def choose_effort(
+    reasoning: canonical.ReasoningOptions, target_model: TargetModel, changes: ChangeReport
+) -> canonical.Effort | None:
     effort, supported = reasoning.effort, target_model.gpt_efforts
     if supported == ():
         changes.report("reasoning", "this model has no reasoning")
@@ -198,16 +197,16 @@ def choose_effort(reasoning: ReasoningOptions, target_model: TargetModel, change
     return find_nearest_effort(effort, supported)
 
 
-def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
-    if isinstance(tool, OpaqueContent):
+def _render_tool(tool: canonical.CanonicalTool | canonical.OpaqueContent) -> canonical.Json:
+    if isinstance(tool, canonical.OpaqueContent):
         return tool.raw
-    function: Json = {"name": tool.name}
+    function: canonical.Json = {"name": tool.name}
     fields = (("description", tool.description), ("parameters", tool.schema), ("strict", tool.strict))
     function |= {name: value for name, value in fields if value is not None}
     return {"type": "function", **tool.extra, "function": {**function, **tool.extra.get("function", {})}}
 
 
-def _render_tool_choice(choice: CanonicalToolChoice) -> str | Json:
+def _render_tool_choice(choice: canonical.CanonicalToolChoice) -> str | canonical.Json:
     if choice.mode == "named":
         return {"type": "function", "function": {"name": choice.names[0]}}
     if choice.names:
@@ -216,10 +215,10 @@ def _render_tool_choice(choice: CanonicalToolChoice) -> str | Json:
     return choice.mode
 
 
-def _render_response_format(response_format: ResponseFormat) -> Json:
+def _render_response_format(response_format: canonical.ResponseFormat) -> canonical.Json:
     if response_format.kind != "schema":
         return {"type": "text" if response_format.kind == "text" else "json_object"}
-    schema: Json = {"name": response_format.name or "reply", "schema": response_format.schema}
+    schema: canonical.Json = {"name": response_format.name or "reply", "schema": response_format.schema}
     schema |= {} if response_format.strict is None else {"strict": response_format.strict}
     schema |= {} if response_format.description is None else {"description": response_format.description}
     return {"type": "json_schema", "json_schema": schema}

@@ -12,20 +12,8 @@ import binascii
 
 import msgspec
 
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.anthropic.content import parse_arguments, parse_object
-from emberline.gateway.dialects.canonical import (
-    AudioContent,
-    CanonicalMessage,
-    FileContent,
-    ImageContent,
-    Json,
-    OpaqueContent,
-    Part,
-    ReasoningContent,
-    TextContent,
-    ToolCallContent,
-    ToolResultContent,
-)
 from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error
 from emberline.gateway.dialects.media import guess_mime_type
 from emberline.wire import signatures
@@ -42,25 +30,25 @@ class GeminiContentParser:
     def __init__(self, prefix: str = "") -> None:
         self._id_prefix = GENERATED_ID_PREFIX + prefix
         self._call_count = 0
-        self._open_calls: list[ToolCallContent] = []  # calls without a result
+        self._open_calls: list[canonical.ToolCallContent] = []  # calls without a result
 
-    def parse_message(self, raw: object, path: str) -> CanonicalMessage:
+    def parse_message(self, raw: object, path: str) -> canonical.CanonicalMessage:
         fields = FieldReader(raw, path)
         role = fields.unread.get("role") or "user"
         if role not in ("user", "model", "function", "system"):
             raise make_unknown_value_error(role, f"{path}.role", "user, model")
         rows = fields.take("parts", list, [])
         parts = [part for index, row in enumerate(rows) for part in self.parse_part(row, f"{path}.parts[{index}]")]
-        return CanonicalMessage("assistant" if role == "model" else "user", parts, "list", fields.unread)
+        return canonical.CanonicalMessage("assistant" if role == "model" else "user", parts, "list", fields.unread)
 
-    def parse_part(self, raw: object, path: str) -> list[Part]:
+    def parse_part(self, raw: object, path: str) -> list[canonical.Part]:
         fields = FieldReader(raw, path)
         if (text := fields.take("text", str)) is not None:
             if fields.unread.get("thought"):
                 del fields.unread["thought"]
                 signature, origin = decode_gemini_signature(fields.take("thoughtSignature", str, ""))
-                return [ReasoningContent(text, origin, signature, extra=fields.unread)]
-            return [TextContent(text, fields.unread)]
+                return [canonical.ReasoningContent(text, origin, signature, extra=fields.unread)]
+            return [canonical.TextContent(text, fields.unread)]
         if (call := fields.take("functionCall", dict)) is not None:
             return [self._parse_call(FieldReader(call, f"{path}.functionCall"), fields)]
         if (result := fields.take("functionResponse", dict)) is not None:
@@ -69,17 +57,17 @@ class GeminiContentParser:
             if (media := fields.take(name, dict)) is not None:
                 return [_parse_media(FieldReader(media, f"{path}.{name}"), value_field, fields.unread)]
         kind = next(iter(fields.unread), "part")
-        return [OpaqueContent(kind, fields.unread)]
+        return [canonical.OpaqueContent(kind, fields.unread)]
 
-    def _parse_call(self, call: FieldReader, fields: FieldReader) -> ToolCallContent:
+    def _parse_call(self, call: FieldReader, fields: FieldReader) -> canonical.ToolCallContent:
         id = call.take("id", str) or f"{self._id_prefix}{self._call_count}"
         self._call_count += 1
         arguments = msgspec.json.encode(call.take("args", dict, {})).decode()
-        result = ToolCallContent(id, call.require("name", str), arguments, fields.unread | call.unread)
+        result = canonical.ToolCallContent(id, call.require("name", str), arguments, fields.unread | call.unread)
         self._open_calls.append(result)
         return result
 
-    def _parse_result(self, result: FieldReader, fields: FieldReader) -> ToolResultContent:
+    def _parse_result(self, result: FieldReader, fields: FieldReader) -> canonical.ToolResultContent:
         id, name = result.take("id", str, ""), result.require("name", str)
         answered_call = next((call for call in self._open_calls if (call.id == id if id else call.name == name)), None)
         if answered_call is not None:
@@ -87,16 +75,16 @@ class GeminiContentParser:
             id = answered_call.id
         response = result.take("response", dict, {})
         text, shape = _unwrap_response(response)
-        parts: list[Part] = [TextContent(text)]
+        parts: list[canonical.Part] = [canonical.TextContent(text)]
         for row in result.take("parts", list, []):
             parts += self.parse_part(row, f"{result.path}.parts")
         is_error = True if shape == "error" else None
-        return ToolResultContent(
+        return canonical.ToolResultContent(
             id or f"{GENERATED_ID_PREFIX}{name}", parts, name, is_error, shape, fields.unread | result.unread
         )
 
 
-def _unwrap_response(response: Json) -> tuple[str, str]:
+def _unwrap_response(response: canonical.Json) -> tuple[str, str]:
     """Return the text of a function response, and the name of the field that held it (else "object")."""
     if len(response) == 1:
         for name in ("output", "result", "error"):
@@ -105,16 +93,16 @@ def _unwrap_response(response: Json) -> tuple[str, str]:
     return msgspec.json.encode(response).decode(), "object"
 
 
-def _parse_media(fields: FieldReader, value_field: str, extra: Json) -> Part:
+def _parse_media(fields: FieldReader, value_field: str, extra: canonical.Json) -> canonical.Part:
     value, mime = fields.require(value_field, str), fields.take("mimeType", str, "")
     name = fields.take("displayName", str, "")
     merged_extra = extra | fields.unread
     data, url = (value, "") if value_field == "data" else ("", value)
     if mime.startswith("image/") and not name:
-        return ImageContent(url, data, mime, extra=merged_extra)
+        return canonical.ImageContent(url, data, mime, extra=merged_extra)
     if mime.startswith("audio/") and data and not name:
-        return AudioContent(data, mime, merged_extra)
-    return FileContent(url, data, mime, name=name, extra=merged_extra)
+        return canonical.AudioContent(data, mime, merged_extra)
+    return canonical.FileContent(url, data, mime, name=name, extra=merged_extra)
 
 
 def decode_gemini_signature(signature: str) -> tuple[str, ChatDialect]:
@@ -139,45 +127,45 @@ def encode_gemini_signature(signature: str, origin: ChatDialect) -> str:
     return base64.b64encode(signatures.encode_signature(signature, origin, "gemini").encode()).decode()
 
 
-def render_parts(parts: list[Part], function_names_by_call: dict[str, str]) -> list[Json]:
+def render_parts(parts: list[canonical.Part], function_names_by_call: dict[str, str]) -> list[canonical.Json]:
     """Render a message's parts for Gemini.
 
     `function_names_by_call` maps tool call ids to function names, which Gemini's tool results must repeat. The
     signature of reasoning without text becomes the signature of the next tool call.
     """
-    rows: list[Json] = []
+    rows: list[canonical.Json] = []
     signature = ""
     for part in parts:
-        if isinstance(part, ReasoningContent) and not part.text and not part.extra:
+        if isinstance(part, canonical.ReasoningContent) and not part.text and not part.extra:
             signature = part.signature
             continue
         row = _render_part(part, function_names_by_call)
-        if isinstance(part, ToolCallContent) and signature:
+        if isinstance(part, canonical.ToolCallContent) and signature:
             row["thoughtSignature"] = signature
             signature = ""
         rows.append(row)
     return rows
 
 
-def _render_part(part: Part, function_names_by_call: dict[str, str]) -> Json:
+def _render_part(part: canonical.Part, function_names_by_call: dict[str, str]) -> canonical.Json:
     match part:
-        case TextContent():
+        case canonical.TextContent():
             return {"text": part.text, **part.extra}
-        case ReasoningContent():
+        case canonical.ReasoningContent():
             signature_field = (
                 {"thoughtSignature": encode_gemini_signature(part.signature, part.origin)} if part.signature else {}
             )
             return {"text": part.text, "thought": True, **signature_field, **part.extra}
-        case ToolCallContent():
+        case canonical.ToolCallContent():
             part_fields = {name: part.extra[name] for name in part.extra if name in _PART_FIELDS}
             call_fields = {name: value for name, value in part.extra.items() if name not in _PART_FIELDS}
             call = {**_render_id_field(part.id), "name": part.name, "args": parse_arguments(part), **call_fields}
             return {"functionCall": call, **part_fields}
-        case ToolResultContent():
+        case canonical.ToolResultContent():
             return _render_tool_result(part, function_names_by_call)
-        case ImageContent() | AudioContent() | FileContent():
+        case canonical.ImageContent() | canonical.AudioContent() | canonical.FileContent():
             return _render_media(part)
-        case OpaqueContent():
+        case canonical.OpaqueContent():
             return part.raw
     raise AssertionError(f"a Gemini content cannot contain a {type(part).__name__}")
 
@@ -185,16 +173,20 @@ def _render_part(part: Part, function_names_by_call: dict[str, str]) -> Json:
 _PART_FIELDS = ("thoughtSignature", "partMetadata")  # fields of the part itself; all others belong to the call in it
 
 
-def _render_id_field(id: str) -> Json:
+def _render_id_field(id: str) -> canonical.Json:
     return {} if not id or id.startswith(GENERATED_ID_PREFIX) else {"id": id}
 
 
-def _render_tool_result(result: ToolResultContent, function_names_by_call: dict[str, str]) -> Json:
-    texts = [part.text for part in result.parts if isinstance(part, TextContent)]
-    rest = [_render_part(part, function_names_by_call) for part in result.parts if not isinstance(part, TextContent)]
+def _render_tool_result(result: canonical.ToolResultContent, function_names_by_call: dict[str, str]) -> canonical.Json:
+    texts = [part.text for part in result.parts if isinstance(part, canonical.TextContent)]
+    rest = [
+        _render_part(part, function_names_by_call)
+        for part in result.parts
+        if not isinstance(part, canonical.TextContent)
+    ]
     text = "\n".join(texts)
     if result.shape == "object":
-        response: Json = parse_object(text) or {}
+        response: canonical.Json = parse_object(text) or {}
     else:
         default_name = "error" if result.is_error else "output"
         response = {result.shape if result.shape in ("output", "result", "error") else default_name: text}
@@ -209,15 +201,15 @@ def _render_tool_result(result: ToolResultContent, function_names_by_call: dict[
     return {"functionResponse": function_response | ({"parts": rest} if rest else {}), **part_fields}
 
 
-def _render_media(part: ImageContent | AudioContent | FileContent) -> Json:
-    if isinstance(part, AudioContent) or part.data:
-        media: Json = {"mimeType": part.mime, "data": part.data}
-        result: Json = {"inlineData": media}
+def _render_media(part: canonical.ImageContent | canonical.AudioContent | canonical.FileContent) -> canonical.Json:
+    if isinstance(part, canonical.AudioContent) or part.data:
+        media: canonical.Json = {"mimeType": part.mime, "data": part.data}
+        result: canonical.Json = {"inlineData": media}
     else:
         mime = part.mime or guess_mime_type(part.url)
         media = {"fileUri": part.url} | ({"mimeType": mime} if mime else {})
         result = {"fileData": media}
-    if isinstance(part, FileContent) and part.name:
+    if isinstance(part, canonical.FileContent) and part.name:
         media["displayName"] = part.name
     media_fields = {name: value for name, value in part.extra.items() if name not in _MEDIA_PART_FIELDS}
     media |= media_fields

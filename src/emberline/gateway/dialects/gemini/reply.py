@@ -5,18 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.gateway.dialects.canonical import (
-    CanonicalChoice,
-    CanonicalReply,
-    Json,
-    OpaqueContent,
-    Part,
-    ReasoningContent,
-    RefusalContent,
-    TextContent,
-    ToolCallContent,
-    correct_finish_reason,
-)
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.citations import assign_citations
 from emberline.gateway.dialects.errors import make_stream_error
@@ -41,7 +30,7 @@ _IGNORED_FIELDS = (
 )
 
 
-def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
+def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalReply:
     fields = FieldReader(body, "")
     if (error := fields.take_any("error")) is not None:
         raise make_stream_error({"error": error})
@@ -50,13 +39,15 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     choices = [_parse_choice(raw, f"candidates[{index}]", id, changes) for index, raw in enumerate(rows)]
     if not choices:
         choices = [
-            CanonicalChoice([RefusalContent(read_block_message(fields.take("promptFeedback", dict, {})))], "filter")
+            canonical.CanonicalChoice(
+                [canonical.RefusalContent(read_block_message(fields.take("promptFeedback", dict, {})))], "filter"
+            )
         ]
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
-    return CanonicalReply("gemini", id, model, choices, usage=Usage.find_in("gemini", body))
+    return canonical.CanonicalReply("gemini", id, model, choices, usage=Usage.find_in("gemini", body))
 
 
-def read_block_message(feedback: Json) -> str:
+def read_block_message(feedback: canonical.Json) -> str:
     """Return why Gemini blocked the prompt; raise UpstreamBroken if the reply gives no block reason."""
     if not feedback.get("blockReason"):
         raise UpstreamBroken("Gemini's reply has neither candidates nor a blockReason")
@@ -69,14 +60,14 @@ def parse_finish_reason(finish_reason: str) -> FinishReason:
     return reason
 
 
-def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> CanonicalChoice:
+def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> canonical.CanonicalChoice:
     fields = FieldReader(raw, path)
     parser = GeminiContentParser(f"{id}-" if id else "")
     content = parser.parse_message(dict(fields.take("content", dict, {}), role="model"), f"{path}.content")
-    parts: list[Part] = []
+    parts: list[canonical.Part] = []
     for part in content.parts:
-        if isinstance(part, ToolCallContent) and (signature := part.extra.pop("thoughtSignature", "")):
-            parts.append(ReasoningContent("", "gemini", signature))
+        if isinstance(part, canonical.ToolCallContent) and (signature := part.extra.pop("thoughtSignature", "")):
+            parts.append(canonical.ReasoningContent("", "gemini", signature))
         parts.append(part)
     reason = parse_finish_reason(fields.take("finishReason", str, "STOP"))
     logprobs = parse_logprobs(fields.take("logprobsResult", dict))
@@ -84,20 +75,25 @@ def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> Can
     grounding.add(fields.take_any("groundingMetadata"), fields.take_any("citationMetadata"))
     assign_citations(content.parts, grounding.build_citations(content.parts))
     changes.report_reply_fields(fields.unread | grounding.unused_metadata(), _IGNORED_FIELDS)
-    return CanonicalChoice(parts, correct_finish_reason(reason, parts), logprobs=logprobs)
+    return canonical.CanonicalChoice(parts, canonical.correct_finish_reason(reason, parts), logprobs=logprobs)
 
 
-def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+def render(reply: canonical.CanonicalReply, context: ReplyContext) -> canonical.Json:
     context.set_identity(reply)
     rows = []
     for index, choice in enumerate(reply.choices):
-        has_refusal = any(isinstance(part, RefusalContent) for part in choice.parts)
-        parts: list[Part] = [
-            TextContent(part.text) if isinstance(part, RefusalContent) else part for part in choice.parts
+        has_refusal = any(isinstance(part, canonical.RefusalContent) for part in choice.parts)
+        parts: list[canonical.Part] = [
+            canonical.TextContent(part.text) if isinstance(part, canonical.RefusalContent) else part
+            for part in choice.parts
         ]
-        parts = [part for part in parts if not isinstance(part, OpaqueContent) and not getattr(part, "redacted", False)]
+        parts = [
+            part
+            for part in parts
+            if not isinstance(part, canonical.OpaqueContent) and not getattr(part, "redacted", False)
+        ]
         rendered_parts = render_parts(parts, {})
-        row: Json = {"content": {"parts": rendered_parts, "role": "model"}}
+        row: canonical.Json = {"content": {"parts": rendered_parts, "role": "model"}}
         row |= {"finishReason": "SAFETY" if has_refusal else TO_GEMINI[choice.finish_reason or "stop"], "index": index}
         if choice.logprobs:
             row["logprobsResult"] = render_logprobs(choice.logprobs)
@@ -105,16 +101,16 @@ def render(reply: CanonicalReply, context: ReplyContext) -> Json:
             part_index for part_index, part in enumerate(rendered_parts) if "text" in part and not part.get("thought")
         ]
         row |= render_grounding(
-            zip(text_indices, [part for part in parts if isinstance(part, TextContent)], strict=True)
+            zip(text_indices, [part for part in parts if isinstance(part, canonical.TextContent)], strict=True)
         )
         rows.append(row)
-    body: Json = {"candidates": rows, "modelVersion": reply.model, "responseId": reply.id}
+    body: canonical.Json = {"candidates": rows, "modelVersion": reply.model, "responseId": reply.id}
     if reply.usage is not None:
         body["usageMetadata"] = render_gemini_usage(reply.usage)
     return body
 
 
-def parse_logprobs(result: Json | None) -> list[Json] | None:
+def parse_logprobs(result: canonical.Json | None) -> list[canonical.Json] | None:
     """Return the token logprobs in the format of OpenAI's chat."""
     if not result:
         return None
@@ -126,13 +122,13 @@ def parse_logprobs(result: Json | None) -> list[Json] | None:
     return tokens
 
 
-def _parse_token(candidate: Json) -> Json:
+def _parse_token(candidate: canonical.Json) -> canonical.Json:
     text = str(candidate.get("token", ""))
     return {"token": text, "logprob": candidate.get("logProbability", 0.0), "bytes": list(text.encode())}
 
 
-def render_logprobs(tokens: list[Json]) -> Json:
-    def render_token(token: Json) -> dict[str, Any]:
+def render_logprobs(tokens: list[canonical.Json]) -> canonical.Json:
+    def render_token(token: canonical.Json) -> dict[str, Any]:
         return {"token": token.get("token", ""), "logProbability": token.get("logprob", 0.0)}
 
     tops = [{"candidates": [render_token(other) for other in token.get("top_logprobs") or []]} for token in tokens]

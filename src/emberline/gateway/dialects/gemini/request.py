@@ -5,18 +5,8 @@ The model, and whether the reply is streamed, are in the URL and not in the body
 
 from __future__ import annotations
 
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.adapt import merge_adjacent_messages
-from emberline.gateway.dialects.canonical import (
-    CanonicalMessage,
-    CanonicalRequest,
-    CanonicalTool,
-    CanonicalToolChoice,
-    Json,
-    OpaqueContent,
-    ResponseFormat,
-    TextContent,
-    ToolCallContent,
-)
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error, parse_rows
 from emberline.gateway.dialects.gemini.camel_case import to_camel_case
@@ -30,10 +20,10 @@ _INTEGER_FIELDS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # clien
 _TOOL_MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
-def parse(body: Json) -> CanonicalRequest:
+def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     body = to_camel_case(body)
     fields = FieldReader(body, "")
-    request = CanonicalRequest("gemini", fields.take("model", str, "").removeprefix("models/"))
+    request = canonical.CanonicalRequest("gemini", fields.take("model", str, "").removeprefix("models/"))
     if request.model:
         request.source_fields["model"] = body["model"]
     parser = GeminiContentParser()
@@ -49,7 +39,7 @@ def parse(body: Json) -> CanonicalRequest:
     return request
 
 
-def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
+def _parse_config(config: FieldReader, request: canonical.CanonicalRequest) -> canonical.Json:
     """Read generationConfig into `request` and return the fields that have no canonical counterpart."""
     for name in _INTEGER_FIELDS:
         if isinstance(value := config.unread.get(name), float) and value.is_integer():
@@ -59,9 +49,9 @@ def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
     if schema is None and (openapi_schema := config.take_any("responseSchema")) is not None:
         schema = from_gemini_schema(openapi_schema)
     if schema is not None:
-        request.response_format = ResponseFormat("schema", schema)
+        request.response_format = canonical.ResponseFormat("schema", schema)
     elif mime == "application/json":
-        request.response_format = ResponseFormat("json")
+        request.response_format = canonical.ResponseFormat("json")
     elif mime not in (None, "text/plain"):
         config.unread["responseMimeType"] = mime
     if config.take("responseLogprobs", bool):
@@ -70,14 +60,14 @@ def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
     return config.unread
 
 
-def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
+def _parse_tools(fields: FieldReader, request: canonical.CanonicalRequest) -> None:
     if (tools := fields.take("tools", list)) is not None:
         request.source_fields["tools"] = tools
         for index, raw in enumerate(tools):
             kinds = FieldReader(raw, f"tools[{index}]")
             rows = kinds.take("functionDeclarations", list, [])
             request.tools += parse_rows(rows, kinds.path_of("functionDeclarations"), _parse_tool)
-            request.tools += [OpaqueContent(kind, {kind: value}) for kind, value in kinds.unread.items()]
+            request.tools += [canonical.OpaqueContent(kind, {kind: value}) for kind, value in kinds.unread.items()]
     if (config := fields.take("toolConfig", dict)) is None:
         return
     request.keep_source_field("toolConfig", config, translated_subfields=("functionCallingConfig",))
@@ -90,27 +80,27 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
         calling.unread["mode"] = mode  # other formats have only auto
     request.unmapped_fields |= {calling.path_of(name): value for name, value in calling.unread.items()}
     choice_mode = "named" if mode == "ANY" and len(names) == 1 else _TOOL_MODES[mode]
-    request.tool_choice = CanonicalToolChoice(choice_mode, names)  # type: ignore[arg-type]  # one of the modes
+    request.tool_choice = canonical.CanonicalToolChoice(choice_mode, names)  # type: ignore[arg-type]  # one of the modes
 
 
-def _parse_tool(raw: object, path: str) -> CanonicalTool:
+def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool:
     fields = FieldReader(raw, path)
     name, description = fields.require("name", str), fields.take("description", str)
     schema = fields.take_any("parametersJsonSchema")
     if schema is None:
         schema = from_gemini_schema(fields.take_any("parameters"))
-    return CanonicalTool(name, description, schema, extra=fields.unread)
+    return canonical.CanonicalTool(name, description, schema, extra=fields.unread)
 
 
-def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
+def render(request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> canonical.Json:
     if request.dialect == "gemini":
         contents = [_render_content(message, {}) for message in request.messages]
         return {"contents": contents, **request.source_fields, **request.extra}
     _move_system_messages(request, changes)
     messages = merge_adjacent_messages(request.messages, roles=("user", "assistant"))
-    names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, ToolCallContent)}
+    names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, canonical.ToolCallContent)}
     contents = [_render_content(message, names) for message in messages]
-    body: Json = {"contents": [content for content in contents if content["parts"]]}
+    body: canonical.Json = {"contents": [content for content in contents if content["parts"]]}
     if target_model.gemini_generation >= 3:
         _add_placeholder_signatures(body["contents"], changes)
     if request.system:
@@ -134,7 +124,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     return body
 
 
-def _render_content(message: CanonicalMessage, function_names_by_call: dict[str, str]) -> Json:
+def _render_content(message: canonical.CanonicalMessage, function_names_by_call: dict[str, str]) -> canonical.Json:
     role = {"role": "model" if message.role == "assistant" else "user"}
     extra = message.extra
     if message.shape == "list":  # parsed from Gemini: `extra` has the role as it was written, if any
@@ -142,8 +132,8 @@ def _render_content(message: CanonicalMessage, function_names_by_call: dict[str,
     return {**role, "parts": render_parts(message.parts, function_names_by_call), **extra}
 
 
-def _move_system_messages(request: CanonicalRequest, changes: ChangeReport) -> None:
-    rest: list[CanonicalMessage] = []
+def _move_system_messages(request: canonical.CanonicalRequest, changes: ChangeReport) -> None:
+    rest: list[canonical.CanonicalMessage] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
             rest.append(message)
@@ -151,11 +141,11 @@ def _move_system_messages(request: CanonicalRequest, changes: ChangeReport) -> N
         request.system += message.parts
         if rest:
             changes.report("system", "later system messages were moved to the beginning", subfield=".role")
-    request.system = [part for part in request.system if isinstance(part, TextContent)]
+    request.system = [part for part in request.system if isinstance(part, canonical.TextContent)]
     request.messages = rest
 
 
-def _add_placeholder_signatures(contents: list[Json], changes: ChangeReport) -> None:
+def _add_placeholder_signatures(contents: list[canonical.Json], changes: ChangeReport) -> None:
     """Add Google's placeholder signature, which Gemini 3 requires, to each message's first tool call."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
@@ -165,9 +155,9 @@ def _add_placeholder_signatures(contents: list[Json], changes: ChangeReport) -> 
             changes.report("messages", reason, subfield=".thoughtSignature")
 
 
-def _render_tool(tool: CanonicalTool | OpaqueContent, changes: ChangeReport) -> Json:
-    assert isinstance(tool, CanonicalTool), "adapt() removed all others"
-    result: Json = {"name": tool.name}
+def _render_tool(tool: canonical.CanonicalTool | canonical.OpaqueContent, changes: ChangeReport) -> canonical.Json:
+    assert isinstance(tool, canonical.CanonicalTool), "adapt() removed all others"
+    result: canonical.Json = {"name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
     if tool.schema is not None:
         result["parametersJsonSchema"] = restrict_keywords(
@@ -178,24 +168,24 @@ def _render_tool(tool: CanonicalTool | OpaqueContent, changes: ChangeReport) -> 
     return result
 
 
-def _render_tool_choice(request: CanonicalRequest, body: Json) -> None:
-    choice = request.tool_choice or CanonicalToolChoice("auto")
-    strict = any(isinstance(tool, CanonicalTool) and tool.strict for tool in request.tools)
+def _render_tool_choice(request: canonical.CanonicalRequest, body: canonical.Json) -> None:
+    choice = request.tool_choice or canonical.CanonicalToolChoice("auto")
+    strict = any(isinstance(tool, canonical.CanonicalTool) and tool.strict for tool in request.tools)
     modes = {
         "auto": "VALIDATED" if strict or choice.names else "AUTO",
         "none": "NONE",
         "required": "ANY",
         "named": "ANY",
     }
-    calling: Json = {"mode": modes[choice.mode]}
+    calling: canonical.Json = {"mode": modes[choice.mode]}
     if choice.names:
         calling["allowedFunctionNames"] = choice.names
     if request.tool_choice or strict:
         body["toolConfig"] = {"functionCallingConfig": calling}
 
 
-def _render_response_format(response_format: ResponseFormat, changes: ChangeReport) -> Json:
-    result: Json = {"responseMimeType": "application/json"}
+def _render_response_format(response_format: canonical.ResponseFormat, changes: ChangeReport) -> canonical.Json:
+    result: canonical.Json = {"responseMimeType": "application/json"}
     if response_format.kind == "schema":
         result["responseJsonSchema"] = restrict_keywords(
             response_format.schema,

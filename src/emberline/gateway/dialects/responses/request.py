@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.canonical import (
-    CanonicalMessage,
-    CanonicalRequest,
-    CanonicalTool,
-    CanonicalToolChoice,
-    Json,
-    OpaqueContent,
-    ReasoningOptions,
-    ResponseFormat,
-    TextContent,
-)
+from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat.request import choose_effort, parse_effort, parse_tools
 from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error
@@ -24,18 +14,18 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
-def parse(body: Json) -> CanonicalRequest:
+def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     fields = FieldReader(body, "")
-    request = CanonicalRequest("openai-responses", fields.take("model", str, ""))
+    request = canonical.CanonicalRequest("openai-responses", fields.take("model", str, ""))
     if isinstance(prompt := fields.unread.get("input"), str):
         request.messages, request.source_fields["input"] = (
-            [CanonicalMessage("user", [TextContent(prompt)], "text")],
+            [canonical.CanonicalMessage("user", [canonical.TextContent(prompt)], "text")],
             fields.unread.pop("input"),
         )
     else:
         request.messages = fields.take_list("input", parse_item)
     if (instructions := fields.take("instructions", str)) is not None:
-        request.system, request.source_fields["instructions"] = [TextContent(instructions)], instructions
+        request.system, request.source_fields["instructions"] = [canonical.TextContent(instructions)], instructions
     FIELD_NAMES.copy_fields_to_request(fields, request)
     parse_tools(fields, request, _parse_tool)
     if (text := fields.take("text", dict)) is not None:
@@ -45,7 +35,7 @@ def parse(body: Json) -> CanonicalRequest:
         request.keep_source_field("reasoning", reasoning, translated_subfields=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
         parsed_effort = None if effort is None else parse_effort(effort, "reasoning.effort")
-        request.reasoning = ReasoningOptions(parsed_effort, None, None if summary is None else True)
+        request.reasoning = canonical.ReasoningOptions(parsed_effort, None, None if summary is None else True)
     if (include := fields.take("include", list)) is not None:
         request.source_fields["include"] = include
         request.unmapped_fields |= {
@@ -60,32 +50,34 @@ def parse(body: Json) -> CanonicalRequest:
     return request
 
 
-def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
+def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool | canonical.OpaqueContent:
     fields = FieldReader(raw, path)
     kind = fields.require("type", str)
     if kind != "function":
-        return OpaqueContent(kind, fields.whole)
+        return canonical.OpaqueContent(kind, fields.whole)
     name, description = fields.require("name", str), fields.take("description", str)
-    return CanonicalTool(name, description, fields.take("parameters", dict), fields.take("strict", bool), fields.unread)
+    return canonical.CanonicalTool(
+        name, description, fields.take("parameters", dict), fields.take("strict", bool), fields.unread
+    )
 
 
-def _parse_response_format(raw: object) -> ResponseFormat | None:
+def _parse_response_format(raw: object) -> canonical.ResponseFormat | None:
     match raw:
         case None:
             return None
         case {"type": "text"}:
-            return ResponseFormat("text")
+            return canonical.ResponseFormat("text")
         case {"type": "json_object"}:
-            return ResponseFormat("json")
+            return canonical.ResponseFormat("json")
         case {"type": "json_schema", "schema": dict(schema)}:
             response_format = FieldReader(raw, "text.format")
             name, strict = response_format.take("name", str, ""), response_format.take("strict", bool)
-            return ResponseFormat("schema", schema, name, strict, response_format.take("description", str))
+            return canonical.ResponseFormat("schema", schema, name, strict, response_format.take("description", str))
     raise make_unknown_value_error(raw, "text.format", "text, json_object, json_schema")
 
 
-def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
-    body: Json = {"model": target_model.model or request.model}
+def render(request: canonical.CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> canonical.Json:
+    body: canonical.Json = {"model": target_model.model or request.model}
     body |= FIELD_NAMES.render_copied_fields(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
@@ -98,7 +90,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     body |= {"input": items, "store": False}
     if request.tool_choice and request.tools:
         body["tool_choice"] = _render_tool_choice(request.tool_choice)
-    text: Json = {} if request.verbosity is None else {"verbosity": request.verbosity}
+    text: canonical.Json = {} if request.verbosity is None else {"verbosity": request.verbosity}
     text |= {"format": _render_response_format(request.response_format)} if request.response_format else {}
     body |= {"text": text} if text else {}
     include = []
@@ -116,15 +108,15 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     return body
 
 
-def _render_instructions(request: CanonicalRequest) -> Json:
-    texts = [part.text for part in request.system if isinstance(part, TextContent)]
+def _render_instructions(request: canonical.CanonicalRequest) -> canonical.Json:
+    texts = [part.text for part in request.system if isinstance(part, canonical.TextContent)]
     return {"instructions": "\n\n".join(texts)} if texts else {}
 
 
-def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
-    if isinstance(tool, OpaqueContent):
+def _render_tool(tool: canonical.CanonicalTool | canonical.OpaqueContent) -> canonical.Json:
+    if isinstance(tool, canonical.OpaqueContent):
         return tool.raw
-    result: Json = {"type": "function", "name": tool.name}
+    result: canonical.Json = {"type": "function", "name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
     result |= {} if tool.schema is None and "parameters" in tool.extra else {"parameters": tool.schema}
     # Responses defaults to strict, which schemas that were not written for it do not satisfy.
@@ -132,7 +124,7 @@ def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
     return {**result, **tool.extra}
 
 
-def _render_tool_choice(choice: CanonicalToolChoice) -> str | Json:
+def _render_tool_choice(choice: canonical.CanonicalToolChoice) -> str | canonical.Json:
     if choice.mode == "named":
         return {"type": "function", "name": choice.names[0]}
     if choice.names:
@@ -141,15 +133,21 @@ def _render_tool_choice(choice: CanonicalToolChoice) -> str | Json:
     return choice.mode
 
 
-def _render_response_format(response_format: ResponseFormat) -> Json:
+def _render_response_format(response_format: canonical.ResponseFormat) -> canonical.Json:
     if response_format.kind != "schema":
         return {"type": "text" if response_format.kind == "text" else "json_object"}
-    result: Json = {"type": "json_schema", "name": response_format.name or "reply", "schema": response_format.schema}
+    result: canonical.Json = {
+        "type": "json_schema",
+        "name": response_format.name or "reply",
+        "schema": response_format.schema,
+    }
     result |= {"strict": bool(response_format.strict)}
     return result | ({} if response_format.description is None else {"description": response_format.description})
 
 
-def _render_reasoning(options: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Json:
+def _render_reasoning(
+    options: canonical.ReasoningOptions, target_model: TargetModel, changes: ChangeReport
+) -> canonical.Json:
     effort = choose_effort(options, target_model, changes)
-    result: Json = {} if effort is None else {"effort": effort}
+    result: canonical.Json = {} if effort is None else {"effort": effort}
     return result | ({"summary": "auto"} if options.include_reasoning and target_model.gpt_efforts != () else {})
