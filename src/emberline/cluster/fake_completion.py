@@ -91,7 +91,7 @@ class FakeCompletion:
         handoff = Handoff.parse(forwarded.handoff)
         tokens = [token for group in handoff.groups for token in group.tokens]
         if tokens != [self.token_at(at) for at in range(len(tokens))]:
-            raise InvalidRequest("the handoff must contain the tokens that this request generates")
+            raise InvalidRequest("the tokens in the handoff must equal the first tokens of this fake's reply")
         if handoff.started != bool(tokens) or (tokens and (forwarded.id, forwarded.created) != (self.id, 1)):
             raise InvalidRequest("the id and creation time of the handoff must be those of this reply")
         return len(tokens)

@@ -40,7 +40,7 @@ class TokenGroup:
 
     @staticmethod
     def from_comment(line: bytes) -> TokenGroup:
-        """Parse a comment written by `to_comment`; the size of the events in it is ignored."""
+        """Return the token group in an SSE comment line that `to_comment` wrote. The size of its events is not kept."""
         index, tokens, _size, *finish = line.removeprefix(b": said ").decode().split()
         ids = () if tokens == "-" else tuple(map(int, tokens.split(",")))
         return TokenGroup(int(index), ids, finish[0] if finish else "")

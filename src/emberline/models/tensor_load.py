@@ -66,9 +66,9 @@ class MatrixPart:
 
 
 class TensorLoad:
-    """The load of one tensor: it copies bytes [start, end) of a file to `get_destination` on the device.
+    """The load of one tensor: it copies bytes [start, end) of a file to a tensor on the device.
 
-    With `shard_slices`, only these slices of the tensor are copied to `get_destination`.
+    `get_destination` returns that tensor. With `shard_slices`, only these slices are copied.
     """
 
     def __init__(

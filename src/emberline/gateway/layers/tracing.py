@@ -1,7 +1,8 @@
 """The layer that records one OpenTelemetry span per request. The span ends when the reply has ended.
 
 The parent is the span named in the request's headers (`cf-aig-otel-trace-id`, `cf-aig-otel-parent-span-id`, or W3C's
-`traceparent`). The provider receives this span as its parent. Prompts and replies are recorded only if enabled.
+`traceparent`). The span that the layer records is in turn sent to the provider, as the parent of the
+provider's spans. Prompts and replies are recorded only if enabled.
 """
 
 from __future__ import annotations
