@@ -239,7 +239,7 @@ def test_slow_client_loses_no_token(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--lost-after", "2")
     try:
         fakes.start("a", "b")
-        speech = FakeCompletion(7, FakeRequest(max_tokens=60_000))
+        speech = FakeCompletion(7, FakeRequest(max_tokens=120_000))
         connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
         body = {"model": "fake", "messages": [], "max_tokens": speech.length, "stream": True, "seed": 7}
         connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
