@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rope_metadata import rope_metadata
 from torch import Tensor
 
 from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
@@ -84,12 +85,6 @@ def norm_and_rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor 
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def written(positions: Tensor, slots: Tensor) -> AttentionMetadata:
-    """Return the part of the metadata that rope_and_cache reads."""
-    none = torch.empty(0, device=slots.device)
-    return AttentionMetadata(positions, slots, query_start=none, context=none, block_tables=none)
-
-
 def check_rope(
     device: str,
     dtype: torch.dtype,
@@ -115,7 +110,7 @@ def check_rope(
     keys, values = both[:, 0], both[:, 1]
     before = qkv.clone()
     layer = AttentionLayer(*heads, scale=1.0, cos_sin=table, q_norm=q_norm, k_norm=k_norm, eps=eps)
-    rope_and_cache(qkv, layer, keys, values, written(positions, slots), pdl=pdl)
+    rope_and_cache(qkv, layer, keys, values, rope_metadata(positions, slots), pdl=pdl)
     q, k, v = before.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     got_q, got_k, got_v = qkv.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
@@ -137,7 +132,7 @@ def check_rope(
 
 def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> None:
     """Assert that NaN and inf stay in queries and never reach the cache, where another request would read them."""
-    heads, tokens, block = (4, 2, 16), 4, 16
+    heads, tokens, block = (4, 2, 16), 8, 16
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max], device=device, dtype=dtype)
     qkv = random(tokens, 8 * 16, device=device, dtype=dtype)
     clean = qkv.clone()
@@ -148,9 +143,9 @@ def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> No
     for given in (qkv, clean):
         keys, values = (torch.zeros(1, 2, block, 16, device=device).to(cache) for _ in range(2))
         layer = AttentionLayer(*heads, scale=1.0, cos_sin=table)
-        rope_and_cache(given, layer, keys, values, written(positions, positions.long()))
+        rope_and_cache(given, layer, keys, values, rope_metadata(positions, positions.long()))
         assert keys.float().isfinite().all() and values.float().isfinite().all()
-        caches.append((keys.float()[:, :, 3], values.float()[:, :, 3]))
+        caches.append((keys.float()[:, :, 7], values.float()[:, :, 7]))
     assert all(map(torch.equal, *caches)), "finite values stay unchanged"
     assert not qkv.isfinite().all()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rope_metadata import rope_metadata
 from torch import Tensor
 
 from emberline.kernels import ops
@@ -171,12 +172,6 @@ def test_embed() -> None:
         assert torch.equal(ops.embed(ids, ops.pack_linear(typed)), typed[ids].float())
 
 
-def written(positions: Tensor, slots: Tensor) -> AttentionMetadata:
-    """Return the part of the metadata that rope_and_cache reads."""
-    none = torch.empty(0)
-    return AttentionMetadata(positions, slots, query_start=none, context=none, block_tables=none)
-
-
 class PagedBatch:
     """A batch of sequences in a shuffled cache whose unused part is NaN, so that reads of it show in results."""
 
@@ -205,7 +200,7 @@ class PagedBatch:
     def write(self, b: int, start: int, stop: int) -> Tensor:
         part = self.qkv[b][start:stop].clone()
         positions = torch.arange(start, stop, dtype=torch.int32)
-        ops.rope_and_cache(part, self.layer(), self.k, self.v, written(positions, self.slots(b, start, stop)))
+        ops.rope_and_cache(part, self.layer(), self.k, self.v, rope_metadata(positions, self.slots(b, start, stop)))
         return part
 
     def attend(
@@ -313,7 +308,7 @@ def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int) -> None:
     results = []
     for backend in (ops.current_backend(), REFERENCE):
         got, both = qkv.clone(), torch.full((5, 2, 2, 8, dim), 7.0).to(dtype)  # K and V interleaved, so strided
-        backend.rope_and_cache(got, layer, both[:, 0], both[:, 1], written(positions, slots))
+        backend.rope_and_cache(got, layer, both[:, 0], both[:, 1], rope_metadata(positions, slots))
         results.append((got[:, : 6 * dim], both))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is BF16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)

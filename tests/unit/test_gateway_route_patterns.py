@@ -34,7 +34,7 @@ patterns = st.recursive(
 texts = st.text("abcA.1_- \n\u2003éÉж\u03b9\u0663²!\x1c]", max_size=10)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(patterns, texts, st.booleans(), st.booleans(), st.booleans())
 def test_patterns_match_like_re(text: str, on: str, start: bool, end: bool, any_case: bool) -> None:
     pattern = ("(?i)" if any_case else "") + ("^" if start else "") + text
@@ -42,7 +42,7 @@ def test_patterns_match_like_re(text: str, on: str, start: bool, end: bool, any_
     assert compile_pattern(pattern + ("$" if end else "")).is_found_in(on) == found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([*CLASSES, *"[]^-a:(|)", "[:", r"\\", r"\]", r"\x41"]), max_size=8).map("".join))
 def test_translation_keeps_the_structure(pattern: str) -> None:
     """RE2 itself accepts the same patterns, and finds the same in ASCII."""
