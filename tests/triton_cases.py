@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from rope_metadata import rope_metadata
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata
 from emberline.kernels.triton.activation import silu_mul
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention
 from emberline.kernels.triton.norm import rms_norm
@@ -191,7 +191,8 @@ def check_attention(
     metadata = AttentionMetadata(none, none, starts.to(device), context.to(device), tables.to(device))
     layer = AttentionLayer(*heads, scale=scale, cos_sin=none, window=window)
     on_device = torch.from_numpy(tiles).to(device)
-    paged_attention(qkv, layer, both[:, 0], both[:, 1], metadata, on_device, out=out, block_m=block_m, pdl=pdl)
+    inputs = AttentionInputs(qkv, layer, both[:, 0], both[:, 1], metadata)
+    paged_attention(inputs, on_device, out=out, block_m=block_m, pdl=pdl)
     q = qkv.view(total, -1, dim)[:, :q_heads]
     for b, ((before, new), kv) in enumerate(zip(lengths, dense, strict=True)):
         rows = slice(int(starts[b]), int(starts[b + 1]))

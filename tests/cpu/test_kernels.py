@@ -13,11 +13,12 @@ from rope_metadata import rope_metadata
 from torch import Tensor
 
 from emberline.kernels import ops
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, SamplingTensors
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer
 from emberline.kernels.mixture import Expert, Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend, rms_norm
+from emberline.kernels.sampling_arguments import SamplingTensors
 
 REFERENCE = ReferenceBackend()
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -215,7 +216,7 @@ class PagedBatch:
         context = torch.tensor([before for _, before, _ in parts], dtype=torch.int32)
         none = torch.empty(0)  # attention reads neither positions nor slots
         metadata = AttentionMetadata(none, none, counts.cumsum(0).int(), context, tables)
-        return backend.paged_attention(qkv, self.layer(window), k, v, metadata)
+        return backend.paged_attention(AttentionInputs(qkv, self.layer(window), k, v, metadata))
 
 
 @pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20)])

@@ -34,7 +34,7 @@ from triton_cases import (  # noqa: E402
     check_widen,
 )
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata  # noqa: E402
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
 from emberline.kernels.triton import norm  # noqa: E402
 from emberline.kernels.triton.activation import silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention  # noqa: E402
@@ -263,5 +263,5 @@ def test_attention_compiles(
     block_m = choose_tile_queries(most, 4)
     layer = AttentionLayer(32, 8, 128, scale=0.1, cos_sin=torch.zeros(0))
     metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
-    paged_attention(qkv, layer, blocks, blocks.clone(), metadata, tiles, block_m=block_m, pdl=True)
+    paged_attention(AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata), tiles, block_m=block_m, pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels.arguments import LogProbs, SamplingTensors
 from emberline.kernels.cuda.sample import apply_bitmask, apply_penalties, count_tokens, edit_logits, log_probs, sample
 from emberline.kernels.reference import IN_PROMPT_BIT, MAX_TOKEN_COUNT, ReferenceBackend, uniform_from_seed
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

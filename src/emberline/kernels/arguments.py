@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.weight_unpacker import WeightUnpacker
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,15 @@ class LinearLayer:
     bias: Tensor | None = None
     norm: Tensor | None = None  # weight of the RMS norm applied to the input
     eps: float = 0.0  # epsilon of that norm
+
+
+class LinearOutput(NamedTuple):
+    """Where a backend's `linear` puts its result, in which dtype, and how it unpacks a compressed weight."""
+
+    add_to: Tensor | None = None  # tensor to which the result is added in place
+    out: Tensor | None = None  # tensor that receives the result
+    float32: bool = False  # the result is float32, whatever the dtype of x
+    unpacker: WeightUnpacker | None = None  # unpacks compressed weights before they are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +59,11 @@ class AttentionMetadata:
     block_tables: Tensor  # [B, max blocks] int32, padded with 0
 
 
-class SamplingTensors(NamedTuple):
-    """Sampling settings as tensors [S] with one element for each row of the logits."""
+class AttentionInputs(NamedTuple):
+    """The new queries, the KV cache and the shape of one layer, from which attention is computed."""
 
-    temperature: Tensor  # float32
-    top_k: Tensor  # int32
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-
-
-class LogProbs(NamedTuple):
-    """Per row of the logits: the log-probabilities of one chosen token id and of the n most probable ids."""
-
-    chosen: Tensor  # [S] float32: log-probability of the chosen id
-    top_ids: Tensor  # [S, n] int64: most probable ids, in descending order
-    top: Tensor  # [S, n] float32: their log-probabilities
-    rank: Tensor  # [S] int64: rank of the chosen id; 1 is the most probable
+    qkv: Tensor  # [T, (q_heads + 2 kv_heads) * head_dim]: rotated queries, keys and values of the new tokens
+    layer: AttentionLayer
+    keys: Tensor  # the layer's KV cache, which contains the new tokens too
+    values: Tensor
+    metadata: AttentionMetadata

@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 
@@ -37,20 +38,8 @@ class OpBackend(ABC):
         return 0
 
     @abstractmethod
-    def linear(
-        self,
-        x: Tensor,
-        layer: LinearLayer,
-        add_to: Tensor | None = None,
-        out: Tensor | None = None,
-        float32_output: bool = False,
-        unpacker: WeightUnpacker | None = None,
-    ) -> Tensor:
-        """Return y = norm(x) @ W^T + bias. With `add_to`, add y to that tensor in place and return it.
-
-        `out` receives the result if given. With `float32_output` the result is float32, whatever the dtype of x.
-        `unpacker` unpacks compressed weights before they are needed.
-        """
+    def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
+        """Return y = norm(x) @ W^T + bias. With `output.add_to`, add y to that tensor in place and return it."""
 
     @abstractmethod
     def gate_up_silu(
@@ -72,15 +61,7 @@ class OpBackend(ABC):
         """Rotate the queries inside `qkv`, and write its rotated keys and its values to the layer's KV cache."""
 
     @abstractmethod
-    def paged_attention(
-        self,
-        qkv: Tensor,
-        layer: AttentionLayer,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor:
+    def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         """Return causal attention of each sequence's new queries over its cached keys and its new keys.
 
         The i-th query of sequence b has position p = context[b] + i and attends to the keys in (p - window, p], or
@@ -96,13 +77,13 @@ class OpBackend(ABC):
         all rows, and computes the rest only for `rows`.
         """
         for layer, k, v in zip(stack.layers, keys, values, strict=True):
-            qkv = self.linear(x, layer.qkv)
+            qkv = self.linear(x, layer.qkv, LinearOutput())
             self.rope_and_cache(qkv, layer.attention, k, v, metadata)
-            mixed = self.paged_attention(qkv, layer.attention, k, v, metadata)
+            mixed = self.paged_attention(AttentionInputs(qkv, layer.attention, k, v, metadata))
             if layer is stack.layers[-1]:
                 x, mixed = x[rows], mixed[rows]
-            self.linear(mixed, layer.o, add_to=x)
-            self.linear(self.gate_up_silu(x, layer.gate_up), layer.down, add_to=x)
+            self.linear(mixed, layer.o, LinearOutput(add_to=x))
+            self.linear(self.gate_up_silu(x, layer.gate_up), layer.down, LinearOutput(add_to=x))
         return x
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
 from emberline.kernels.backend import (
     backend_of,
@@ -23,6 +23,7 @@ from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 __all__ = [
@@ -102,7 +103,7 @@ def linear(
     unpacker: WeightUnpacker | None = None,
 ) -> Tensor:
     """Return y = norm(x) @ W^T + bias. With `add_to`, add y to that tensor in place and return it."""
-    return backend_of(x).linear(x, layer, add_to, out, float32_output, unpacker)
+    return backend_of(x).linear(x, layer, LinearOutput(add_to, out, float32_output, unpacker))
 
 
 def gate_up_silu(
@@ -133,7 +134,7 @@ def paged_attention(
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Return causal attention of the new queries over the cached keys. A GPU requires `plan`."""
-    return backend_of(qkv).paged_attention(qkv, layer, keys, values, metadata, plan)
+    return backend_of(qkv).paged_attention(AttentionInputs(qkv, layer, keys, values, metadata), plan)
 
 
 def run_dense_layers(

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_TOKEN_COUNT = 0x7FFF  # most occurrences of one token in one output that penalties count
@@ -48,24 +49,16 @@ class ReferenceBackend(OpBackend):
         n, k = weight.shape
         return PackedWeight(weight.to(torch.float32, copy=True).contiguous(), n, k, weight.dtype, gated=gated)
 
-    def linear(
-        self,
-        x: Tensor,
-        layer: LinearLayer,
-        add_to: Tensor | None = None,
-        out: Tensor | None = None,
-        float32_output: bool = False,
-        unpacker: WeightUnpacker | None = None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         x = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
         y = F.linear(x, layer.weight.data, layer.bias)
-        return _store_result(out, y) if add_to is None else add_to.add_(y)
+        return _store_result(output.out, y) if output.add_to is None else output.add_to.add_(y)
 
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         assert layer.weight.gated, "pack the gate and up rows with gated=True"
-        gate, up = self.linear(x, layer).chunk(2, dim=-1)
+        gate, up = self.linear(x, layer, LinearOutput()).chunk(2, dim=-1)
         return _store_result(out, F.silu(gate) * up)
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
@@ -86,15 +79,8 @@ class ReferenceBackend(OpBackend):
         _view_key_panels(keys)[block, :, :, offset] = k[is_cached].to(keys.dtype)
         values[block, :, offset] = v[is_cached].to(values.dtype)
 
-    def paged_attention(
-        self,
-        qkv: Tensor,
-        layer: AttentionLayer,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor:
+    def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
+        qkv, layer, keys, values, metadata = inputs
         tokens, q_heads, kv_heads, head_dim = len(qkv), layer.q_heads, layer.kv_heads, layer.head_dim
         out = qkv.new_empty(tokens, q_heads * head_dim)
         q = qkv.view(tokens, -1, head_dim)[:, :q_heads]
@@ -119,7 +105,7 @@ class ReferenceBackend(OpBackend):
         Of equally probable experts, the first is selected.
         """
         normed = rms_norm(x, mixture.norm, mixture.eps)
-        probabilities = self.linear(normed, LinearLayer(mixture.router)).softmax(-1)
+        probabilities = self.linear(normed, LinearLayer(mixture.router), LinearOutput()).softmax(-1)
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         shares, chosen = ordered[:, : mixture.experts_per_row], order[:, : mixture.experts_per_row]
         if mixture.renormalize:
@@ -128,7 +114,8 @@ class ReferenceBackend(OpBackend):
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
                 inner = self.gate_up_silu(normed[rows], LinearLayer(expert.gate_up))
-                x[rows] += shares[rows, ranks, None] * self.linear(inner, LinearLayer(expert.down))
+                y = self.linear(inner, LinearLayer(expert.down), LinearOutput())
+                x[rows] += shares[rows, ranks, None] * y
         return x
 
     def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.cpu.library import NativeStep
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 STORE, ADD, GATED = 0, 1, 2  # what ember_linear does with a product
@@ -56,21 +57,13 @@ class CPUBackend(ReferenceBackend):
         self.library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
         return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
 
-    def linear(
-        self,
-        x: Tensor,
-        layer: LinearLayer,
-        add_to: Tensor | None = None,
-        out: Tensor | None = None,
-        float32_output: bool = False,
-        unpacker: WeightUnpacker | None = None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         w = layer.weight
         if w.layout < 0:
-            return super().linear(x, layer, add_to, out)
-        m, k = x.shape
+            return super().linear(x, layer, output)
+        (m, k), add_to = x.shape, output.add_to
         assert k == w.k and not w.gated and x.is_contiguous()
-        y = add_to if add_to is not None else _check_or_allocate_output(out, m, w.n)
+        y = add_to if add_to is not None else _check_or_allocate_output(output.out, m, w.n)
         assert y.is_contiguous()
         mode = STORE if add_to is None else ADD
         self.library.ember_linear(
@@ -130,15 +123,8 @@ class CPUBackend(ReferenceBackend):
             slots.data_ptr(), len(positions), layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
         )  # fmt: skip
 
-    def paged_attention(
-        self,
-        qkv: Tensor,
-        layer: AttentionLayer,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor:
+    def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
+        qkv, layer, keys, values, metadata = inputs
         tables, query_start, context = metadata.block_tables, metadata.query_start, metadata.context
         assert tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
         y = torch.empty(len(qkv), layer.q_heads * layer.head_dim)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LinearLayer, LogProbs, SamplingTensors
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.cuda import cublas, decode, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
@@ -29,6 +29,7 @@ from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import activation, attention, norm, rope, token_gather, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -68,21 +69,14 @@ class HopperBackend(OpBackend):
         weight.uw12_copy = packed
         return packed.nbytes
 
-    def linear(
-        self,
-        x: Tensor,
-        layer: LinearLayer,
-        add_to: Tensor | None = None,
-        out: Tensor | None = None,
-        float32_output: bool = False,
-        unpacker: WeightUnpacker | None = None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         x, w, bias = _apply_norm(x, layer), layer.weight, layer.bias
+        add_to, out, is_float32, unpacker = output
         if product := _find_custom_kernel(x, w):
-            dtype = torch.float32 if float32_output else x.dtype
+            dtype = torch.float32 if is_float32 else x.dtype
             y = add_to if add_to is not None else x.new_empty(len(x), w.n, dtype=dtype) if out is None else out
             return product(out=y, bias=bias, residual=add_to)
-        if float32_output:
+        if is_float32:
             return _multiply_float32(x, w, bias, out)
         with _unpacked_rows(x, w, unpacker) as rows_:
             if add_to is not None:
@@ -119,26 +113,19 @@ class HopperBackend(OpBackend):
     ) -> None:
         rope.rope_and_cache(qkv, layer, keys, values, metadata, pdl=True)
 
-    def paged_attention(
-        self,
-        qkv: Tensor,
-        layer: AttentionLayer,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor:
+    def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"
+        qkv, layer = inputs.qkv, inputs.layer
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         if has_prefill:  # prefill first: decode then uses the SMs that are left
-            _run_prefill_attention(qkv, layer, keys, values, metadata, plan, out)
+            _run_prefill_attention(inputs, plan, out)
         if plan.decode_work is not None:
             beside_prefill = has_prefill and plan.prefill_sms is not None
-            _run_decode_attention(qkv, layer, keys, values, metadata, plan, out, overlaps_prefill=beside_prefill)
+            _run_decode_attention(inputs, plan, out, overlaps_prefill=beside_prefill)
         if plan.general_tiles is not None:
             tiles, queries = plan.general_tiles, plan.general_tile_queries
-            attention.paged_attention(qkv, layer, keys, values, metadata, tiles, out=out, block_m=queries, pdl=True)
+            attention.paged_attention(inputs, tiles, out=out, block_m=queries, pdl=True)
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
@@ -169,17 +156,10 @@ class HopperBackend(OpBackend):
         return token_gather.gather_tokens(tokens, rows, newest, torch.empty_like(tokens), pdl=True)
 
 
-def _run_prefill_attention(
-    qkv: Tensor,
-    layer: AttentionLayer,
-    keys: Tensor,
-    values: Tensor,
-    metadata: AttentionMetadata,
-    plan: AttentionPlan,
-    out: Tensor,
-) -> None:
+def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
     """Compute attention of the plan's prefill tiles into `out`."""
     assert plan.prefill_tiles is not None
+    qkv, layer, keys, values, metadata = inputs
     tables = metadata.block_tables
     if (widened := plan.widened) is not None and widened.tables is not None:
         widen.widen_blocks(keys, values, widened.keys, widened.values, tables, widened.sources, widened.count, pdl=True)
@@ -193,19 +173,10 @@ def _run_prefill_attention(
     )  # fmt: skip
 
 
-def _run_decode_attention(
-    qkv: Tensor,
-    layer: AttentionLayer,
-    keys: Tensor,
-    values: Tensor,
-    metadata: AttentionMetadata,
-    plan: AttentionPlan,
-    out: Tensor,
-    *,
-    overlaps_prefill: bool,
-) -> None:
+def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor, *, overlaps_prefill: bool) -> None:
     """Compute attention of the plan's decode rows into `out`."""
     assert plan.decode_work is not None and plan.decode_scratch is not None
+    qkv, layer, keys, values, metadata = inputs
     rows_, maps, address = plan.decode_rows, plan.tensor_maps.decode, keys.data_ptr()
     if address not in maps:
         maps[address] = decode.DecodeTensorMaps(keys, values)

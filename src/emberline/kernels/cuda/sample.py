@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from emberline.kernels.arguments import LogProbs, SamplingTensors
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule
+from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 
 FILE = "sample.cu"
 VARIANTS = ("sample", "log_probs", "apply_bitmask", "edit_logits", "apply_penalties", "count_tokens")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.arguments import AttentionLayer, AttentionMetadata
+from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
 BLOCK_M = 16  # default number of queries in a tile
@@ -131,21 +131,13 @@ def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -
 
 
 def paged_attention(
-    qkv: Tensor,
-    layer: AttentionLayer,
-    keys: Tensor,
-    values: Tensor,
-    metadata: AttentionMetadata,
-    tiles: Tensor,
-    *,
-    out: Tensor | None = None,
-    block_m: int = BLOCK_M,
-    pdl: bool = False,
+    inputs: AttentionInputs, tiles: Tensor, *, out: Tensor | None = None, block_m: int = BLOCK_M, pdl: bool = False
 ) -> Tensor:
     """Return the result that `OpBackend.paged_attention` describes, written to `out` if given.
 
     `tiles` come from make_tiles with the same `block_m`, a power of two. A tile with a negative row is padding.
     """
+    qkv, layer, keys, values, metadata = inputs
     q_heads, kv_heads, head_dim, window = layer.q_heads, layer.kv_heads, layer.head_dim, layer.window
     out = torch.empty((len(qkv), q_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
     assert keys.stride() == values.stride() and tiles.is_contiguous() and layer.scale > 0
