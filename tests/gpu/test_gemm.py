@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import linear_checks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,25 +24,17 @@ ROWS = (129, 200, 256, 1000, 2048)
 SHAPES = [(4096, 6144), (4096, 4096), (14336, 1024), (896, 1152), (576, 960), (1536, 576), (64, 64), (320, 192)]
 SHAPES += [(192, 40000), (960, 2624), (128, 320)]
 
+run = partial(linear_checks.run_linear, linear)
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
 
 
-def run(x: Tensor, w: BF16Weight, *, plan: GemmPlan | None = None, pdl: bool = False) -> Tensor:
-    return linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=pdl)
-
-
 def random_integers(*shape: int, most: int = 3) -> Tensor:
     """Return small integers, whose products are summed without rounding."""
     return torch.randint(-most, most + 1, shape, device="cuda").to(BF16)
-
-
-def torch_gated(y: Tensor) -> Tensor:
-    """Return silu(gate) * up of a product with a gated weight, computed by torch."""
-    parts = y.unflatten(1, (-1, 2, 16))
-    return (F.silu(parts[:, :, 0]) * parts[:, :, 1]).flatten(1)
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
@@ -69,7 +63,7 @@ def test_gated(m: int, k: int, half: int) -> None:
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     w = BF16Weight(interleaved(gate, up))
     ours = linear(x, w, out=poisoned(m, half), gated=True, pdl=False)
-    assert torch.equal(ours, torch_gated(run(x, w)))
+    assert torch.equal(ours, linear_checks.apply_gates(run(x, w)))
     plain = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
     assert_close(ours, F.silu(F.linear(x, gate)) * F.linear(x, up), plain)
 
@@ -98,7 +92,7 @@ def test_every_output_is_at_its_position(m: int, plan: GemmPlan) -> None:
             room = poisoned(m + 300, n // 2 if gated else n)
             ours = linear(x, w, out=room[:m], residual=added, gated=gated, plan=plan, pdl=False)
             expected = (exact if added is None else exact + added.float()).to(BF16)
-            assert torch.equal(ours, torch_gated(expected) if gated else expected), (k, n, gated)
+            assert torch.equal(ours, linear_checks.apply_gates(expected) if gated else expected), (k, n, gated)
             assert room[m:].isnan().all()
 
 
@@ -124,7 +118,7 @@ def test_every_plan_has_the_same_bits(m: int) -> None:
             for pdl in (False, True):
                 assert torch.equal(run(x, w, plan=tried, pdl=pdl), store), tried
             active = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=tried)
-            assert torch.equal(active, torch_gated(store)), tried
+            assert torch.equal(active, linear_checks.apply_gates(store)), tried
             expected.append(linear(x, w, out=poisoned(m, n), residual=residual, plan=tried))
             assert torch.equal(expected[0], expected[-1]), tried
 
@@ -138,9 +132,7 @@ def test_results_are_reproducible() -> None:
 
 @pytest.mark.parametrize("m", (129, 1000))
 def test_strided_input_rows(m: int) -> None:
-    """x may be a slice of columns of a wider tensor."""
-    w, broad = weight(512, 1024), random(m, 3072)
-    assert torch.equal(run(broad[:, 1024:2048], w), run(broad[:, 1024:2048].contiguous(), w))
+    linear_checks.check_strided_input_rows(linear, m)
 
 
 @pytest.mark.parametrize("m", (200, 1000))
@@ -154,32 +146,10 @@ def test_nan_row_does_not_affect_others(m: int) -> None:
     assert torch.equal(dirty[others], clean[others]) and torch.equal(dirty_active[others], active[others])
 
 
-def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], *, pdl: bool) -> Tensor:
-    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
-    m = len(x)
-    hidden = x.clone()
-    for qkv, o, gate_up, down in weights:
-        mixed = linear(hidden, qkv, out=poisoned(m, qkv.n), pdl=pdl)
-        linear(mixed[:, : o.k], o, out=hidden, residual=hidden, pdl=pdl)
-        active = linear(hidden, gate_up, out=poisoned(m, gate_up.n // 2), gated=True, pdl=pdl)
-        linear(active, down, out=hidden, residual=hidden, pdl=pdl)
-    return hidden
-
-
 @pytest.mark.parametrize("m", (129, 300, 1024))
 def test_cuda_graph_with_dependent_launches(m: int) -> None:
-    weights = [(weight(6144, 4096), weight(4096, 4096), weight(8192, 4096), weight(4096, 4096)) for _ in range(4)]
-    x = random(m, 4096, scale=0.5)
-    expected = layers(x, weights, pdl=False)
-    assert expected.isfinite().all()
-    assert torch.equal(layers(x, weights, pdl=True), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layers(x, weights, pdl=True)
-    for _ in range(3):
-        captured.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(captured, expected)
+    weights = linear_checks.make_decoder_weights(weight)
+    linear_checks.check_dependent_launches(linear, random(m, 4096, scale=0.5), weights)
 
 
 @pytest.mark.parametrize("m,n,k", [(128, 64, 64), (32769, 64, 64), (256, 96, 64), (256, 64, 96), (256, 0, 64)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import linear_checks
 import pytest
 import torch
 from gated_weights import interleaved
@@ -185,39 +186,14 @@ def test_maximum_number_of_escapes(m: int) -> None:
     assert_same(random(m, k), weight, made)
 
 
-def layers(
-    x: Tensor, weights: list[tuple[BF16Weight | UW12Weight, ...]], head: BF16Weight | UW12Weight, *, pdl: bool
-) -> Tensor:
-    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
-    m = len(x)
-    hidden = x.clone()
-    for qkv, o, gate_up, down in weights:
-        mixed = linear(hidden, qkv, out=poisoned(m, qkv.n), pdl=pdl)
-        linear(mixed[:, : o.k], o, out=hidden, residual=hidden, pdl=pdl)
-        active = linear(hidden, gate_up, out=poisoned(m, gate_up.n // 2), gated=True, pdl=pdl)
-        linear(active, down, out=hidden, residual=hidden, pdl=pdl)
-    return linear(hidden, head, out=poisoned(m, head.n, dtype=F32), pdl=pdl)
-
-
 @pytest.mark.parametrize("m", (1, 8, 12, 32))
 def test_cuda_graph_with_dependent_launches(m: int) -> None:
-    sizes = (6144, 4096, 8192, 4096)
-    rows = [[heavy(n, 4096) for n in sizes] for _ in range(4)]
+    rows = linear_checks.make_decoder_weights(heavy)
     head, x = heavy(16448, 4096), random(m, 4096, scale=0.5)
     plain = [tuple(BF16Weight(w) for w in layer) for layer in rows]
     made = [tuple(pack_or_fail(w) for w in layer) for layer in rows]
-    packed_head = pack_or_fail(head)
-    expected = layers(x, plain, BF16Weight(head), pdl=False)
-    assert expected.isfinite().all()
-    assert torch.equal(layers(x, made, packed_head, pdl=False), expected)
-    assert torch.equal(layers(x, made, packed_head, pdl=True), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layers(x, made, packed_head, pdl=True)
-    for _ in range(3):
-        captured.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(captured, expected)
+    expected = linear_checks.run_layers(linear, x, plain, BF16Weight(head), pdl=False)
+    assert torch.equal(linear_checks.check_dependent_launches(linear, x, made, pack_or_fail(head)), expected)
 
 
 def test_unpack_and_gather_in_a_graph() -> None:

@@ -6,30 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
+import linear_checks
 import pytest
 import torch
-import torch.nn.functional as F
 from linear_cases import poisoned, random
 from torch import Tensor
 
+from emberline.kernels.cuda import wide
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, escapes_offset, pack
-from emberline.kernels.cuda.wide import (
-    COLUMNS,
-    EXCHANGE_POLLS,
-    FEW_COLUMNS,
-    LARGE_COLUMNS,
-    PACKED_TILES,
-    SHARES,
-    TileConfig,
-    WidePlan,
-    _get_exchange_memory,
-    choose_plan,
-    choose_tile_columns,
-    linear,
-    make_plan,
-    supports,
-)
+from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -72,20 +58,24 @@ def plain_and_packed(data: Tensor) -> tuple[BF16Weight, UW12Weight]:
     return BF16Weight(data), packed
 
 
+def packed_with_few_escapes(n: int, k: int) -> UW12Weight:
+    return plain_and_packed(few_escapes(n, k))[1]
+
+
 def width(m: int) -> int:
-    return choose_tile_columns(m, packed=True)
+    return wide.choose_tile_columns(m, packed=True)
 
 
-def plain(plan: WidePlan, n: int, k: int) -> WidePlan:
+def plain(plan: wide.WidePlan, n: int, k: int) -> wide.WidePlan:
     """Return the plan for plain weights that must give the same bits; its tiles have at least 64 columns."""
-    return make_plan(max(plan.columns, COLUMNS[0]), n, k, TileConfig(plan.groups, plan.split))
+    return make_plan(max(plan.columns, wide.COLUMNS[0]), n, k, TileConfig(plan.groups, plan.split))
 
 
 def tiles(m: int, split: int) -> Iterator[tuple[int, int]]:
     """Yield warpgroups, and the number of CTAs that share x; a cluster has at most 8 CTAs."""
-    wide = width(m)
-    shares = [share for share in (SHARES if wide == LARGE_COLUMNS else (1,)) if split * share <= 8]
-    yield from product((groups for groups, columns in PACKED_TILES if columns == wide), shares)
+    own = width(m)
+    shares = [share for share in (wide.SHARES if own == wide.LARGE_COLUMNS else (1,)) if split * share <= 8]
+    yield from product((groups for groups, columns in wide.PACKED_TILES if columns == own), shares)
 
 
 def test_cases_have_the_intended_escapes() -> None:
@@ -100,7 +90,7 @@ def test_cases_have_the_intended_escapes() -> None:
 def test_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> None:
     w, packed = plain_and_packed(kind(n, k))
     for m in ROWS:
-        x, plan = random(m, k), choose_plan(width(m), n, k, packed=True)
+        x, plan = random(m, k), wide.choose_plan(width(m), n, k, packed=True)
         for dtype in (F32, BF16):
             expected = linear(x, w, out=poisoned(m, n, dtype=dtype), plan=plain(plan, n, k), pdl=False)
             assert expected.isfinite().all()
@@ -161,8 +151,8 @@ def test_gated(n: int, k: int, m: int, split: int) -> None:
             ours = linear(x, packed, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plan, pdl=False)
             same = linear(x, w, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plain(plan, n, k), pdl=False)
             assert torch.equal(ours, same), plan
-            y = linear(x, packed, out=poisoned(m, n), bias=shift, plan=plan, pdl=False).view(m, n // 32, 2, 16)
-            assert torch.equal(ours, (F.silu(y[:, :, 0]) * y[:, :, 1]).reshape(m, n // 2)), plan
+            y = linear(x, packed, out=poisoned(m, n), bias=shift, plan=plan, pdl=False)
+            assert torch.equal(ours, linear_checks.apply_gates(y)), plan
 
 
 @pytest.mark.parametrize("m", (30, 40, 128, 200))
@@ -184,10 +174,10 @@ def test_nan_and_inf_weights(m: int) -> None:
         assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("most", (FEW_COLUMNS, *COLUMNS))
+@pytest.mark.parametrize("most", (wide.FEW_COLUMNS, *wide.COLUMNS))
 def test_row_is_independent_of_the_batch(most: int) -> None:
     n, k = 2624, 960
-    _, packed = plain_and_packed(few_escapes(n, k))
+    packed = packed_with_few_escapes(n, k)
     x = random(most, k)
     whole = linear(x, packed, out=poisoned(most, n, dtype=F32))
     for m in (row for row in ROWS if most // 2 < row <= most):
@@ -195,44 +185,21 @@ def test_row_is_independent_of_the_batch(most: int) -> None:
         assert torch.equal(linear(x[-m:], packed, out=poisoned(m, n, dtype=F32)), whole[-m:]), m
 
 
-def layers(x: Tensor, weights: list[tuple[UW12Weight, ...]], head: UW12Weight, *, pdl: bool) -> Tensor:
-    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
-    m = len(x)
-    hidden = x.clone()
-    for qkv, o, gate_up, down in weights:
-        mixed = linear(hidden, qkv, out=poisoned(m, qkv.n), pdl=pdl)
-        linear(mixed[:, : o.k], o, out=hidden, residual=hidden, pdl=pdl)
-        active = linear(hidden, gate_up, out=poisoned(m, gate_up.n // 2), gated=True, pdl=pdl)
-        linear(active, down, out=hidden, residual=hidden, pdl=pdl)
-    return linear(hidden, head, out=poisoned(m, head.n, dtype=F32), pdl=pdl)
-
-
 @pytest.mark.parametrize("m", (20, 33, 64, 100, 128, 129, 200, 256))
 def test_cuda_graph_with_dependent_launches(m: int) -> None:
-    sizes = ((6144, 4096), (4096, 4096), (8192, 4096), (4096, 4096))
-    weights = [tuple(plain_and_packed(few_escapes(n, k))[1] for n, k in sizes) for _ in range(4)]
-    head, x = plain_and_packed(few_escapes(38464, 4096))[1], random(m, 4096, scale=0.5)
-    expected = layers(x, weights, head, pdl=False)
-    assert expected.isfinite().all()
-    assert torch.equal(layers(x, weights, head, pdl=True), expected)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layers(x, weights, head, pdl=True)  # the first products of a stream must run outside a capture
-    with torch.cuda.graph(graph, stream=stream):
-        captured = layers(x, weights, head, pdl=True)
-    for _ in range(3):
-        captured.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(captured, expected)
+    """The first products of a stream must run outside a capture, so the graph has a stream that is used before."""
+    weights = linear_checks.make_decoder_weights(packed_with_few_escapes)
+    head, x = packed_with_few_escapes(38464, 4096), random(m, 4096, scale=0.5)
+    linear_checks.check_dependent_launches(linear, x, weights, head, stream=torch.cuda.Stream())
 
 
-@pytest.mark.parametrize("looks", (0, 1, EXCHANGE_POLLS))
+@pytest.mark.parametrize("looks", (0, 1, wide.EXCHANGE_POLLS))
 @pytest.mark.parametrize("split", (2, 3, 4, 6, 9))
 @pytest.mark.parametrize("m", (29, 37, 64, 90, 128, 200))
 def test_unclustered_parts(m: int, split: int, looks: int) -> None:
     """Results are the same whether CTAs wait for each other or leave all to the last; counters are reset."""
     n, k = 1600, 1344
-    _, packed = plain_and_packed(few_escapes(n, k))
+    packed = packed_with_few_escapes(n, k)
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
     for groups in sorted({groups for groups, _ in tiles(m, 1)}):
         plan = make_plan(width(m), n, k, TileConfig(groups, split, unclustered=True), packed=True)
@@ -256,7 +223,7 @@ def test_unclustered_parts(m: int, split: int, looks: int) -> None:
                 assert torch.equal(ours, first), plan
             linear(x, packed, out=ours, bias=shift, residual=more, plan=cluster, pdl=False)
             assert torch.equal(ours, first) if split <= 8 else torch.allclose(ours, first, atol=0.1, rtol=0.1), plan
-    _, words = _get_exchange_memory(x.device, torch.cuda.current_stream().cuda_stream)
+    _, words = wide._get_exchange_memory(x.device, torch.cuda.current_stream().cuda_stream)
     assert not words.any()
 
 
@@ -265,10 +232,8 @@ def test_unclustered_parts_of_consecutive_products() -> None:
     sizes = ((64, 1024, 4096), (128, 2048, 2048), (100, 1600, 1344), (200, 1024, 1024))
     cases = []
     for i, (m, n, k) in enumerate(sizes * 3):
-        row = TileConfig(1 if width(m) < LARGE_COLUMNS else 2, (4, 2, 3, 5, 6)[i % 5], unclustered=True)
-        cases.append(
-            (random(m, k), plain_and_packed(few_escapes(n, k))[1], make_plan(width(m), n, k, row, packed=True))
-        )
+        row = TileConfig(1 if width(m) < wide.LARGE_COLUMNS else 2, (4, 2, 3, 5, 6)[i % 5], unclustered=True)
+        cases.append((random(m, k), packed_with_few_escapes(n, k), make_plan(width(m), n, k, row, packed=True)))
     expected = [linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=False) for x, w, plan in cases]
     outs = [torch.empty_like(out) for out in expected]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -287,14 +252,14 @@ def test_unclustered_parts_of_consecutive_products() -> None:
             out.fill_(torch.nan)
         graph.replay()
         assert all(map(torch.equal, outs, expected))
-    assert not _get_exchange_memory(outs[0].device, stream.cuda_stream)[1].any()
+    assert not wide._get_exchange_memory(outs[0].device, stream.cuda_stream)[1].any()
 
 
 def test_unclustered_parts_of_two_streams_that_compete_for_sms() -> None:
     """Neither product has all its CTAs at once; a CTA stops waiting for one that cannot start."""
     n, k, m = 4096, 14336, 128
-    _, packed = plain_and_packed(few_escapes(n, k))
-    x, plan = random(m, k), choose_plan(128, n, k, packed=True)
+    packed = packed_with_few_escapes(n, k)
+    x, plan = random(m, k), wide.choose_plan(128, n, k, packed=True)
     assert plan.unclustered
     streams = [torch.cuda.Stream() for _ in range(4)]
     outs = poisoned(len(streams), m, n)
@@ -306,17 +271,17 @@ def test_unclustered_parts_of_two_streams_that_compete_for_sms() -> None:
                 linear(x, packed, out=out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
-    assert not any(_get_exchange_memory(x.device, stream.cuda_stream)[1].any() for stream in streams)
+    assert not any(wide._get_exchange_memory(x.device, stream.cuda_stream)[1].any() for stream in streams)
 
 
 def test_gated_weights_use_clusters() -> None:
     n, k, m = 4096, 4096, 64
     assert (
-        choose_plan(64, n, k, packed=True).unclustered
-        and not choose_plan(64, n, k, packed=True, gated=True).unclustered
+        wide.choose_plan(64, n, k, packed=True).unclustered
+        and not wide.choose_plan(64, n, k, packed=True, gated=True).unclustered
     )
     w, packed = plain_and_packed(few_escapes(n, k))
-    x, plan = random(m, k), plain(choose_plan(64, n, k, packed=True, gated=True), n, k)
+    x, plan = random(m, k), plain(wide.choose_plan(64, n, k, packed=True, gated=True), n, k)
     expected = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=plan)
     assert torch.equal(linear(x, packed, out=poisoned(m, n // 2), gated=True), expected)
 
@@ -331,8 +296,8 @@ def test_plan_for_other_weights_is_rejected() -> None:
 
 def test_chosen_plan_fits_the_device() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256), (28672, 8192)]:
-        for wide in (FEW_COLUMNS, *COLUMNS):
-            plan = choose_plan(wide, n, k, packed=True)
-            assert supports(wide, n, k, packed=True) is (wide > FEW_COLUMNS or n >= 28672)
-            assert plan.packed and (plan.groups, wide) in PACKED_TILES
+        for columns in (wide.FEW_COLUMNS, *wide.COLUMNS):
+            plan = wide.choose_plan(columns, n, k, packed=True)
+            assert wide.supports(columns, n, k, packed=True) is (columns > wide.FEW_COLUMNS or n >= 28672)
+            assert plan.packed and (plan.groups, columns) in wide.PACKED_TILES
             assert plan.shared_bytes <= MAX_SHARED_BYTES and plan.stages > 0 and plan.split <= k // 64
