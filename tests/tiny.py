@@ -39,6 +39,12 @@ GPU_SIZES: Config = {  # the least that our kernels for a GPU take
     "vocab_size": 1000,
     "max_position_embeddings": 2048,
 }
+LARGE_VOCAB_SIZES = GPU_SIZES | {  # a vocabulary as large as a real model's
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "vocab_size": 32000,
+}
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 CLASSES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import host_engine
 import pytest
 import tiny
+from engine_runs import run_engine, run_group
 from gpu_settings import gpu_config
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -60,32 +61,13 @@ def submission(name: str, i: int, prompt: list[int]) -> Submission:
 
 
 def run_alone(engine: Engine, name: str, count: int) -> dict[str, list[int]]:
-    for i, prompt in zip(range(count), prompts(5), strict=False):
-        engine.add(submission(name, i, prompt))
-    tokens_by_id: dict[str, list[int]] = {}
-    while not engine.idle:
-        for output in engine.step():
-            tokens_by_id.setdefault(output.id, []).extend(output.tokens)
-    return tokens_by_id
+    return run_engine(engine, [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False)])
 
 
 def run_together(group: EngineGroup, count: int) -> dict[str, list[int]]:
     """Submit requests for each model alternately, so that each is needed while another is busy."""
-    left = [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False) for name in group.engines]
-    tokens_by_id: dict[str, list[int]] = {}
-    ended: list[str] = []
-    while left or not group.idle:
-        if left:
-            group.add(left.pop(0))
-        report = group.step()
-        assert not report.rejected
-        for outputs in report.outputs.values():
-            for output in outputs:
-                assert output.error is None
-                tokens_by_id.setdefault(output.id, []).extend(output.tokens)
-                ended += [output.id] if output.finish is not None else []
-    assert len(ended) == len(set(ended)) == count * len(group.engines)
-    return tokens_by_id
+    pairs = zip(range(count), prompts(5), strict=False)
+    return run_group(group, [submission(name, i, prompt) for i, prompt in pairs for name in group.engines])
 
 
 def test_cpu_models_give_the_same_tokens_as_alone(configs: dict[str, EngineConfig]) -> None:

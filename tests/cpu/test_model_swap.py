@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from engine_runs import run_engine
+from fake_sleep import FakeSleeper
 from host_engine import booted, plain_arithmetic, planned
 
 from emberline.core.clock import ManualClock
@@ -25,32 +27,19 @@ from emberline.models.sleep import iter_instances, put_to_sleep
 
 
 @dataclass
-class FakeModel:
-    """A model that has only a size. `fails` is raised by the next call."""
+class FakeModel(FakeSleeper):
+    """A model that has only a size."""
 
-    name: str
-    nbytes: int
-    clock: ManualClock
-    log: list[str]
     idle: bool = True
-    awake: bool = False
-    fails: Exception | None = None
 
     def wake(self) -> int:
         assert not self.awake
-        return self._change_state("wake", 3.0, True)
+        self.change_state("wake", True, seconds=3.0)
+        return self.nbytes // 2
 
     def sleep(self) -> int:
         assert self.awake and self.idle
-        return self._change_state("sleep", 2.0, False)
-
-    def _change_state(self, what: str, seconds: float, awake: bool) -> int:
-        if self.fails is not None:
-            error, self.fails = self.fails, None
-            raise error
-        self.clock.advance(seconds)
-        self.awake = awake
-        self.log.append(f"{what} {self.name}")
+        self.change_state("sleep", False, seconds=2.0)
         return self.nbytes // 2
 
 
@@ -211,16 +200,11 @@ def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
     rng = random.Random(5)
     shared = [rng.randrange(3, 131) for _ in range(20)]
+    pending = []
     for i in range(5):
         prompt = shared + [rng.randrange(3, 131) for _ in range(rng.randrange(1, 20))]
-        engine.add(Submission(f"{name}{i}", prompt, SamplingParams(max_tokens=12, seed=i, ignore_eos=True)))
-    found: dict[str, list[int]] = {}
-    while not engine.idle:
-        for o in engine.step():
-            assert o.error is None
-            found.setdefault(o.id.removeprefix(name), []).extend(o.tokens)
-    engine.kv.check_invariants()
-    return found
+        pending.append(Submission(f"{name}{i}", prompt, SamplingParams(max_tokens=12, seed=i, ignore_eos=True)))
+    return {id.removeprefix(name): made for id, made in run_engine(engine, pending).items()}
 
 
 @pytest.mark.usefixtures("use_plain_arithmetic")

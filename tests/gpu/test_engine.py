@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from engine_runs import run_engine
 from gpu_settings import gpu_config
 
 from emberline.core.events import Output
@@ -49,25 +50,6 @@ def submissions(params: SamplingParams) -> list[Submission]:
     return [Submission(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
 
 
-def run(e: Engine, pending: list[Submission], gap: int = 0) -> dict[str, list[int]]:
-    outputs: list[Output] = []
-    for submission in pending:
-        e.add(submission)
-        for _ in range(gap):
-            outputs += e.step()
-    for _ in range(5000):
-        if e.idle:
-            break
-        outputs += e.step()
-    assert e.idle
-    e.kv.check_invariants()
-    assert all(o.error is None for o in outputs)
-    folded: dict[str, list[int]] = {}
-    for o in outputs:
-        folded.setdefault(o.id, []).extend(o.tokens)
-    return folded
-
-
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "penalised", "biased"])
 def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, kind: str) -> None:
     """In float32 rounding errors are smaller than the differences between logits that these seeds meet.
@@ -85,16 +67,18 @@ def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, kind: str) -> None
     alone: dict[str, list[int]] = {}
     plain = engine(checkpoint, exact, graphs=False, overlap=False, prefix_cache=False, max_running=1)
     for submission in submissions(params):
-        alone |= run(plain, [submission])
+        alone |= run_engine(plain, [submission])
     variants = {
-        "eager": run(engine(checkpoint, exact, graphs=False), submissions(params)),
-        "graphs": run(engine(checkpoint, exact), submissions(params), gap=1),
-        "graphs, plain loop": run(engine(checkpoint, exact, overlap=False), submissions(params)),
-        "small chunks": run(engine(checkpoint, exact, max_batch_tokens=48), submissions(params), gap=2),
-        "small blocks": run(engine(checkpoint, exact, block_size=16), submissions(params)),
+        "eager": run_engine(engine(checkpoint, exact, graphs=False), submissions(params)),
+        "graphs": run_engine(engine(checkpoint, exact), submissions(params), steps_between=1),
+        "graphs, plain loop": run_engine(engine(checkpoint, exact, overlap=False), submissions(params)),
+        "small chunks": run_engine(
+            engine(checkpoint, exact, max_batch_tokens=48), submissions(params), steps_between=2
+        ),
+        "small blocks": run_engine(engine(checkpoint, exact, block_size=16), submissions(params)),
     }
     tight = engine(checkpoint, exact, kv_tokens=896, block_size=16)
-    variants["preempted"] = run(tight, submissions(params))
+    variants["preempted"] = run_engine(tight, submissions(params))
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
     for variant, got in variants.items():
         assert got == alone, variant

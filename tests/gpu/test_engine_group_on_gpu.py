@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from engine_runs import run_group
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.params import SamplingParams
@@ -16,16 +17,6 @@ from emberline.core.request import Submission
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
 COUNT = 6
 
 
@@ -33,7 +24,10 @@ COUNT = 6
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]:
     kinds = {"a": "llama", "b": "qwen3", "c": "qwen2"}
     root = tmp_path_factory.mktemp("models")
-    homes = {n: tiny.write(root / n, tiny.config(kind, **SIZES), seed=i) for i, (n, kind) in enumerate(kinds.items())}
+    homes = {
+        n: tiny.write(root / n, tiny.config(kind, **tiny.LARGE_VOCAB_SIZES), seed=i)
+        for i, (n, kind) in enumerate(kinds.items())
+    }
     # float32: the last bits of logits depend on the batch, which rarely changes a token
     settings = {"device": "cuda", "dtype": "float32", "max_running": 16, "max_batch_tokens": 512}
     return {name: EngineConfig.build(str(home), kv_memory=256 << 20, **settings) for name, home in homes.items()}
@@ -48,22 +42,8 @@ def submissions(name: str) -> Iterator[Submission]:
 
 
 def run_all(group, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyped-def]
-    left = [one for many in zip(*(submissions(name) for name in names), strict=True) for one in many]
-    tokens_by_id: dict[str, list[int]] = {}
-    ended: list[str] = []
-    steps = 0
-    while left or not group.idle:
-        if left and steps % 3 == 0:
-            group.add(left.pop(0))
-        steps += 1
-        report = group.step()
-        assert not report.rejected
-        for outputs in report.outputs.values():
-            for output in outputs:
-                assert output.error is None
-                tokens_by_id.setdefault(output.id, []).extend(output.tokens)
-                ended += [output.id] if output.finish is not None else []
-    assert len(ended) == len(set(ended)) == COUNT * len(names)
+    pending = [one for many in zip(*(submissions(name) for name in names), strict=True) for one in many]
+    tokens_by_id = run_group(group, pending, steps_per_add=3)
     for name in names:
         group.engines[name].kv.check_invariants()
     return tokens_by_id

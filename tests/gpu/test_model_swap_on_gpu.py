@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from engine_runs import run_engine
 from gpu_settings import gpu_config
 
 from emberline.core.params import SamplingParams
@@ -17,18 +18,8 @@ from emberline.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
 SETTINGS = {"max_running": 16, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 256 * 1024}
-KINDS = {"a": tiny.config("llama", **SIZES), "b": tiny.config("qwen3", **SIZES)}
+KINDS = {"a": tiny.config("llama", **tiny.LARGE_VOCAB_SIZES), "b": tiny.config("qwen3", **tiny.LARGE_VOCAB_SIZES)}
 SEGMENT = 10 << 20  # larger allocations have their own memory, which torch returns when they are freed
 LEFT = 512 << 20  # cuBLAS's workspace of a stream, handles, and small tensors that share memory with others
 
@@ -67,18 +58,13 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
     """Prompts share a block, so that cached blocks would be used; they need chunks, then graphs of several sizes."""
     rng = random.Random(7)
     shared = [rng.randrange(3, 32000) for _ in range(130)]
+    pending = []
     for i, length in enumerate((5, 131, 400, 900, 200)):
         prompt = (shared + [rng.randrange(3, 32000) for _ in range(length)])[:length]
         # Greedy: among 32,000 nearly equal tokens, sampling would depend on the last bits of the logits.
         params = SamplingParams(max_tokens=20 + 5 * i, temperature=0.0, ignore_eos=True)
-        engine.add(Submission(f"{name}{i}", prompt, params))
-    found: dict[str, list[int]] = {}
-    while not engine.idle:
-        for o in engine.step():
-            assert o.error is None
-            found.setdefault(o.id.removeprefix(name), []).extend(o.tokens)
-    engine.kv.check_invariants()
-    return found
+        pending.append(Submission(f"{name}{i}", prompt, params))
+    return {id.removeprefix(name): made for id, made in run_engine(engine, pending).items()}
 
 
 def poison(size: int) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from engine_runs import run_engine
 from gpu_settings import gpu_config
 
-from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
@@ -58,20 +58,7 @@ def submissions() -> list[Submission]:
 
 def run(e: Engine) -> dict[str, list[int]]:
     """Run all requests together: the cache has space for two and a half, so they are preempted and evicted."""
-    outputs: list[Output] = []
-    for submission in submissions():
-        e.add(submission)
-    for _ in range(20_000):
-        if e.idle:
-            break
-        outputs += e.step()
-    assert e.idle
-    e.kv.check_invariants()
-    assert all(o.error is None for o in outputs)
-    folded: dict[str, list[int]] = {}
-    for o in outputs:
-        folded.setdefault(o.id, []).extend(o.tokens)
-    return folded
+    return run_engine(e, submissions(), max_steps=20_000)
 
 
 @pytest.mark.parametrize("pins", [True, False])

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from fake_sleep import FakeSleeper
 
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig, TimeSharingConfig
@@ -23,16 +24,10 @@ from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 
 
 @dataclass
-class FakeModel:
-    """A model whose engine asserts that it is not used while asleep. `fails` is raised by the next call."""
+class FakeModel(FakeSleeper):
+    """A model whose engine asserts that it is not used while asleep."""
 
-    name: str
-    nbytes: int
-    clock: ManualClock
-    log: list[str]
     is_pipelined: bool = False
-    awake: bool = False
-    fails: Exception | None = None
 
     def __post_init__(self) -> None:
         model = self
@@ -52,20 +47,13 @@ class FakeModel:
 
     def wake(self) -> int:
         assert not self.awake
-        self._change_state("wake", True)
+        self.change_state("wake", True)
         return self.nbytes
 
     def sleep(self) -> int:
         assert self.awake and self.idle
-        self._change_state("sleep", False)
+        self.change_state("sleep", False)
         return self.nbytes
-
-    def _change_state(self, what: str, awake: bool) -> None:
-        if self.fails is not None:
-            error, self.fails = self.fails, None
-            raise error
-        self.awake = awake
-        self.log.append(f"{what} {self.name}")
 
 
 @dataclass
@@ -78,7 +66,10 @@ class GroupHarness:
 
     def __post_init__(self) -> None:
         self.clock, self.log = ManualClock(100.0), list[str]()
-        self.models = {n: FakeModel(n, size, self.clock, self.log, self.is_pipelined) for n, size in self.sizes.items()}
+        self.models = {
+            name: FakeModel(name, size, self.clock, self.log, is_pipelined=self.is_pipelined)
+            for name, size in self.sizes.items()
+        }
         self.group = EngineGroup(self.models, self.memory, self.rules, self.clock, max_waiting=self.max_waiting)
         del self.log[:]
         self.tokens: dict[str, list[int]] = {}
