@@ -10,21 +10,7 @@ import httpx2
 from hypothesis import strategies as st
 
 from emberline.api.call import ChatCall
-from emberline.wire import sse
-from emberline.wire.deltas import (
-    Delta,
-    Finish,
-    ReasoningDelta,
-    ReplyStart,
-    ReplyWriter,
-    StreamEnd,
-    StreamStart,
-    TextDelta,
-    TokenInfo,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
+from emberline.wire import deltas, sse
 from emberline.wire.usage import Usage
 
 TEXT = st.text(max_size=12)
@@ -32,30 +18,30 @@ PIECES = st.lists(TEXT, min_size=1, max_size=4)
 ARGUMENTS = st.dictionaries(TEXT, st.integers() | TEXT | st.none() | st.lists(st.booleans(), max_size=2), max_size=3)
 
 
-def token(text: str, logprob: float = -0.5, top: Sequence[TokenInfo] = ()) -> TokenInfo:
-    return TokenInfo(len(text), text, text.encode(), logprob, top)
+def token(text: str, logprob: float = -0.5, top: Sequence[deltas.TokenInfo] = ()) -> deltas.TokenInfo:
+    return deltas.TokenInfo(len(text), text, text.encode(), logprob, top)
 
 
 @st.composite
-def replies(draw: st.DrawFn) -> list[Delta]:
+def replies(draw: st.DrawFn) -> list[deltas.Delta]:
     """Generate the deltas of one choice: any segments in any order, each in any number of pieces."""
-    deltas: list[Delta] = []
+    content: list[deltas.Delta] = []
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=5)):
         if kind == "text":
-            deltas += [TextDelta(piece, 0, [token(piece)]) for piece in draw(PIECES)]
+            content += [deltas.TextDelta(piece, 0, [token(piece)]) for piece in draw(PIECES)]
         elif kind == "reasoning":
-            deltas += [ReasoningDelta(piece) for piece in draw(PIECES)]
+            content += [deltas.ReasoningDelta(piece) for piece in draw(PIECES)]
         else:
-            deltas.append(ToolCallStart(calls, f"call_{calls}", "tool"))
-            deltas += [ToolCallArguments(calls, piece) for piece in _cut(draw, json.dumps(draw(ARGUMENTS)))]
+            content.append(deltas.ToolCallStart(calls, f"call_{calls}", "tool"))
+            content += [deltas.ToolCallArguments(calls, piece) for piece in _cut(draw, json.dumps(draw(ARGUMENTS)))]
             calls += 1
     prompt, cached, written = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.integers(0, 99))
     return [
-        ReplyStart(prompt + cached, cached),
-        *deltas,
+        deltas.ReplyStart(prompt + cached, cached),
+        *content,
         _finish(draw, calls),
-        UsageUpdate(Usage(input=prompt + cached, output=written, cached_read=cached, reasoning=written // 2)),
+        deltas.UsageUpdate(Usage(input=prompt + cached, output=written, cached_read=cached, reasoning=written // 2)),
     ]
 
 
@@ -64,13 +50,17 @@ def _cut(draw: st.DrawFn, text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def _finish(draw: st.DrawFn, calls: int) -> Finish:
-    endings = [Finish("tool_calls")] if calls else [Finish("stop"), Finish("stop", "END"), Finish("length")]
+def _finish(draw: st.DrawFn, calls: int) -> deltas.Finish:
+    endings = (
+        [deltas.Finish("tool_calls")]
+        if calls
+        else [deltas.Finish("stop"), deltas.Finish("stop", "END"), deltas.Finish("length")]
+    )
     return draw(st.sampled_from(endings))
 
 
-def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
-    return b"".join([writer.write(delta) for delta in (StreamStart(), *deltas, StreamEnd())])
+def play(writer: deltas.ReplyWriter, reply: Sequence[deltas.Delta]) -> bytes:
+    return b"".join([writer.write(delta) for delta in (deltas.StreamStart(), *reply, deltas.StreamEnd())])
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -86,9 +76,9 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 class Answering:
     """A server without a socket: it parses each request and replies with the deltas."""
 
-    def __init__(self, parse: Callable[[bytes], ChatCall], writer: Callable[..., ReplyWriter], id: str) -> None:
+    def __init__(self, parse: Callable[[bytes], ChatCall], writer: Callable[..., deltas.ReplyWriter], id: str) -> None:
         self.calls: list[ChatCall] = []
-        self.deltas: Sequence[Delta] = ()
+        self.deltas: Sequence[deltas.Delta] = ()
         self.http = httpx2.Client(transport=httpx2.MockTransport(self._answer))
         self._parse, self._renderer, self._id = parse, writer, id
 

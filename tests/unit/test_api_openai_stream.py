@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from replies import play
 
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import chat_reply
@@ -29,7 +30,6 @@ from emberline.wire.deltas import (
     ReasoningDelta,
     ReplyStart,
     ReplyWriter,
-    StreamEnd,
     StreamStart,
     TextDelta,
     TokenInfo,
@@ -51,10 +51,6 @@ def chat(**fields: Any) -> ChatWriter:
 def complete(**fields: Any) -> completions_stream.CompletionReplyWriter:
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
     return completions_stream.CompletionReplyWriter(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
-
-
-def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
-    return b"".join([writer.write(delta) for delta in (StreamStart(), *deltas, StreamEnd())])
 
 
 def chunks(stream: bytes) -> Iterator[dict[str, Any]]:

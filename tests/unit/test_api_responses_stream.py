@@ -18,34 +18,23 @@ from replies import Answering, events, play, replies, token
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
-from emberline.wire import sse
-from emberline.wire.deltas import (
-    Delta,
-    Finish,
-    ReasoningDelta,
-    ReplyStart,
-    StreamStart,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
+from emberline.wire import deltas, sse
 from emberline.wire.usage import Usage
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL: Any = {"type": "function", "name": "tool", "parameters": {"type": "object"}, "strict": False}
-REPLY: list[Delta] = [
-    ReplyStart(9, 4),
-    ReasoningDelta("hm"),
-    ReasoningDelta("m"),
-    TextDelta("Hé", 0, [token("Hé", -0.25, [token("Hé", -0.25), token("Hi", -math.inf)])]),
-    TextDelta(""),
-    TextDelta("llo", 0, [token("llo")]),
-    ToolCallStart(0, "call_1", "tool"),
-    ToolCallArguments(0, '{"city":'),
-    ToolCallArguments(0, '"Oslo"}'),
-    Finish("tool_calls"),
-    UsageUpdate(Usage(input=9, output=20, cached_read=4, reasoning=2)),
+REPLY: list[deltas.Delta] = [
+    deltas.ReplyStart(9, 4),
+    deltas.ReasoningDelta("hm"),
+    deltas.ReasoningDelta("m"),
+    deltas.TextDelta("Hé", 0, [token("Hé", -0.25, [token("Hé", -0.25), token("Hi", -math.inf)])]),
+    deltas.TextDelta(""),
+    deltas.TextDelta("llo", 0, [token("llo")]),
+    deltas.ToolCallStart(0, "call_1", "tool"),
+    deltas.ToolCallArguments(0, '{"city":'),
+    deltas.ToolCallArguments(0, '"Oslo"}'),
+    deltas.Finish("tool_calls"),
+    deltas.UsageUpdate(Usage(input=9, output=20, cached_read=4, reasoning=2)),
 ]
 SERVER = Answering(responses.parse, responses_stream.ResponsesReplyWriter, "resp_1")
 CLIENT = openai.OpenAI(api_key="none", base_url="http://test", http_client=SERVER.http)
@@ -56,9 +45,9 @@ def make_writer(**fields: Any) -> responses_stream.ResponsesReplyWriter:
     return responses_stream.ResponsesReplyWriter(call, "resp_1", 1700000000, "fp_1")
 
 
-def plain_reply(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
+def plain_reply(sent: list[deltas.Delta], **fields: Any) -> dict[str, Any]:
     reply = make_writer(**fields)
-    assert play(reply, deltas) == b""
+    assert play(reply, sent) == b""
     return reply.body()
 
 
@@ -93,39 +82,43 @@ def test_usage() -> None:
 
 
 ENDINGS = [
-    (Finish("stop"), "completed", None),
-    (Finish("stop", "END"), "completed", None),
-    (Finish("tool_calls"), "completed", None),
-    (Finish("length"), "incomplete", {"reason": "max_output_tokens"}),
-    (Finish("abort"), "incomplete", None),
+    (deltas.Finish("stop"), "completed", None),
+    (deltas.Finish("stop", "END"), "completed", None),
+    (deltas.Finish("tool_calls"), "completed", None),
+    (deltas.Finish("length"), "incomplete", {"reason": "max_output_tokens"}),
+    (deltas.Finish("abort"), "incomplete", None),
 ]
 
 
 @pytest.mark.parametrize(("finish", "status", "details"), ENDINGS)
-def test_final_status(finish: Finish, status: str, details: dict[str, str] | None) -> None:
-    deltas: list[Delta] = [
-        ReplyStart(1),
-        ReasoningDelta("a"),
-        TextDelta("b"),
+def test_final_status(finish: deltas.Finish, status: str, details: dict[str, str] | None) -> None:
+    sent: list[deltas.Delta] = [
+        deltas.ReplyStart(1),
+        deltas.ReasoningDelta("a"),
+        deltas.TextDelta("b"),
         finish,
-        UsageUpdate(Usage(input=1, output=1)),
+        deltas.UsageUpdate(Usage(input=1, output=1)),
     ]
-    body = plain_reply(deltas)
+    body = plain_reply(sent)
     assert (body["status"], body["incomplete_details"]) == (status, details)
     assert [item["status"] for item in body["output"]] == ["completed", status]
-    last = events(play(make_writer(stream=True), deltas))[-1]
+    last = events(play(make_writer(stream=True), sent))[-1]
     assert (last["type"], last["response"]) == (f"response.{status}", body)
 
 
 def test_empty_output() -> None:
-    body = plain_reply([ReplyStart(1), Finish("stop"), UsageUpdate(Usage(input=1, output=0))])
+    body = plain_reply([deltas.ReplyStart(1), deltas.Finish("stop"), deltas.UsageUpdate(Usage(input=1, output=0))])
     assert (body["status"], body["output"]) == ("completed", [])
 
 
 def test_logprobs_of_token_without_text_are_kept() -> None:
-    half = TextDelta("", 0, [token("\ufffd")])
-    rest: list[Delta] = [TextDelta("é", 0, [token("é")]), Finish("stop"), UsageUpdate(Usage(input=1, output=2))]
-    [item] = plain_reply([ReplyStart(1), half, *rest], top_logprobs=1)["output"]
+    half = deltas.TextDelta("", 0, [token("\ufffd")])
+    rest: list[deltas.Delta] = [
+        deltas.TextDelta("é", 0, [token("é")]),
+        deltas.Finish("stop"),
+        deltas.UsageUpdate(Usage(input=1, output=2)),
+    ]
+    [item] = plain_reply([deltas.ReplyStart(1), half, *rest], top_logprobs=1)["output"]
     assert [entry["token"] for entry in item["content"][0]["logprobs"]] == ["\ufffd", "é"]
 
 
@@ -152,7 +145,7 @@ FAULTS = [
 @pytest.mark.parametrize(("error", "code", "message"), FAULTS)
 def test_failed_stream_ends_with_response_failed(error: Exception, code: str, message: str) -> None:
     reply = make_writer(stream=True)
-    reply.write(StreamStart())
+    reply.write(deltas.StreamStart())
     for delta in REPLY[:5]:
         reply.write(delta)
     [event] = events(reply.write_error(error))
@@ -169,8 +162,8 @@ def test_internal_error_has_no_details() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(replies(), st.booleans())
-def test_official_client_accumulates_stream_to_plain_reply(deltas: list[Delta], sealed: bool) -> None:
-    SERVER.deltas = deltas
+def test_official_client_accumulates_stream_to_plain_reply(sent: list[deltas.Delta], sealed: bool) -> None:
+    SERVER.deltas = sent
     options: dict[str, Any] = {"model": "m", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
     if sealed:
         options["include"] = ["reasoning.encrypted_content"]

@@ -18,23 +18,8 @@ from emberline.gateway.dialects.canonical import ReasoningContent, TextContent, 
 from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.gemini.content import decode_gemini_signature
 from emberline.gateway.dialects.translate import CODECS, ReplyContext, StreamTranslator, translate_reply
-from emberline.wire import signatures
-from emberline.wire.deltas import (
-    ChatDialect,
-    Citation,
-    CitationDelta,
-    Delta,
-    Finish,
-    ReasoningDelta,
-    RefusalDelta,
-    SignatureDelta,
-    StreamEnd,
-    StreamStart,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
+from emberline.wire import deltas, signatures
+from emberline.wire.deltas import ChatDialect
 from emberline.wire.usage import Usage
 
 CONTEXT = ReplyContext(model="asked", created=1700000000, id="made-1")
@@ -60,7 +45,7 @@ def payloads(stream: bytes) -> list[Any]:
     return [json.loads(row) if row != b"[DONE]" else "[DONE]" for row in rows]
 
 
-def deltas(stream: bytes, dialect: ChatDialect) -> list[Delta]:
+def read_deltas(stream: bytes, dialect: ChatDialect) -> list[deltas.Delta]:
     """Parse a stream with the event reader of its own wire format."""
     reader = CODECS[dialect].make_reader()
     rows = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
@@ -70,23 +55,23 @@ def deltas(stream: bytes, dialect: ChatDialect) -> list[Delta]:
 def fold(stream: bytes, dialect: ChatDialect) -> dict[str, Any]:
     """Return the whole content of a stream, in the same form for all wire formats."""
     content: dict[str, Any] = {"text": "", "thinking": "", "refusal": "", "calls": {}}
-    for delta in deltas(stream, dialect):
+    for delta in read_deltas(stream, dialect):
         match delta:
-            case TextDelta():
+            case deltas.TextDelta():
                 content["text"] += delta.text
-            case ReasoningDelta():
+            case deltas.ReasoningDelta():
                 content["thinking"] += delta.text
-            case RefusalDelta():
+            case deltas.RefusalDelta():
                 content["refusal"] += delta.text
-            case ToolCallStart():
+            case deltas.ToolCallStart():
                 content["calls"][delta.slot] = [delta.id, delta.name, ""]
-            case ToolCallArguments():
+            case deltas.ToolCallArguments():
                 content["calls"][delta.slot][2] += delta.text
-            case Finish():
+            case deltas.Finish():
                 content["reason"] = delta.reason
-            case UsageUpdate():
+            case deltas.UsageUpdate():
                 content["usage"] = delta.usage
-            case StreamEnd():
+            case deltas.StreamEnd():
                 content["ended"] = True
     content["calls"] = [(id, name, json.loads(text)) for id, name, text in content["calls"].values()]
     return content
@@ -135,7 +120,7 @@ def test_output_is_independent_of_chunk_boundaries(pair: tuple[ChatDialect, Chat
 
 
 pieces = st.one_of(
-    st.builds(TextDelta, st.text(min_size=1, max_size=5)),
+    st.builds(deltas.TextDelta, st.text(min_size=1, max_size=5)),
     st.sampled_from(["think", "call", "refuse", "seal", "cite"]),
 )
 
@@ -146,40 +131,45 @@ pieces = st.one_of(
 @settings(max_examples=80, deadline=None)
 def test_writers_keep_event_order(pieces: list[Any], reason: Any) -> None:
     """Any sequence of deltas gives one start, blocks that close before the next opens, and one end."""
-    sequence: list[Delta] = [StreamStart("i", "m", 1)]
+    sequence: list[deltas.Delta] = [deltas.StreamStart("i", "m", 1)]
     slot = 0
     for piece in pieces:
         match piece:
             case "think":
-                sequence.append(ReasoningDelta("t"))
+                sequence.append(deltas.ReasoningDelta("t"))
             case "refuse":
-                sequence.append(RefusalDelta("no"))
+                sequence.append(deltas.RefusalDelta("no"))
             case "seal":
-                sequence.append(SignatureDelta("s", "gemini"))
+                sequence.append(deltas.SignatureDelta("s", "gemini"))
             case "cite":
-                begin = sum(len(before.text) for before in sequence if isinstance(before, TextDelta))
-                sequence += [TextDelta("c"), CitationDelta(Citation("https://x", start=begin, end=begin + 1))]
+                begin = sum(len(before.text) for before in sequence if isinstance(before, deltas.TextDelta))
+                sequence += [
+                    deltas.TextDelta("c"),
+                    deltas.CitationDelta(deltas.Citation("https://x", start=begin, end=begin + 1)),
+                ]
             case "call":
                 sequence += [
-                    ToolCallStart(slot, f"c{slot}", "f"),
-                    ToolCallArguments(slot, '{"a":'),
-                    ToolCallArguments(slot, "1}"),
+                    deltas.ToolCallStart(slot, f"c{slot}", "f"),
+                    deltas.ToolCallArguments(slot, '{"a":'),
+                    deltas.ToolCallArguments(slot, "1}"),
                 ]
                 slot += 1
             case _:
                 sequence.append(piece)
-    sequence += [Finish(reason), UsageUpdate(Usage(3, output=2)), StreamEnd()]
+    sequence += [deltas.Finish(reason), deltas.UsageUpdate(Usage(3, output=2)), deltas.StreamEnd()]
     for dialect in DIALECTS:
         writer = CODECS[dialect].make_writer(CONTEXT)
         stream = b"".join(writer.write(delta) for delta in sequence)
         _check_order(dialect, payloads(stream))
         again = fold(stream, dialect)
         assert again["ended"] and len(again["calls"]) == slot
-        want = "".join(piece.text for piece in sequence if isinstance(piece, TextDelta))
+        want = "".join(piece.text for piece in sequence if isinstance(piece, deltas.TextDelta))
         if dialect in ("openai-chat", "openai-responses"):
             assert again["text"] == want
         else:  # these formats have refusals as text
-            assert again["text"] == "".join(p.text for p in sequence if isinstance(p, TextDelta | RefusalDelta))
+            assert again["text"] == "".join(
+                p.text for p in sequence if isinstance(p, deltas.TextDelta | deltas.RefusalDelta)
+            )
 
 
 def _check_order(dialect: ChatDialect, events: list[Any]) -> None:
@@ -367,7 +357,7 @@ def test_several_choices_between_chat_and_gemini() -> None:
     output = translate_stream(stream, "openai-chat", "gemini")
     last = payloads(output)[-1]["candidates"]
     assert [(row["index"], row["finishReason"]) for row in last] == [(0, "STOP"), (1, "STOP")]
-    assert [d.choice for d in deltas(output, "gemini") if isinstance(d, TextDelta)] == [0, 1]
+    assert [d.choice for d in read_deltas(output, "gemini") if isinstance(d, deltas.TextDelta)] == [0, 1]
 
 
 def test_tool_calls_that_all_have_index_0() -> None:

@@ -29,22 +29,8 @@ from emberline.gateway.streams.continuation import (
 )
 from emberline.gateway.streams.continued_stream import ContinuedStream
 from emberline.gateway.streams.repetition_filter import MIN_REPEATED_CHARACTERS, RepetitionFilter
-from emberline.wire import sse
-from emberline.wire.deltas import (
-    ChatDialect,
-    Citation,
-    CitationDelta,
-    Delta,
-    Finish,
-    ReasoningDelta,
-    SignatureDelta,
-    StreamEnd,
-    StreamStart,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
+from emberline.wire import deltas, sse
+from emberline.wire.deltas import ChatDialect
 from emberline.wire.event_splitter import EventSplitter, read_event_data
 from emberline.wire.reply_context import ReplyContext
 from emberline.wire.usage import Usage
@@ -201,13 +187,19 @@ class BrokenReply:
         self.closed = True
 
 
-def events(dialect: ChatDialect, deltas: list[Delta]) -> list[bytes]:
+def events(dialect: ChatDialect, reply: list[deltas.Delta]) -> list[bytes]:
     writer = CODECS[dialect].make_writer(ReplyContext())
-    return [event for delta in deltas if (event := writer.write(delta))]
+    return [event for delta in reply if (event := writer.write(delta))]
 
 
-def answer(id: str, *content: Delta) -> list[Delta]:
-    return [StreamStart(id, "m"), *content, Finish("stop"), UsageUpdate(Usage(input=20, output=3)), StreamEnd()]
+def answer(id: str, *content: deltas.Delta) -> list[deltas.Delta]:
+    return [
+        deltas.StreamStart(id, "m"),
+        *content,
+        deltas.Finish("stop"),
+        deltas.UsageUpdate(Usage(input=20, output=3)),
+        deltas.StreamEnd(),
+    ]
 
 
 def gateway_request(dialect: ChatDialect, settings: GatewaySettings | None = None) -> GatewayRequest:
@@ -263,10 +255,10 @@ def test_which_streams_are_continued() -> None:
 
 @pytest.mark.parametrize(("sent", "prefill"), [("a ", "flag"), ("", ""), (" ", "")])
 def test_continuation_at_same_provider(sent: str, prefill: AssistantPrefill) -> None:
-    first = [StreamStart("one", "m"), ReasoningDelta("hm"), *([TextDelta(sent)] if sent else [])]
+    first = [deltas.StreamStart("one", "m"), deltas.ReasoningDelta("hm"), *([deltas.TextDelta(sent)] if sent else [])]
     replies = [
         BrokenReply(events("openai-chat", first), UpstreamBroken("cut")),
-        BrokenReply(events("openai-chat", answer("two", TextDelta("b")))),
+        BrokenReply(events("openai-chat", answer("two", deltas.TextDelta("b")))),
     ]
     requests: list[GatewayRequest] = []
 
@@ -284,7 +276,7 @@ def test_continuation_at_same_provider(sent: str, prefill: AssistantPrefill) -> 
     assert requests[1].prefill == prefill and (requests[1].body == requests[0].body) == (prefill == "")
 
 
-def read(dialect: ChatDialect, data: bytes) -> list[Delta]:
+def read(dialect: ChatDialect, data: bytes) -> list[deltas.Delta]:
     reader = CODECS[dialect].make_reader()
     deltas_read = [
         delta for event in EventSplitter(UpstreamBroken).push(data) for delta in reader.read(read_event_data(event))
@@ -292,8 +284,8 @@ def read(dialect: ChatDialect, data: bytes) -> list[Delta]:
     return [*deltas_read, *reader.end()]
 
 
-def text_of(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+def text_of(reply: list[deltas.Delta]) -> str:
+    return "".join(delta.text for delta in reply if isinstance(delta, deltas.TextDelta))
 
 
 WORDS = [f"word{i} " for i in range(14)]  # more than three broken replies send
@@ -305,7 +297,7 @@ def cut_reply(dialect: ChatDialect, sent: int, more: int, restart: bool) -> tupl
     It is cut `more` events after its first word, because a stream is passed on only from its first content.
     """
     begin = 0 if restart else sent
-    whole = events(dialect, answer(f"after-{sent}", *map(TextDelta, WORDS[begin:])))
+    whole = events(dialect, answer(f"after-{sent}", *map(deltas.TextDelta, WORDS[begin:])))
     first = next(at for at, event in enumerate(whole) if b"word" in event)
     kept = whole[: min(first + 1 + more, len(whole) - 1)]
     reader = CODECS[dialect].make_reader()
@@ -324,46 +316,55 @@ def test_continued_stream_is_one_stream(dialect: ChatDialect, cuts: list[int], r
     for more in cuts:
         broken, sent = cut_reply(dialect, sent, more, restart)
         replies.append(broken)
-    replies.append(BrokenReply(events(dialect, answer("last", *map(TextDelta, WORDS[0 if restart else sent :])))))
+    replies.append(
+        BrokenReply(events(dialect, answer("last", *map(deltas.TextDelta, WORDS[0 if restart else sent :]))))
+    )
     data, reply, request = run_continued_stream(dialect, *replies)
     deltas_read = read(dialect, data)
     assert text_of(deltas_read) == "".join(WORDS) and len(request) == len(cuts)
     kinds = [type(delta) for delta in deltas_read]
-    assert kinds.count(StreamStart) == kinds.count(Finish) == kinds.count(StreamEnd) == 1 and kinds[-1] is StreamEnd
+    assert (
+        kinds.count(deltas.StreamStart) == kinds.count(deltas.Finish) == kinds.count(deltas.StreamEnd) == 1
+        and kinds[-1] is deltas.StreamEnd
+    )
     assert reply.ended == "complete" and reply.error == "" and reply.micros == 7 * len(replies)
     assert reply.usage == Usage(input=10 * len(replies), output=5 * len(replies))
-    counted = [delta.usage for delta in deltas_read if isinstance(delta, UsageUpdate)]
+    counted = [delta.usage for delta in deltas_read if isinstance(delta, deltas.UsageUpdate)]
     assert counted[-1] == Usage(input=20 + 10 * len(cuts), output=3 + 5 * len(cuts))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_continued_stream_keeps_first_id(dialect: ChatDialect) -> None:
-    first = events(dialect, [StreamStart("one", "m"), TextDelta("a ")])
+    first = events(dialect, [deltas.StreamStart("one", "m"), deltas.TextDelta("a ")])
     data, reply, request = run_continued_stream(
-        dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, answer("two", TextDelta("b"))))
+        dialect,
+        BrokenReply(first, UpstreamBroken("cut")),
+        BrokenReply(events(dialect, answer("two", deltas.TextDelta("b")))),
     )
-    opened = [delta for delta in read(dialect, data) if isinstance(delta, StreamStart)]
+    opened = [delta for delta in read(dialect, data) if isinstance(delta, deltas.StreamStart)]
     assert [delta.id for delta in opened] == ["one"] and b"two" not in data
     assert request == ["a "] and reply.continued_by == "p/m" and reply.estimated
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_continuation_adds_no_reasoning(dialect: ChatDialect) -> None:
-    first = events(dialect, [StreamStart("one", "m"), ReasoningDelta("hm"), TextDelta("a ")])
-    second = answer("two", ReasoningDelta("once more"), SignatureDelta("s", "anthropic"), TextDelta("b"))
+    first = events(dialect, [deltas.StreamStart("one", "m"), deltas.ReasoningDelta("hm"), deltas.TextDelta("a ")])
+    second = answer(
+        "two", deltas.ReasoningDelta("once more"), deltas.SignatureDelta("s", "anthropic"), deltas.TextDelta("b")
+    )
     data, _, request = run_continued_stream(
         dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, second))
     )
     deltas_read = read(dialect, data)
     assert request == ["a "] and text_of(deltas_read) == "a b"
-    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ReasoningDelta)) == "hm"
+    assert "".join(delta.text for delta in deltas_read if isinstance(delta, deltas.ReasoningDelta)) == "hm"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_continuation_citations_are_dropped(dialect: ChatDialect) -> None:
     """A continuation's citation offsets count from its own start."""
-    first = events(dialect, [StreamStart("one", "m"), TextDelta("a ")])
-    second = answer("two", TextDelta("b"), CitationDelta(Citation("https://x", start=0, end=1)))
+    first = events(dialect, [deltas.StreamStart("one", "m"), deltas.TextDelta("a ")])
+    second = answer("two", deltas.TextDelta("b"), deltas.CitationDelta(deltas.Citation("https://x", start=0, end=1)))
     assert b"https://x" in b"".join(events(dialect, second))
     data, _, _ = run_continued_stream(
         dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, second))
@@ -375,10 +376,17 @@ def test_continuation_citations_are_dropped(dialect: ChatDialect) -> None:
 def test_incomplete_tool_call_is_not_continued(dialect: ChatDialect) -> None:
     half = events(
         dialect,
-        [StreamStart("one", "m"), TextDelta("a"), ToolCallStart(0, "c1", "weather"), ToolCallArguments(0, '{"ci')],
+        [
+            deltas.StreamStart("one", "m"),
+            deltas.TextDelta("a"),
+            deltas.ToolCallStart(0, "c1", "weather"),
+            deltas.ToolCallArguments(0, '{"ci'),
+        ],
     )
     data, reply, request = run_continued_stream(
-        dialect, BrokenReply(half, UpstreamBroken("cut")), BrokenReply(events(dialect, answer("two", TextDelta("b"))))
+        dialect,
+        BrokenReply(half, UpstreamBroken("cut")),
+        BrokenReply(events(dialect, answer("two", deltas.TextDelta("b")))),
     )
     assert not request and (reply.ended, reply.error) == ("cut", "upstream_broken") and reply.continued_by == ""
     assert b"cut" in data.splitlines()[-2] and sse.DONE_EVENT not in data, "the stream must not look complete"
@@ -386,28 +394,34 @@ def test_incomplete_tool_call_is_not_continued(dialect: ChatDialect) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_continuation_may_call_tools(dialect: ChatDialect) -> None:
-    first = events(dialect, [StreamStart("one", "m"), TextDelta("I look ")])
+    first = events(dialect, [deltas.StreamStart("one", "m"), deltas.TextDelta("I look ")])
     call = answer(
-        "two", TextDelta("I look it up"), ToolCallStart(0, "c1", "weather"), ToolCallArguments(0, '{"city":"Paris"}')
+        "two",
+        deltas.TextDelta("I look it up"),
+        deltas.ToolCallStart(0, "c1", "weather"),
+        deltas.ToolCallArguments(0, '{"city":"Paris"}'),
     )
     data, _, _ = run_continued_stream(
         dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, call))
     )
     deltas_read = read(dialect, data)
     assert text_of(deltas_read) == "I look it up"
-    assert [delta.name for delta in deltas_read if isinstance(delta, ToolCallStart)] == ["weather"]
-    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ToolCallArguments)) == '{"city":"Paris"}'
+    assert [delta.name for delta in deltas_read if isinstance(delta, deltas.ToolCallStart)] == ["weather"]
+    assert (
+        "".join(delta.text for delta in deltas_read if isinstance(delta, deltas.ToolCallArguments))
+        == '{"city":"Paris"}'
+    )
 
 
 def test_stream_with_finish_reason_is_completed() -> None:
-    done = events("openai-chat", answer("one", TextDelta("a")))[:-1]
+    done = events("openai-chat", answer("one", deltas.TextDelta("a")))[:-1]
     data, reply, request = run_continued_stream("openai-chat", BrokenReply(done, UpstreamBroken("cut")))
     assert not request and data.endswith(sse.DONE_EVENT) and text_of(read("openai-chat", data)) == "a"
     assert reply.ended == "complete" and reply.continued_by == "ended here" and reply.estimated
 
 
 def test_stream_without_continuation_ends_with_error() -> None:
-    first = events("anthropic", [StreamStart("one", "m"), TextDelta("a")])
+    first = events("anthropic", [deltas.StreamStart("one", "m"), deltas.TextDelta("a")])
     data, reply, request = run_continued_stream("anthropic", BrokenReply(first, UpstreamBroken("it was cut")))
     assert request == ["a"] and data.count(b"it was cut") == 1 and b"message_stop" not in data
     assert (reply.ended, reply.error, reply.micros) == ("cut", "upstream_broken", 7)

@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from emberline.api.openai.completions import OpenAICompletionCall
-from emberline.wire import sse
-from emberline.wire.deltas import (
-    Delta,
-    Finish,
-    Json,
-    PromptDelta,
-    ReasoningDelta,
-    ReplyStart,
-    StreamEnd,
-    StreamStart,
-    TextDelta,
-    TokenIdsDelta,
-    UsageUpdate,
-)
+from emberline.wire import deltas, sse
+from emberline.wire.deltas import Json
 from emberline.wire.errors import render_openai_error
 from emberline.wire.logprobs import TextLogprobs, render_prompt_logprobs
 from emberline.wire.usage import Usage
@@ -35,13 +23,13 @@ class _CompletionChoice:
     prompt_ids: list[int] | None = None
     sent_ids: int = 0  # number of `ids` that were sent in chunks
     echoed: int = 0  # number of prompt characters before the generated text
-    finish: Finish | None = None
+    finish: deltas.Finish | None = None
 
     def render_finish_fields(self) -> Json:
         assert self.finish is not None, "the choice has no Finish yet"
         return {"finish_reason": self.finish.reason, **self.finish.stop_details()}
 
-    def add_token_ids(self, delta: TokenIdsDelta) -> None:
+    def add_token_ids(self, delta: deltas.TokenIdsDelta) -> None:
         self.ids = [*(self.ids or ()), *delta.ids]
         if delta.prompt_ids:
             self.prompt_ids = list(delta.prompt_ids)
@@ -75,28 +63,28 @@ class CompletionReplyWriter:
         before, after = self._encode_chunk([empty]).split(b'"text":""')
         return before + b'"text":', after
 
-    def write(self, delta: Delta) -> bytes:
+    def write(self, delta: deltas.Delta) -> bytes:
         # Reasoning is text here. Not `match`: isinstance is slow if the object is of a different Struct type.
-        if type(delta) is TextDelta or type(delta) is ReasoningDelta:
+        if type(delta) is deltas.TextDelta or type(delta) is deltas.ReasoningDelta:
             return b"" if self._call.echoes_only else self._add_text(delta)
         match delta:
-            case PromptDelta():
+            case deltas.PromptDelta():
                 self._choices[delta.choice].prompt = render_prompt_logprobs(delta.tokens)
                 return self._add_text(delta) if self._call.echo else b""
-            case TokenIdsDelta():
+            case deltas.TokenIdsDelta():
                 self._choices[delta.choice].add_token_ids(delta)
                 return b""
-            case Finish():
+            case deltas.Finish():
                 return self._finish_choice(delta)
-            case UsageUpdate():
+            case deltas.UsageUpdate():
                 self._usage = delta.usage
                 return b""
-            case ReplyStart():
+            case deltas.ReplyStart():
                 self._usage = Usage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
                 return b""
-            case StreamStart():
+            case deltas.StreamStart():
                 return b""
-            case StreamEnd():
+            case deltas.StreamEnd():
                 if not self._call.stream:
                     return b""
                 usage_chunk = self._encode_chunk([], self._render_usage()) if self._call.includes_usage else b""
@@ -113,7 +101,7 @@ class CompletionReplyWriter:
             "usage": self._render_usage(),
         }
 
-    def _add_text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> bytes:
+    def _add_text(self, delta: deltas.PromptDelta | deltas.TextDelta | deltas.ReasoningDelta) -> bytes:
         choice = self._choices[delta.choice]
         assert choice.finish is None, "the choice has already finished"
         choice.texts.append(delta.text)
@@ -124,15 +112,15 @@ class CompletionReplyWriter:
         if top is not None:
             choice.logprobs.add(delta.tokens, top, choice.echoed)
             logprobs = TextLogprobs(as_ids=self._call.tokens_as_ids).add(delta.tokens, top, choice.echoed).body()
-        if isinstance(delta, PromptDelta):
+        if isinstance(delta, deltas.PromptDelta):
             choice.echoed = len(delta.text)
         entry = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         return self._encode_chunk([entry | (choice.take_unsent_token_ids() if self._call.stream else {})])
 
-    def _finish_choice(self, finish: Finish) -> bytes:
+    def _finish_choice(self, finish: deltas.Finish) -> bytes:
         choice = self._choices[finish.choice]
         # With max_tokens: 0 the engine's one token may be an end token, but the reply ends by its length.
-        choice.finish = Finish("length", choice=finish.choice) if self._call.echoes_only else finish
+        choice.finish = deltas.Finish("length", choice=finish.choice) if self._call.echoes_only else finish
         entry = {"index": finish.choice, "text": "", "logprobs": None, **choice.render_finish_fields()}
         return self._encode_chunk([entry | (choice.take_unsent_token_ids() if self._call.stream else {})])
 

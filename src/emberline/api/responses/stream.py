@@ -9,19 +9,7 @@ from __future__ import annotations
 
 from emberline.api.responses.output import Json, OutputFunctionCall, OutputItem, OutputMessage, OutputReasoning
 from emberline.api.responses.request import ResponsesCall
-from emberline.wire import sse
-from emberline.wire.deltas import (
-    Delta,
-    Finish,
-    ReasoningDelta,
-    ReplyStart,
-    StreamEnd,
-    StreamStart,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
+from emberline.wire import deltas, sse
 from emberline.wire.errors import render_openai_error
 from emberline.wire.usage import Usage
 from emberline.wire.usage_objects import render_responses_usage
@@ -38,12 +26,12 @@ class ResponsesReplyWriter:
         self._output: list[OutputItem] = []
         self._is_open = False  # whether the last item is open
         self._slot = -1  # number of the tool call that is being written
-        self._finish: Finish | None = None
+        self._finish: deltas.Finish | None = None
         self._usage: Usage | None = None
         self._error: Json | None = None
         self._num_sent = 0
 
-    def write(self, delta: Delta) -> bytes:
+    def write(self, delta: deltas.Delta) -> bytes:
         return self._encode_events(self._make_events(delta))
 
     def write_error(self, error: Exception) -> bytes:
@@ -69,39 +57,40 @@ class ResponsesReplyWriter:
             "usage": None if self._usage is None else render_responses_usage(self._usage),
         }
 
-    def _make_events(self, delta: Delta) -> list[Json]:
-        if type(delta) is TextDelta:  # not `match`: isinstance is slow if the object is of a different Struct type
+    def _make_events(self, delta: deltas.Delta) -> list[Json]:
+        # Not `match`: isinstance is slow if the object is of a different Struct type.
+        if type(delta) is deltas.TextDelta:
             return self._append_text(OutputMessage, delta)
-        if type(delta) is ReasoningDelta:
+        if type(delta) is deltas.ReasoningDelta:
             return self._append_text(OutputReasoning, delta)
         match delta:
-            case ToolCallStart():
+            case deltas.ToolCallStart():
                 self._slot = delta.slot
                 return self._begin_item(
                     OutputFunctionCall(self._make_item_id("fc"), len(self._output), delta.id, delta.name)
                 )
-            case ToolCallArguments():
+            case deltas.ToolCallArguments():
                 assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
                 return [self._output[-1].append_text(delta.text)] if delta.text else []
-            case Finish():
+            case deltas.Finish():
                 self._finish = delta
                 return self._close_item()
-            case UsageUpdate():
+            case deltas.UsageUpdate():
                 self._usage = delta.usage
                 return []
-            case ReplyStart():
+            case deltas.ReplyStart():
                 return []
-            case StreamStart():
+            case deltas.StreamStart():
                 names = ("response.created", "response.in_progress")
                 return [{"type": name, "response": self.body()} for name in names]
-            case StreamEnd():
+            case deltas.StreamEnd():
                 assert self._finish is not None, "StreamEnd requires a Finish"
                 return [{"type": f"response.{self._response_status()}", "response": self.body()}]
             case _:
                 raise AssertionError(f"a response cannot contain a {type(delta).__name__}")
 
     def _append_text(
-        self, kind: type[OutputMessage] | type[OutputReasoning], delta: TextDelta | ReasoningDelta
+        self, kind: type[OutputMessage] | type[OutputReasoning], delta: deltas.TextDelta | deltas.ReasoningDelta
     ) -> list[Json]:
         if not delta.text and not delta.tokens:
             return []

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
-from emberline.wire.deltas import (
-    Finish,
-    ProviderDelta,
-    ReasoningDelta,
-    StreamEnd,
-    StreamStart,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
+from emberline.wire import deltas
 
 
 class DeltaOrderChecker:
@@ -24,21 +14,23 @@ class DeltaOrderChecker:
         self._finished_choices: set[int] = set()
         self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
 
-    def check(self, delta: ProviderDelta) -> None:
+    def check(self, delta: deltas.ProviderDelta) -> None:
         # Fast path for nearly all deltas; not `match`: isinstance is slow if the object is of a different Struct type.
-        if (type(delta) is TextDelta or type(delta) is ReasoningDelta) and delta.choice in self._open_choices:
+        if (
+            type(delta) is deltas.TextDelta or type(delta) is deltas.ReasoningDelta
+        ) and delta.choice in self._open_choices:
             return
-        if type(delta) is ToolCallArguments and delta.choice in self._open_choices:
+        if type(delta) is deltas.ToolCallArguments and delta.choice in self._open_choices:
             self._check_arguments(delta)
             return
         match delta:
-            case UsageUpdate():
+            case deltas.UsageUpdate():
                 return
-            case StreamStart():
+            case deltas.StreamStart():
                 if self._has_started:
                     raise UpstreamBroken("the stream has two start events")
                 self._has_started = True
-            case StreamEnd():
+            case deltas.StreamEnd():
                 if self._open_choices or not self._finished_choices:
                     raise UpstreamBroken("the stream ended before all choices had a finish reason")
             case _:
@@ -55,19 +47,19 @@ class DeltaOrderChecker:
             raise UpstreamBroken(f"the stream has content for choice {choice}, but only one choice was requested")
         self._open_choices.add(choice)
 
-    def _check_choice_delta(self, delta: ProviderDelta) -> None:
+    def _check_choice_delta(self, delta: deltas.ProviderDelta) -> None:
         match delta:
-            case ToolCallArguments():
+            case deltas.ToolCallArguments():
                 self._check_arguments(delta)
-            case ToolCallStart():
+            case deltas.ToolCallStart():
                 assert delta.slot == self._call_counts.get(delta.choice, 0), (
                     "tool calls are numbered in order of arrival"
                 )
                 self._call_counts[delta.choice] = delta.slot + 1
-            case Finish():
+            case deltas.Finish():
                 self._open_choices.discard(delta.choice)
                 self._finished_choices.add(delta.choice)
 
-    def _check_arguments(self, delta: ToolCallArguments) -> None:
+    def _check_arguments(self, delta: deltas.ToolCallArguments) -> None:
         if delta.slot >= self._call_counts.get(delta.choice, 0):
             raise UpstreamBroken(f"the stream has arguments for tool call {delta.slot}, which was not started")

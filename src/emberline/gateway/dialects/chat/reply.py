@@ -13,20 +13,8 @@ from emberline.gateway.dialects.chat.content import (
     read_mistral_reasoning,
 )
 from emberline.gateway.dialects.field_reader import FieldReader, parse_rows
+from emberline.wire import deltas
 from emberline.wire.chat import ChatWriter
-from emberline.wire.deltas import (
-    CitationDelta,
-    Delta,
-    Finish,
-    ReasoningDelta,
-    RefusalDelta,
-    SignatureDelta,
-    StreamStart,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    UsageUpdate,
-)
 from emberline.wire.finish_reasons import FROM_CHAT
 from emberline.wire.reply_context import ReplyContext
 from emberline.wire.usage import Usage
@@ -71,36 +59,36 @@ def _parse_choice(raw: object, path: str, changes: ChangeReport) -> canonical.Ca
 
 def render(reply: canonical.CanonicalReply, context: ReplyContext) -> canonical.Json:
     writer = ChatWriter(context, stream=False)
-    writer.write(StreamStart(reply.id, reply.model, reply.created))
+    writer.write(deltas.StreamStart(reply.id, reply.model, reply.created))
     for index, choice in enumerate(reply.choices):
         for delta in _iter_choice_deltas(index, choice):
             writer.write(delta)
     if reply.usage is not None:
-        writer.write(UsageUpdate(reply.usage))
+        writer.write(deltas.UsageUpdate(reply.usage))
     return writer.body()
 
 
-def _iter_choice_deltas(index: int, choice: canonical.CanonicalChoice) -> Iterator[Delta]:
+def _iter_choice_deltas(index: int, choice: canonical.CanonicalChoice) -> Iterator[deltas.Delta]:
     num_characters = 0  # of the parts' joined text, in which citations count
     if choice.logprobs is not None:
-        yield TextDelta("", index, logprobs=choice.logprobs)
+        yield deltas.TextDelta("", index, logprobs=choice.logprobs)
     for slot, part in _count_calls_before_parts(choice.parts):
         match part:
             case canonical.TextContent():
-                yield TextDelta(part.text, index)
+                yield deltas.TextDelta(part.text, index)
                 for citation in part.citations:
-                    yield CitationDelta(citation.with_offset(num_characters), index)
+                    yield deltas.CitationDelta(citation.with_offset(num_characters), index)
                 num_characters += len(part.text)
             case canonical.ReasoningContent():
                 if part.text:
-                    yield ReasoningDelta(part.text, index)
-                yield SignatureDelta(part.signature, part.origin, choice=index)
+                    yield deltas.ReasoningDelta(part.text, index)
+                yield deltas.SignatureDelta(part.signature, part.origin, choice=index)
             case canonical.RefusalContent():
-                yield RefusalDelta(part.text, index)
+                yield deltas.RefusalDelta(part.text, index)
             case canonical.ToolCallContent():
-                yield ToolCallStart(slot, part.id, part.name, index)
-                yield ToolCallArguments(slot, part.arguments, index)
-    yield Finish(choice.finish_reason or "stop", choice=index)
+                yield deltas.ToolCallStart(slot, part.id, part.name, index)
+                yield deltas.ToolCallArguments(slot, part.arguments, index)
+    yield deltas.Finish(choice.finish_reason or "stop", choice=index)
 
 
 def _count_calls_before_parts(parts: list[canonical.Part]) -> Iterator[tuple[int, canonical.Part]]:
