@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
-import socket
-from typing import Any
 
 import pytest
+from local_router import REQUEST, LocalRouter
 
-from emberline.cluster.registration import DialectName, Heartbeat, ModelRegistration, WorkerRegistration
-from emberline.core.clock import SystemClock
-from emberline.core.config import RouterConfig
 from emberline.core.handoff import TokenGroup
-from emberline.net.server import HTTPServer
-from emberline.router.http.router_app import RouterApp
-from emberline.router.worker_client import WorkerClient
 
-MODEL = ModelRegistration("m", "l", 8192, 8, 65536, 16)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 WORD = (
     b'data: {"id":"chatcmpl-1","created":1,"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\n'
@@ -51,36 +42,18 @@ class LingeringWorker:
         writer.close()
 
 
-BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}).encode()
-PATH = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-REQUEST = b"%bcontent-length: %d\r\n\r\n%b" % (PATH, len(BODY), BODY)
-
-
-async def relay_request(port: int) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(REQUEST)
-    async with asyncio.timeout(20):
-        return await reader.read()
-
-
 def test_drain_after_final_event_does_not_repeat_it() -> None:
     async def main() -> bytes:
-        worker, app = LingeringWorker(), RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {})
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = HTTPServer(app)
-        await server.start(listener)
+        worker, router = LingeringWorker(), await LocalRouter().start()
         for name in "ab":
-            place = await asyncio.start_server(worker.answer, "127.0.0.1", 0)
-            url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-            app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (MODEL,)))
-            app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
-        asking = asyncio.create_task(relay_request(listener.getsockname()[1]))
+            await router.add_worker(name, worker.answer)
+        asking = asyncio.create_task(router.relay_request())
         await worker.told.wait()
         await asyncio.sleep(0.1)
-        (busy,) = (each.name for each in app.dispatcher.workers.values() if each.open_requests)
-        app.dispatcher.set_draining(busy, True, move_streams=True)
+        (busy,) = (each.name for each in router.app.dispatcher.workers.values() if each.open_requests)
+        router.app.dispatcher.set_draining(busy, True, move_streams=True)
         got = await asking
-        await server.stop(0.1)
+        await router.stop()
         return got
 
     got = asyncio.run(main())
@@ -109,31 +82,19 @@ def test_native_stream_moves_only_to_native_worker() -> None:
         writer.close()
 
     async def main() -> bytes:
-        app, listener = (
-            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
-            socket.create_server(("127.0.0.1", 0)),
-        )
-        server = HTTPServer(app)
-        await server.start(listener)
-
-        async def join(name: str, answer: Any, dialect: DialectName = "native") -> None:
-            place = await asyncio.start_server(answer, "127.0.0.1", 0)
-            url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-            app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (MODEL,), dialect=dialect))
-            app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
-
-        await join("b", goes_on)
-        other = asyncio.create_task(relay_request(listener.getsockname()[1]))
+        router = await LocalRouter().start()
+        await router.add_worker("b", goes_on)
+        other = asyncio.create_task(router.relay_request())
         await busy.wait()
-        await join("a", breaks)
-        asking = asyncio.create_task(relay_request(listener.getsockname()[1]))
+        await router.add_worker("a", breaks)
+        asking = asyncio.create_task(router.relay_request())
         await begun.wait()
         for name in ("v0", "v1", "v2"):
-            await join(name, stranger, "vllm")
+            await router.add_worker(name, stranger, "vllm")
         joined.set()
         got = await asking
         other.cancel()
-        await server.stop(0.1)
+        await router.stop()
         return got
 
     busy, begun, joined = (asyncio.Event() for _ in range(3))
@@ -157,18 +118,10 @@ def test_stream_without_complete_event_is_passed_unchanged(said: bytes, packed: 
             writer.write(b"%btransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (head, len(body), body))
 
     async def main() -> bytes:
-        app, listener = (
-            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
-            socket.create_server(("127.0.0.1", 0)),
-        )
-        server = HTTPServer(app)
-        await server.start(listener)
-        place = await asyncio.start_server(answer, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-        app.dispatcher.register(WorkerRegistration("v", "iv", url, (MODEL,), dialect="vllm"))
-        app.dispatcher.record_heartbeat(Heartbeat("v", "iv"))
-        got = await relay_request(listener.getsockname()[1])
-        await server.stop(0.1)
+        router = await LocalRouter().start()
+        await router.add_worker("v", answer, "vllm")
+        got = await router.relay_request()
+        await router.stop()
         return got
 
     got = asyncio.run(main())
@@ -200,18 +153,10 @@ def test_foreign_events_pass_one_by_one(line_end: bytes, prefix: str) -> None:
         writer.write(b"0\r\n\r\n")
 
     async def main() -> bytes:
-        app, listener = (
-            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
-            socket.create_server(("127.0.0.1", 0)),
-        )
-        server = HTTPServer(app)
-        await server.start(listener)
-        place = await asyncio.start_server(answer, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}{prefix}"
-        app.dispatcher.register(WorkerRegistration("v", "iv", url, (MODEL,), dialect="vllm"))
-        app.dispatcher.record_heartbeat(Heartbeat("v", "iv"))
+        router = await LocalRouter().start()
+        await router.add_worker("v", answer, "vllm", path=prefix)
         whole = b""
-        reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(REQUEST)
         async with asyncio.timeout(60):
             while not whole.endswith(b"0\r\n\r\n"):
@@ -220,7 +165,7 @@ def test_foreign_events_pass_one_by_one(line_end: bytes, prefix: str) -> None:
                 whole += data
                 received.put_nowait(data)
         writer.close()
-        await server.stop(0.1)
+        await router.stop()
         return whole
 
     got = asyncio.run(main())

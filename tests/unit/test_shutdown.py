@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from typing import Any
 
 import pytest
+from local_router import LocalRouter
 from scripted_engine import Answer, WorkerHarness
-from test_router_endings import HEAD, MODEL, WORD, chunk, relay_request
+from test_router_endings import HEAD, WORD, chunk
 
-from emberline.cluster.registration import Heartbeat, WorkerRegistration
-from emberline.core.clock import SystemClock
-from emberline.core.config import RouterConfig
 from emberline.core.handoff import TokenGroup
-from emberline.net.server import HTTPServer
-from emberline.router.http.router_app import RouterApp
-from emberline.router.worker_client import WorkerClient
 
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -71,22 +65,14 @@ def test_router_shutdown_ends_streams_with_error() -> None:
         await reader.read()
 
     async def run() -> bytes:
-        app, listener = (
-            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
-            socket.create_server(("127.0.0.1", 0)),
-        )
-        server = HTTPServer(app)
-        await server.start(listener)
-        place = await asyncio.start_server(never_ends, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-        app.dispatcher.register(WorkerRegistration("a", "ia", url, (MODEL,)))
-        app.dispatcher.record_heartbeat(Heartbeat("a", "ia"))
-        asking = asyncio.create_task(relay_request(listener.getsockname()[1]))
+        router = await LocalRouter().start()
+        await router.add_worker("a", never_ends)
+        asking = asyncio.create_task(router.relay_request())
         await begun.wait()
-        while not any(each.open_requests for each in app.dispatcher.workers.values()):
+        while not any(each.open_requests for each in router.app.dispatcher.workers.values()):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # the first event is passed on
-        await server.stop(0.0)
+        await router.stop(0.0)
         return await asking
 
     got = asyncio.run(run())
