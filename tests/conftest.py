@@ -18,6 +18,8 @@ from emberline.core import freeport
 if TYPE_CHECKING:
     from local_gateway import LocalGateway
 
+    from emberline.bench.mooncake_master import MooncakeMaster
+
 
 def pytest_configure() -> None:
     """What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores a hang-up; so would every process
@@ -69,3 +71,24 @@ def gateway(gateways: LocalGateway) -> LocalGateway:
     """A file's own (`gateways`), its fakes as if nothing had been asked of them."""
     gateways.reset()
     return gateways
+
+
+@pytest.fixture(scope="module")
+def short_timeouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
+    """What `start_gateways` of the test's file starts, with timeouts that pass within seconds."""
+    from local_gateway import HASTY
+
+    with request.module.start_gateways(tmp_path_factory.mktemp("hasty"), HASTY) as started:
+        yield started
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
+    """A running master of a Mooncake store; its clients close at once."""
+    from emberline.bench.mooncake_master import MooncakeMaster
+    from emberline.kv.tiers import storeclient
+
+    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # closing takes two seconds
+    started = MooncakeMaster().start()
+    yield started
+    started.kill()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from gpu_settings import gpu_config
 
 from emberline.core.engine_config import SchedulerConfig
 from emberline.engine.engine import Engine
+from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.boot import BootedGPUEngine, Checkpoint, ModelConfig
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
@@ -18,6 +20,9 @@ from emberline.kernels import backend, ops, reference
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.loader import load_decoder
 
+if TYPE_CHECKING:
+    import pytest
+
 TOTAL = 4 << 30  # memory of the simulated device
 
 
@@ -26,6 +31,15 @@ def plain_arithmetic() -> None:
     backend._backend = ops.ReferenceBackend("asked for")
     uniform = reference.uniform_from_seed  # on copies: memory that numpy has used cannot be freed
     reference.uniform_from_seed = lambda seed, position: uniform(seed.clone(), position.clone())
+
+
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `boot` start engines for a GPU on the CPU, as if it had 8 GiB of memory."""
+    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
+        monkeypatch.setattr(gpu_boot, name, stand_in)
+    monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
 
 
 def booted(directory: Path, memory: MemoryPlan | None = None) -> BootedGPUEngine:

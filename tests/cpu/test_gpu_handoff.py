@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from gpu_settings import gpu_config
+from host_engine import simulate_gpu
 from race_detector import RaceDetector
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from emberline.core.request import FinishReason, Submission
 from emberline.engine import engine_group_boot, memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
-from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu import region as regions
 from emberline.engine.gpu.boot import make_region
 from emberline.engine.gpu.device import Device, HostDevice
@@ -337,11 +337,7 @@ def test_memory_plan_includes_staging(model: DecoderModel) -> None:
 def test_settings_configure_the_transfer_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boot an engine completely on a fake GPU."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
-        monkeypatch.setattr(gpu_boot, name, stand_in)
-    monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    simulate_gpu(monkeypatch)
     config = EngineConfig.build(
         str(home), device="cuda", block_size=16, kv_memory=1 << 18, transfer=TransferConfig("p"), kv_mooncake=True
     )

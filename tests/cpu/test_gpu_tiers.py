@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from gpu_settings import gpu_config
-from host_engine import plain_arithmetic
+from host_engine import plain_arithmetic, simulate_gpu
 from race_detector import RaceDetector
 from torch import Tensor
 
@@ -25,10 +25,8 @@ from emberline.core.request import Priority, Submission
 from emberline.engine import memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
-from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.boot import make_tiers
 from emberline.engine.gpu.copier import DeviceCopier
-from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import reset_prefix_cache, sleep_runner, wake_runner
@@ -331,11 +329,7 @@ def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.Mon
 def test_settings_create_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boot on a simulated GPU, then boot again: the second one finds the files of the first."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
-        monkeypatch.setattr(gpu_boot, name, stand_in)
-    monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    simulate_gpu(monkeypatch)
     config = EngineConfig.build(
         str(home),
         device="cuda",

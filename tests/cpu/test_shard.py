@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import llama_8b
 import pytest
 import tiny
 import torch
 from torch import Tensor
 
+from emberline.bench.gpu import model as bench_model
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -25,7 +25,7 @@ from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec
 
-LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
+LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 MATRICES = {  # n, k
     "q_proj": (4096, 4096),
     "k_proj": (1024, 4096),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
-from emberline.kv.tiers import storeclient
 
 Answer = tuple[list[int], list[float], int]
 
@@ -23,14 +21,6 @@ Answer = tuple[list[int], list[float], int]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"])
-
-
-@pytest.fixture
-def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
-    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # closing takes two seconds
-    started = MooncakeMaster().start()
-    yield started
-    started.kill()
 
 
 def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> Engine:

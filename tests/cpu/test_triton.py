@@ -19,20 +19,10 @@ from rope_metadata import rope_metadata
 
 triton = pytest.importorskip("triton")
 
+import triton_cases  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver, interpreter, jit  # noqa: E402
-from triton_cases import (  # noqa: E402
-    BF16,
-    F32,
-    FP8,
-    check_attention,
-    check_nan_and_inf,
-    check_norm,
-    check_rope,
-    check_rows,
-    check_silu,
-    check_widen,
-)
+from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
 from emberline.kernels.triton import norm  # noqa: E402
@@ -105,14 +95,14 @@ def test_norm_in_the_interpreter(
     rounding: None, dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(norm, "MAX_GRID_WARPS", 3)  # some programs have three rows, some two
-    check_norm(CPU, dtype, rows, columns)
+    triton_cases.check_norm(CPU, dtype, rows, columns)
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("columns,group", [(2064, 16), (48, 16), (33, None)])
 def test_silu_in_the_interpreter(rounding: None, dtype: torch.dtype, columns: int, group: int | None) -> None:
-    check_silu(CPU, dtype, 3, columns, group)
+    triton_cases.check_silu(CPU, dtype, 3, columns, group)
 
 
 @interpreted
@@ -134,14 +124,14 @@ def test_rope_in_the_interpreter(
     rotary: int,
     normed: bool,
 ) -> None:
-    check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed)
+    triton_cases.check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed)
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
 def test_nan_and_inf_in_the_interpreter(rounding: None, dtype: torch.dtype, cache: torch.dtype) -> None:
-    check_nan_and_inf(CPU, dtype, cache)
+    triton_cases.check_nan_and_inf(CPU, dtype, cache)
 
 
 RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
@@ -168,19 +158,19 @@ def test_attention_in_the_interpreter(
     block: int,
     block_m: int | None,
 ) -> None:
-    check_attention(CPU, dtype, cache, RAGGED, heads, window=window, block=block, block_m=block_m)
+    triton_cases.check_attention(CPU, dtype, cache, RAGGED, heads, window=window, block=block, block_m=block_m)
 
 
 @interpreted
 @pytest.mark.parametrize("count", [1, 7, 130])
 def test_rows_in_the_interpreter(count: int) -> None:
-    check_rows(CPU, count)
+    triton_cases.check_rows(CPU, count)
 
 
 @interpreted
 @pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (7, 1, 8, 4)])
 def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: int, dim: int) -> None:
-    check_widen(CPU, rows, heads, size, dim)
+    triton_cases.check_widen(CPU, rows, heads, size, dim)
 
 
 def test_tiles() -> None:

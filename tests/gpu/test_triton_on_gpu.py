@@ -7,18 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton_cases import (
-    BF16,
-    F32,
-    FP8,
-    check_attention,
-    check_nan_and_inf,
-    check_norm,
-    check_rope,
-    check_rows,
-    check_silu,
-    check_widen,
-)
+import triton_cases
+from triton_cases import BF16, F32, FP8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = "cuda"
@@ -34,7 +24,7 @@ def seed() -> None:
 @pytest.mark.parametrize("columns", [4096, 576, 100])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_norm(dtype: torch.dtype, rows: int, columns: int, pdl: bool) -> None:
-    check_norm(GPU, dtype, rows, columns, pdl=pdl)
+    triton_cases.check_norm(GPU, dtype, rows, columns, pdl=pdl)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -42,7 +32,7 @@ def test_norm(dtype: torch.dtype, rows: int, columns: int, pdl: bool) -> None:
 @pytest.mark.parametrize("columns,group", [(14336, 16), (14336, None), (1536, 16), (100, None)])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_silu(dtype: torch.dtype, rows: int, columns: int, group: int | None, pdl: bool) -> None:
-    check_silu(GPU, dtype, rows, columns, group, pdl=pdl)
+    triton_cases.check_silu(GPU, dtype, rows, columns, group, pdl=pdl)
 
 
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (BF16, FP8), (F32, F32), (F32, BF16), (F32, FP8)])
@@ -54,12 +44,12 @@ def test_silu(dtype: torch.dtype, rows: int, columns: int, group: int | None, pd
 def test_rope(
     dtype: torch.dtype, cache: torch.dtype, tokens: int, heads: tuple[int, int, int], rotary: int, normed: bool
 ) -> None:
-    check_rope(GPU, dtype, cache, tokens, heads, rotary, normed=normed, block=64, pdl=normed)
+    triton_cases.check_rope(GPU, dtype, cache, tokens, heads, rotary, normed=normed, block=64, pdl=normed)
 
 
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
 def test_nan_and_inf(dtype: torch.dtype, cache: torch.dtype) -> None:
-    check_nan_and_inf(GPU, dtype, cache)
+    triton_cases.check_nan_and_inf(GPU, dtype, cache)
 
 
 RAGGED = [(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3), (1000, 1), (511, 257)]
@@ -78,28 +68,28 @@ def test_attention(
     window: int,
     lengths: list[tuple[int, int]],
 ) -> None:
-    check_attention(GPU, dtype, cache, lengths, heads, window=window)
+    triton_cases.check_attention(GPU, dtype, cache, lengths, heads, window=window)
 
 
 @pytest.mark.parametrize("cache", [BF16, FP8])
 @pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("block_m", [1, 2, 16, 32])
 def test_attention_with_any_block_and_tile_size(cache: torch.dtype, block: int, block_m: int) -> None:
-    check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, block_m=block_m, pdl=True)
+    triton_cases.check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, block_m=block_m, pdl=True)
 
 
 @pytest.mark.parametrize("window", [0, 1, 64, 1500])
 def test_attention_over_a_long_context(window: int) -> None:
-    check_attention(GPU, BF16, BF16, [(9000, 1), (8191, 65), (4000, 1)], (8, 2, 128), window=window)
+    triton_cases.check_attention(GPU, BF16, BF16, [(9000, 1), (8191, 65), (4000, 1)], (8, 2, 128), window=window)
 
 
 @pytest.mark.parametrize("count", [1, 256, 1000])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_rows(count: int, pdl: bool) -> None:
-    check_rows(GPU, count, pdl=pdl)
+    triton_cases.check_rows(GPU, count, pdl=pdl)
 
 
 @pytest.mark.parametrize("rows,heads,size,dim", [(40, 8, 64, 128), (5, 3, 16, 64), (200, 1, 128, 128)])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_widen(rows: int, heads: int, size: int, dim: int, pdl: bool) -> None:
-    check_widen(GPU, rows, heads, size, dim, pdl=pdl)
+    triton_cases.check_widen(GPU, rows, heads, size, dim, pdl=pdl)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llama_8b import LLAMA_8B
 
+from emberline.bench.gpu.model import LLAMA_8B
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
 from emberline.engine.memory import FIRST_MATRIX_NAMES, kv_token_bytes, plan_memory

@@ -6,12 +6,12 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import llama_8b
 import pytest
 from gpu_settings import gpu_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberline.bench.gpu import model as bench_model
 from emberline.bench.machine_limits import TokenCost
 from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.core.plan import WorkItem
@@ -27,7 +27,7 @@ from emberline.engine.memory import (
 )
 from emberline.models.config import ModelConfig
 
-LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
+LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 H200 = 141 * 10**9
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -191,14 +191,6 @@ def test_unstartable_process_means_store_unavailable(monkeypatch: pytest.MonkeyP
 
 
 # -- with a real Mooncake master ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
-    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # closing takes two seconds
-    started = MooncakeMaster().start()
-    yield started
-    started.kill()
 
 
 def test_workers_share_stored_blocks(master: MooncakeMaster) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from local_gateway import HASTY, TIMEOUTS, LocalGateway
+from local_gateway import TIMEOUTS, LocalGateway
 from routers import until
 
 from emberline.gateway.streams.continuation import CONTINUE_INSTRUCTION
@@ -54,12 +54,6 @@ def start_gateways(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> LocalGa
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     with start_gateways(tmp_path_factory.mktemp("continued")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def short_timeouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
-    with start_gateways(tmp_path_factory.mktemp("hasty"), HASTY) as started:
         yield started
 
 

@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
-from local_gateway import HASTY, TIMEOUTS, LocalGateway
+from local_gateway import TIMEOUTS, LocalGateway
 
 from emberline.gateway.providers.mistral import MistralReplyDecoder
 
@@ -82,12 +82,6 @@ def start_gateways(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> LocalGa
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     with start_gateways(tmp_path_factory.mktemp("providers")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def short_timeouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
-    with start_gateways(tmp_path_factory.mktemp("hasty"), HASTY) as started:
         yield started
 
 
