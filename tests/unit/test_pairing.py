@@ -10,14 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from emberline.engine.pairing import PairingState, PeerPairing
-from emberline.kv.transfer.errors import (
-    BadTransfer,
-    PeerLost,
-    PeerUnreachable,
-    TransferCorrupted,
-    TransferError,
-    TransferTimeout,
-)
+from emberline.kv.transfer import errors
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.ticket import Peer
 
@@ -27,8 +20,8 @@ PEER = Peer("p", "1", KVLayout("m", layers=1, parts=1, heads=1, tokens=16, width
 class FakeReceiver:
     """A receiver whose first attempt fails."""
 
-    def __init__(self, failure: TransferError) -> None:
-        self.failure: TransferError | None = failure
+    def __init__(self, failure: errors.TransferError) -> None:
+        self.failure: errors.TransferError | None = failure
         self.tried = threading.Semaphore(0)
 
     def connect(self, peer: Peer, deadline: float) -> None:
@@ -50,15 +43,17 @@ def wait_until(pairing: PeerPairing, what: Callable[[PairingState], bool]) -> Pa
     raise AssertionError("the pairing state did not change as expected")
 
 
-@pytest.mark.parametrize("passing", [PeerUnreachable, PeerLost, TransferTimeout, TransferCorrupted])
-def test_temporary_failure_is_retried(passing: type[TransferError]) -> None:
+@pytest.mark.parametrize(
+    "passing", [errors.PeerUnreachable, errors.PeerLost, errors.TransferTimeout, errors.TransferCorrupted]
+)
+def test_temporary_failure_is_retried(passing: type[errors.TransferError]) -> None:
     pairing = PeerPairing(FakeReceiver(passing("for now")))  # type: ignore[arg-type]
     pairing.set_peers([asdict(PEER)])
     assert wait_until(pairing, lambda pairs: bool(pairs.paired)) == (["1"], {})
 
 
 def test_permanent_failure_is_reported() -> None:
-    receiver = FakeReceiver(BadTransfer("never"))
+    receiver = FakeReceiver(errors.BadTransfer("never"))
     pairing = PeerPairing(receiver)  # type: ignore[arg-type]
     pairing.set_peers([asdict(PEER)])
     assert wait_until(pairing, lambda pairs: bool(pairs.failures)) == ([], {"1": "never"})

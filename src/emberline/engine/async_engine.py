@@ -20,25 +20,8 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Output, Stats
 from emberline.core.request import Submission
+from emberline.engine import messages
 from emberline.engine.block_event_log import BlockEventLog
-from emberline.engine.messages import (
-    Abort,
-    BlockChanges,
-    ComputeProgress,
-    EngineMessage,
-    EngineMessageDecoder,
-    EngineUpdate,
-    LoadedModelInfo,
-    PairingChange,
-    Ready,
-    Rejection,
-    SetPeers,
-    SleepStateChange,
-    StartEngine,
-    Submit,
-    WatchBlocks,
-    encode_message,
-)
 from emberline.engine.output_queue import OutputQueue
 
 log = logging.getLogger("emberline.engine")
@@ -67,10 +50,10 @@ class AsyncEngine:
     ) -> None:
         self.models = dict(models)
         self.state = EngineState.STARTING
-        self.model_info: dict[str, LoadedModelInfo] = {}  # by model, from the latest start of the process
+        self.model_info: dict[str, messages.LoadedModelInfo] = {}  # by model, from the latest start of the process
         self.stats = dict.fromkeys(models, Stats())
-        self.sleep_states: dict[str, SleepStateChange] = {}  # latest message of each model
-        self.pairing_states: dict[str, PairingChange] = {}  # latest message of each model
+        self.sleep_states: dict[str, messages.SleepStateChange] = {}  # latest message of each model
+        self.pairing_states: dict[str, messages.PairingChange] = {}  # latest message of each model
         self.block_events = BlockEventLog(models)  # filled after watch_blocks
         self.restarts = 0
         self.progress_reports = 0  # received while steps were computed
@@ -129,7 +112,7 @@ class AsyncEngine:
         merged into one with several tokens. Raises EngineUnavailable if the process is not ready, EngineFailed if it
         dies."""
         assert submission.id not in self._open_queues
-        if not self._send(Submit(submission)):
+        if not self._send(messages.Submit(submission)):
             # The socket is closed, but that was not handled yet.
             state = EngineState.RESTARTING if self.state is EngineState.READY else self.state
             raise EngineUnavailable(
@@ -148,33 +131,33 @@ class AsyncEngine:
         finally:
             self._open_queues.pop(submission.id, None)
             if left:
-                self._send(Abort(submission.id, None))
+                self._send(messages.Abort(submission.id, None))
 
     def abort_completion(self, submission_id: str, index: int) -> None:
         """Abort one of the n completions of an open submission.
 
         The submission's stream still yields an output with the finish reason of the aborted completion."""
         if submission_id in self._open_queues:
-            self._send(Abort(submission_id, index))
+            self._send(messages.Abort(submission_id, index))
 
     def set_peers(self, model: str, peers: list[dict[str, Any]]) -> None:
         """Connect a model's engine to these peers and no others, now and after every restart of the process.
 
         `pairing_states` shows which connections succeeded."""
         self._peers[model] = peers
-        self._send(SetPeers(model, peers))
+        self._send(messages.SetPeers(model, peers))
 
     def watch_blocks(self) -> None:
         """Record changes of the cached KV blocks in `block_events`, from now on and after every restart."""
         if not self._watches_blocks:
             self._watches_blocks = True
-            self._send(WatchBlocks())
+            self._send(messages.WatchBlocks())
 
-    def _send(self, message: EngineMessage) -> bool:
+    def _send(self, message: messages.EngineMessage) -> bool:
         """Send a message; return False if the process is not ready or its socket is closed."""
         if self.state is not EngineState.READY or self._writer is None or self._writer.is_closing():
             return False
-        self._writer.write(encode_message(message))
+        self._writer.write(messages.encode_message(message))
         return True
 
     # -- the process -----------------------------------------------------------------------------------------------
@@ -216,11 +199,11 @@ class AsyncEngine:
         self._process, ours = self._spawn_process()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
         self.last_message_at = self._clock.now()
-        self._writer.write(encode_message(StartEngine(self.models, self._time_sharing)))
+        self._writer.write(messages.encode_message(messages.StartEngine(self.models, self._time_sharing)))
         watcher = asyncio.create_task(self._watch_for_stall(self._process, self._writer))
         error: EmberlineError | None = None
         try:
-            decoder = EngineMessageDecoder()
+            decoder = messages.EngineMessageDecoder()
             while data := await reader.read(READ_BYTES):
                 self.last_message_at = self._clock.now()
                 for message in decoder.feed(data):
@@ -245,10 +228,10 @@ class AsyncEngine:
                 ours.close()
                 raise
 
-    def _handle_message(self, message: EngineMessage) -> EmberlineError | None:
+    def _handle_message(self, message: messages.EngineMessage) -> EmberlineError | None:
         """Handle a message; return an error if the process reports that it could not start."""
         match message:
-            case EngineUpdate(model, outputs, stats):
+            case messages.EngineUpdate(model, outputs, stats):
                 self.stats[model] = stats
                 self.on_stats(model, stats)
                 for output in outputs:
@@ -257,27 +240,27 @@ class AsyncEngine:
                             queue.put(output)
                     elif (queue := self._open_queues.get(output[0])) is not None:
                         queue.put_tokens(*output)
-            case ComputeProgress():
+            case messages.ComputeProgress():
                 self.progress_reports += 1
-            case SleepStateChange():
+            case messages.SleepStateChange():
                 self.sleep_states[message.model] = message
-            case BlockChanges(model, whole, stored, removed):
+            case messages.BlockChanges(model, whole, stored, removed):
                 self.block_events.record(model, whole, stored, removed)
-            case PairingChange():
+            case messages.PairingChange():
                 self.pairing_states[message.model] = message
-            case Ready(models):
+            case messages.Ready(models):
                 self.model_info, self.pairing_states = models, {}
                 self.state = EngineState.READY
                 self.block_events.restart()
                 if self._watches_blocks:
-                    self._send(WatchBlocks())
+                    self._send(messages.WatchBlocks())
                 for model, peers in self._peers.items():
                     self.set_peers(model, peers)
                 if self._started is not None and not self._started.done():
                     self._started.set_result(None)
-            case Rejection(id=""):
+            case messages.Rejection(id=""):
                 return message.to_error()
-            case Rejection(id):
+            case messages.Rejection(id):
                 if (queue := self._open_queues.get(id)) is not None:
                     queue.put(message.to_error())
         return None

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.kv.transfer.errors import (
-    BadTransfer,
-    PeerLost,
-    PeerUnreachable,
-    TransferCorrupted,
-    TransferError,
-    TransferTimeout,
-)
+from emberline.kv.transfer import errors
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.ticket import Peer
 
@@ -25,10 +18,10 @@ PAIR_TIMEOUT_S = 5.0
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.2, 10.0  # between attempts
 # The peer may be starting, the network may fail.
 TRANSIENT_ERRORS = (
-    PeerUnreachable,
-    PeerLost,
-    TransferTimeout,
-    TransferCorrupted,
+    errors.PeerUnreachable,
+    errors.PeerLost,
+    errors.TransferTimeout,
+    errors.TransferCorrupted,
 )
 
 
@@ -64,7 +57,7 @@ class PeerPairing:
             try:
                 peer = Peer.parse(data)
                 wanted[peer.incarnation] = peer
-            except TransferError as error:  # for example a layout of a later release
+            except errors.TransferError as error:  # for example a layout of a later release
                 unreadable[str(data.get("incarnation"))] = error.message
         with self._changed:
             new = [peer for name, peer in wanted.items() if name not in self._wanted_peers]
@@ -93,13 +86,13 @@ class PeerPairing:
         """Try to connect to a peer until that succeeds or fails for good, or until `set_peers` drops the peer."""
         pause = MIN_RETRY_PAUSE_S
         while True:
-            failure: TransferError | None = None
+            failure: errors.TransferError | None = None
             try:
                 self._receiver.connect(peer, self._clock.now() + PAIR_TIMEOUT_S)
-            except TransferError as error:
+            except errors.TransferError as error:
                 failure = error
             except Exception as error:  # for example an invalid address
-                failure = BadTransfer(f"{type(error).__name__}: {error}")
+                failure = errors.BadTransfer(f"{type(error).__name__}: {error}")
             with self._changed:
                 if peer.incarnation not in self._wanted_peers:
                     break
@@ -110,7 +103,7 @@ class PeerPairing:
             pause = min(2 * pause, MAX_RETRY_PAUSE_S)
         self._receiver.disconnect(peer)
 
-    def _record_attempt(self, peer: Peer, failure: TransferError | None) -> None:
+    def _record_attempt(self, peer: Peer, failure: errors.TransferError | None) -> None:
         if failure is None:
             self._paired.add(peer.incarnation)
             self._failures.pop(peer.incarnation, None)

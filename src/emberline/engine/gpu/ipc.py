@@ -24,18 +24,10 @@ from emberline.engine.gpu.region import DeviceRegion
 from emberline.kernels.cuda import ipc
 from emberline.kernels.cuda.driver import CudaDriverError
 from emberline.kernels.cuda.ipc import ExportedMemory, OpenedMemory
-from emberline.kv.transfer import unix
+from emberline.kv.transfer import errors, unix
 from emberline.kv.transfer.base import PieceFetch
 from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
 from emberline.kv.transfer.endpoint import SameHostAccess
-from emberline.kv.transfer.errors import (
-    BadTransfer,
-    PeerLost,
-    PeerUnreachable,
-    TransferCorrupted,
-    TransferError,
-    TransferTimeout,
-)
 from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds
@@ -98,7 +90,7 @@ class PeerMemory:
     def keep_mapped(self) -> Iterator[None]:
         with self._lock:
             if not self._users:
-                raise PeerUnreachable("the sender has disconnected, and its GPU memory was unmapped")
+                raise errors.PeerUnreachable("the sender has disconnected, and its GPU memory was unmapped")
             self._users += 1
         try:
             yield
@@ -125,9 +117,9 @@ class IpcLink(StreamLink):
         try:
             self._memory = self._map_peer_memory(reply)
         except CudaDriverError as error:
-            raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be mapped: {error}") from error
+            raise errors.PeerUnreachable(f"GPU memory of {self._peer.name} cannot be mapped: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise BadTransfer(f"the sender's description of its GPU memory is invalid: {error!r}") from error
+            raise errors.BadTransfer(f"the sender's description of its GPU memory is invalid: {error!r}") from error
         threading.Thread(target=self._release_after_disconnect, name="kv-watch", daemon=True).start()
 
     def _map_peer_memory(self, reply: dict[str, Any]) -> PeerMemory:
@@ -143,10 +135,10 @@ class IpcLink(StreamLink):
         while not self._closed:
             try:
                 channel = self._open_channel(time.monotonic() + IO_TIMEOUT_S)
-            except TransferError:
+            except errors.TransferError:
                 break
             if not self._closed:
-                with suppress(PeerLost):  # the sender also disconnects idle connections
+                with suppress(errors.PeerLost):  # the sender also disconnects idle connections
                     channel.wait_for_message(IDLE_TIMEOUT_S)
             self._return_channel(channel)
         self._memory.release()
@@ -155,7 +147,7 @@ class IpcLink(StreamLink):
         """Copy all KV blocks of a fetch at once. The copy cannot be cancelled, but it is short."""
         fetch.progress.raise_if_cancelled()
         if time.monotonic() >= fetch.deadline:
-            raise TransferTimeout("the deadline of the KV transfer passed before the copy was started")
+            raise errors.TransferTimeout("the deadline of the KV transfer passed before the copy was started")
         if not fetch.pieces:
             return
         try:
@@ -164,7 +156,7 @@ class IpcLink(StreamLink):
                     part = slice(piece.first_block, piece.end_block)
                     self._copy_blocks(piece, fetch.blocks[part], fetch.target_blocks[part])
         except CudaDriverError as error:
-            raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be copied: {error}") from error
+            raise errors.PeerUnreachable(f"GPU memory of {self._peer.name} cannot be copied: {error}") from error
         self._verify_unchanged(fetch)
         for piece in fetch.pieces:
             fetch.mark_arrived(piece)
@@ -172,7 +164,9 @@ class IpcLink(StreamLink):
     def _copy_blocks(self, piece: TransferPiece, source_blocks: BlockIds, target_blocks: BlockIds) -> None:
         memory = self._memory
         if source_blocks.min() < 0 or source_blocks.max() >= memory.blocks:
-            raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the range of the sender's cache")
+            raise errors.BadTransfer(
+                f"the ticket has block ids outside [0, {memory.blocks}), the range of the sender's cache"
+            )
         size, height = self._layout.plane_bytes, piece.end_layer - piece.first_layer
         sender_layer_bytes, layer_bytes = memory.blocks * size, self._region.blocks * size  # bytes of a layer
         for base, part in zip(memory.bases, self._region.parts, strict=True):
@@ -193,7 +187,7 @@ class IpcLink(StreamLink):
         if self._call(MessageKind.CONFIRM_READ, query, fetch.deadline).get("mark") != compute_generations_crc(
             fetch.generations[first:last]
         ):
-            raise TransferCorrupted("the sender reused KV blocks while they were being copied")
+            raise errors.TransferCorrupted("the sender reused KV blocks while they were being copied")
 
 
 class IpcTransport:
@@ -204,7 +198,7 @@ class IpcTransport:
 
     def connect(self, peer: Peer, deadline: float) -> IpcLink:
         if peer.layout.tokens != self._region.layout.tokens:
-            raise PeerUnreachable(
+            raise errors.PeerUnreachable(
                 f"{peer.name} has blocks of {peer.layout.tokens} tokens instead of {self._region.layout.tokens}, which "
                 "CUDA IPC cannot convert"
             )

@@ -18,35 +18,14 @@ import msgspec
 from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.core.errors import Conflict, StoreBusy, StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord, utc_day
-from emberline.gateway.store import sql
-from emberline.gateway.store.base import (
-    PAGE_TIMEOUT_S,
-    AuditEntry,
-    Document,
-    DocumentKind,
-    Feedback,
-    LimitCounter,
-    RecordPage,
-    StoreChange,
-)
+from emberline.gateway.store import base, sql, tables
+from emberline.gateway.store.base import Document, DocumentKind
 from emberline.gateway.store.compression import compress_payload, decompress_payload
 from emberline.gateway.store.daily_users import MAX_USERS_PER_DAY, AccountDay, DailyUsers, merge_small_users
 from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.postgres_partitions import PARTITIONED_TABLES, attach_partition, partition_name
 from emberline.gateway.store.record_scan import day_start_ms, scan_records
 from emberline.gateway.store.rollup import OTHER_USERS, UNIT_MS, CellKey, RollupCell, RollupQuery, count_records
-from emberline.gateway.store.tables import (
-    COLUMNS,
-    LIMIT_MIGRATIONS,
-    LOG_MIGRATIONS,
-    MAIN_MIGRATIONS,
-    PAYLOAD_MIGRATIONS,
-    metadata_label_rows,
-    pending_migrations,
-    record_to_row,
-    render_migration,
-    row_to_record,
-)
 
 if TYPE_CHECKING:
     from asyncpg import Connection, Pool
@@ -132,10 +111,12 @@ class PostgresStore:
     async def version(self) -> int:
         return int((await self._read_rows("SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
-        return [AuditEntry(*found) for found in await self._read_rows(*sql.select_audits("$", account, before, limit))]
+    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[base.AuditEntry]:
+        return [
+            base.AuditEntry(*found) for found in await self._read_rows(*sql.select_audits("$", account, before, limit))
+        ]
 
-    async def commit(self, change: StoreChange) -> int:
+    async def commit(self, change: base.StoreChange) -> int:
         async with self._transaction() as db:
             # First: its row lock puts commits in a queue, so that versions grow in the order of visibility.
             increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
@@ -154,10 +135,10 @@ class PostgresStore:
 
     # Counters
 
-    async def list_counters(self, now: int) -> list[LimitCounter]:
-        return [LimitCounter(*found) for found in await self._read_rows(sql.SELECT_COUNTERS.format("$"), (now,))]
+    async def list_counters(self, now: int) -> list[base.LimitCounter]:
+        return [base.LimitCounter(*found) for found in await self._read_rows(sql.SELECT_COUNTERS.format("$"), (now,))]
 
-    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch_name: str, changes: Sequence[base.LimitCounter], now: int) -> None:
         rows = sorted(map(msgspec.structs.astuple, changes))  # one order of locks, so that replicas cannot deadlock
         async with self._transaction() as db:
             if await db.execute(sql.INSERT_COUNTED.format("$"), batch_name, now) == "INSERT 0 1":
@@ -191,9 +172,11 @@ class PostgresStore:
             return
         await db.execute("DELETE FROM batches WHERE at < $1", first[1] - UNIT_MS["day"])
         await db.copy_records_to_table(
-            "logs", records=[_replace_nul_characters(record_to_row(r)) for r, _ in records], columns=COLUMNS
+            "logs",
+            records=[_replace_nul_characters(tables.record_to_row(r)) for r, _ in records],
+            columns=tables.COLUMNS,
         )
-        all_labels = [_replace_nul_characters(label) for r, _ in records for label in metadata_label_rows(r)]
+        all_labels = [_replace_nul_characters(label) for r, _ in records for label in tables.metadata_label_rows(r)]
         if all_labels:
             await db.copy_records_to_table("labels", records=all_labels, columns=("key", "value", "id"))
         payloads = [(r.id, p) for r, p in records if p is not None]
@@ -218,8 +201,8 @@ class PostgresStore:
                 await db.executemany(_ROLLUPS[1][1], merge_small_users(day, deleted))
 
     async def read_page(
-        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
-    ) -> RecordPage:
+        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = base.PAGE_TIMEOUT_S
+    ) -> base.RecordPage:
         days = await self._partition_days()
         return await scan_records(
             self._find_newest_id, self._select_records, days, filters, before, limit, timeout_s, self._clock
@@ -233,13 +216,13 @@ class PostgresStore:
         self, day: date, filters: LogFilters, first_id: bytes, end_id: bytes, limit: int
     ) -> list[LogRecord]:
         return [
-            row_to_record(found)
+            tables.row_to_record(found)
             for found in await self._read_rows(*sql.select_logs("$", filters, first_id, end_id, limit))
         ]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
         rows = await self._read_rows(*sql.select_log("$", account, gateway, id))
-        return row_to_record(rows[0]) if rows else None
+        return tables.row_to_record(rows[0]) if rows else None
 
     async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
         if await self.get_record(account, gateway, id) is None:
@@ -247,19 +230,19 @@ class PostgresStore:
         rows = await self._read_rows("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
         return LogPayload(*(decompress_payload(part) for part in rows[0])) if rows else None
 
-    async def add_feedback(self, account: str, gateway: str, id: str, feedback: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, feedback: base.Feedback) -> LogRecord | None:
         text, parameters = sql.select_log("$", account, gateway, id)
         async with self._transaction() as db:
             found = await db.fetchrow(f"{text} FOR UPDATE", *parameters)
             if found is None:
                 return None
-            old = row_to_record(found)
+            old = tables.row_to_record(found)
             new = feedback.apply_to(old)
             values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
             await db.execute("UPDATE logs SET feedback = $1, score = $2, metadata = $3 WHERE id = $4", *values)
-            await db.executemany(_DELETE_LABEL, map(_replace_nul_characters, metadata_label_rows(old)))
+            await db.executemany(_DELETE_LABEL, map(_replace_nul_characters, tables.metadata_label_rows(old)))
             await db.executemany(
-                "INSERT INTO labels VALUES ($1, $2, $3)", map(_replace_nul_characters, metadata_label_rows(new))
+                "INSERT INTO labels VALUES ($1, $2, $3)", map(_replace_nul_characters, tables.metadata_label_rows(new))
             )
             return new
 
@@ -270,7 +253,7 @@ class PostgresStore:
                 await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
             await db.executemany(
                 _DELETE_LABEL,
-                [_replace_nul_characters(label) for each in records for label in metadata_label_rows(each)],
+                [_replace_nul_characters(label) for each in records for label in tables.metadata_label_rows(each)],
             )
 
     async def read_rollups(self, query: RollupQuery) -> list[RollupCell]:
@@ -312,15 +295,15 @@ class PostgresStore:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             await db.execute("CREATE TABLE IF NOT EXISTS migrations (family TEXT PRIMARY KEY, done BIGINT NOT NULL)")
             for family, steps in (
-                ("main", MAIN_MIGRATIONS),
-                ("limits", LIMIT_MIGRATIONS),
-                ("logs", LOG_MIGRATIONS),
-                ("payloads", PAYLOAD_MIGRATIONS),
+                ("main", tables.MAIN_MIGRATIONS),
+                ("limits", tables.LIMIT_MIGRATIONS),
+                ("logs", tables.LOG_MIGRATIONS),
+                ("payloads", tables.PAYLOAD_MIGRATIONS),
             ):
                 done = await db.fetchval("SELECT done FROM migrations WHERE family = $1", family) or 0
-                for step in pending_migrations(done, steps):
+                for step in tables.pending_migrations(done, steps):
                     for text in step:
-                        await db.execute(render_migration(text, COLUMN_TYPES))
+                        await db.execute(tables.render_migration(text, COLUMN_TYPES))
                 save = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
                 await db.execute(save, family, len(steps))
 

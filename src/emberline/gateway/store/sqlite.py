@@ -23,17 +23,8 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.privatefile import make_private
 from emberline.gateway.core.errors import Conflict
 from emberline.gateway.core.log_record import LogPayload, LogRecord, parse_created_ms, utc_day
-from emberline.gateway.store import sql
-from emberline.gateway.store.base import (
-    PAGE_TIMEOUT_S,
-    AuditEntry,
-    Document,
-    DocumentKind,
-    Feedback,
-    LimitCounter,
-    RecordPage,
-    StoreChange,
-)
+from emberline.gateway.store import base, sql, tables
+from emberline.gateway.store.base import Document, DocumentKind
 from emberline.gateway.store.compression import compress_payload, decompress_payload
 from emberline.gateway.store.daily_users import MAX_USERS_PER_DAY, AccountDay, DailyUsers, merge_small_users
 from emberline.gateway.store.filters import LogFilters
@@ -41,20 +32,9 @@ from emberline.gateway.store.record_scan import day_start_ms, scan_records
 from emberline.gateway.store.rollup import OTHER_USERS, UNIT_MS, RollupCell, RollupQuery, count_records
 from emberline.gateway.store.sqlite_database import create_database_file, insert_rows, migrate, transaction
 from emberline.gateway.store.sqlite_thread import SQLiteThread
-from emberline.gateway.store.tables import (
-    COLUMNS,
-    LIMIT_MIGRATIONS,
-    LOG_MIGRATIONS,
-    MAIN_MIGRATIONS,
-    PAYLOAD_MIGRATIONS,
-    metadata_label_rows,
-    quote_names,
-    record_to_row,
-    row_to_record,
-)
 
 READER_THREADS = 2
-_INSERT_LOG = f"INSERT OR IGNORE INTO logs ({quote_names(COLUMNS)})"
+_INSERT_LOG = f"INSERT OR IGNORE INTO logs ({tables.quote_names(tables.COLUMNS)})"
 _ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
 _SELECT_SMALL, _DELETE_SMALL = (
     sql.select_small_users("?", MAX_USERS_PER_DAY),
@@ -70,7 +50,7 @@ class SQLiteStore:
     async def open(cls, directory: Path, clock: Clock | None = None) -> SQLiteStore:
         store = cls(directory, clock or SystemClock())
         await store._writer.run(store._prepare_files)
-        await store._counter.run(lambda thread: migrate(thread.connection(store._limits), LIMIT_MIGRATIONS))
+        await store._counter.run(lambda thread: migrate(thread.connection(store._limits), tables.LIMIT_MIGRATIONS))
         return store
 
     def __init__(self, directory: Path, clock: Clock) -> None:
@@ -103,13 +83,13 @@ class SQLiteStore:
     async def version(self) -> int:
         return int((await self._read_rows(self._main, "SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+    async def list_audit_entries(self, account: str, *, before: int = 0, limit: int = 100) -> list[base.AuditEntry]:
         return [
-            AuditEntry(*found)
+            base.AuditEntry(*found)
             for found in await self._read_rows(self._main, *sql.select_audits("?", account, before, limit))
         ]
 
-    async def commit(self, change: StoreChange) -> int:
+    async def commit(self, change: base.StoreChange) -> int:
         def commit_change(thread: SQLiteThread) -> int:
             with transaction(thread.connection(self._main)) as db:
                 for document in change.put:
@@ -129,14 +109,14 @@ class SQLiteStore:
 
     # Counters
 
-    async def list_counters(self, now: int) -> list[LimitCounter]:
-        def select_counters(thread: SQLiteThread) -> list[LimitCounter]:
+    async def list_counters(self, now: int) -> list[base.LimitCounter]:
+        def select_counters(thread: SQLiteThread) -> list[base.LimitCounter]:
             rows = thread.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
-            return [LimitCounter(*found) for found in rows]
+            return [base.LimitCounter(*found) for found in rows]
 
         return await self._counter.run(select_counters)
 
-    async def add_counters(self, batch_name: str, changes: Sequence[LimitCounter], now: int) -> None:
+    async def add_counters(self, batch_name: str, changes: Sequence[base.LimitCounter], now: int) -> None:
         def upsert_counters(thread: SQLiteThread) -> None:
             with transaction(thread.connection(self._limits)) as db:
                 if db.execute(sql.INSERT_COUNTED.format("?"), (batch_name, now)).rowcount:
@@ -176,8 +156,10 @@ class SQLiteStore:
 
     def _append_day_records(self, thread: SQLiteThread, day: date, entries: RecordBatch) -> None:
         with transaction(self._open_day_file(thread, day)) as db:
-            insert_rows(db, _INSERT_LOG, [record_to_row(r) for r, _ in entries])
-            db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in metadata_label_rows(r)])
+            insert_rows(db, _INSERT_LOG, [tables.record_to_row(r) for r, _ in entries])
+            db.executemany(
+                _INSERT_LABEL, [label for r, _ in entries if r.metadata for label in tables.metadata_label_rows(r)]
+            )
         payloads = [
             (bytes.fromhex(r.id), compress_payload(p.request), compress_payload(p.response))
             for r, p in entries
@@ -188,8 +170,8 @@ class SQLiteStore:
                 insert_rows(db, "INSERT OR IGNORE INTO payloads", payloads)
 
     async def read_page(
-        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
-    ) -> RecordPage:
+        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = base.PAGE_TIMEOUT_S
+    ) -> base.RecordPage:
         days = await self.list_days()
         return await scan_records(
             self._find_newest_id, self._select_records, days, filters, before, limit, timeout_s, self._clock
@@ -205,12 +187,12 @@ class SQLiteStore:
         rows = await self._read_rows(
             self._day_file_path("logs", day), *sql.select_logs("?", filters, first_id, end_id, limit)
         )
-        return [row_to_record(found) for found in rows]
+        return [tables.row_to_record(found) for found in rows]
 
     async def get_record(self, account: str, gateway: str, id: str) -> LogRecord | None:
         path = self._day_file_path("logs", utc_day(parse_created_ms(id)))
         rows = await self._read_rows(path, *sql.select_log("?", account, gateway, id))
-        return row_to_record(rows[0]) if rows else None
+        return tables.row_to_record(rows[0]) if rows else None
 
     async def get_payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
         if await self.get_record(account, gateway, id) is None:
@@ -221,7 +203,7 @@ class SQLiteStore:
         )
         return LogPayload(*(decompress_payload(part) for part in rows[0])) if rows else None
 
-    async def add_feedback(self, account: str, gateway: str, id: str, feedback: Feedback) -> LogRecord | None:
+    async def add_feedback(self, account: str, gateway: str, id: str, feedback: base.Feedback) -> LogRecord | None:
         day, query = utc_day(parse_created_ms(id)), sql.select_log("?", account, gateway, id)
 
         def update_record(thread: SQLiteThread) -> LogRecord | None:
@@ -231,12 +213,12 @@ class SQLiteStore:
                 rows = db.execute(*query).fetchall()
                 if not rows:
                     return None
-                old = row_to_record(rows[0])
+                old = tables.row_to_record(rows[0])
                 new = feedback.apply_to(old)
                 values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
                 db.execute("UPDATE logs SET feedback = ?1, score = ?2, metadata = ?3 WHERE id = ?4", values)
-                db.executemany(_DELETE_LABEL, metadata_label_rows(old))
-                db.executemany(_INSERT_LABEL, metadata_label_rows(new))
+                db.executemany(_DELETE_LABEL, tables.metadata_label_rows(old))
+                db.executemany(_INSERT_LABEL, tables.metadata_label_rows(new))
                 return new
 
         return await self._writer.run(update_record)
@@ -248,7 +230,7 @@ class SQLiteStore:
                 with transaction(self._open_day_file(thread, day, payloads=True)) as db:
                     db.executemany("DELETE FROM payloads WHERE id = ?1", ids)
             with transaction(self._open_day_file(thread, day)) as db:
-                db.executemany(_DELETE_LABEL, [label for each in erased for label in metadata_label_rows(each)])
+                db.executemany(_DELETE_LABEL, [label for each in erased for label in tables.metadata_label_rows(each)])
                 db.executemany("DELETE FROM logs WHERE id = ?1", ids)
 
         for day, erased in _group_by_day(records, lambda each: each).items():
@@ -285,8 +267,8 @@ class SQLiteStore:
     def _prepare_files(self, thread: SQLiteThread) -> None:
         for path in (self._main, self._limits, *self._directory.glob("*.db")):
             make_private(path)
-        migrate(thread.connection(self._main), MAIN_MIGRATIONS)
-        for kind, steps in (("logs", LOG_MIGRATIONS), ("payloads", PAYLOAD_MIGRATIONS)):
+        migrate(thread.connection(self._main), tables.MAIN_MIGRATIONS)
+        for kind, steps in (("logs", tables.LOG_MIGRATIONS), ("payloads", tables.PAYLOAD_MIGRATIONS)):
             for path in self._directory.glob(f"{kind}-*.db"):
                 migrate(thread.connection(path), steps)
 
@@ -297,7 +279,7 @@ class SQLiteStore:
         """Return a connection for writing to a day's file. The file is created if it does not exist."""
         path = self._day_file_path("payloads" if payloads else "logs", day)
         if not path.exists():
-            create_database_file(path, PAYLOAD_MIGRATIONS if payloads else LOG_MIGRATIONS)
+            create_database_file(path, tables.PAYLOAD_MIGRATIONS if payloads else tables.LOG_MIGRATIONS)
         return thread.connection(path)
 
     async def _read_rows(self, path: Path, statement: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
