@@ -42,7 +42,7 @@ from emberline.models.device_weights import DeviceWeights
 from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.reader import FileReader, weight_file_paths
 from emberline.models.sleep import iter_instances
-from emberline.models.tensor_load import TensorLoad
+from emberline.models.tensor_load import TensorLoad, TensorPlacement
 from emberline.models.weights import Weights
 from emberline.unweight import model
 from emberline.unweight.codec import select_weight_codec
@@ -189,7 +189,7 @@ def make_loads(directory: Path) -> tuple[CodedTensorLoad, Tensor, bytes]:
     info = Checkpoint.open(directory / "packed").tensor_info(EMBEDDING)
     place = torch.empty(info.shape, dtype=BF16)
     stored = info.file.read_bytes()[info.offset : info.offset + info.nbytes]
-    return CodedTensorLoad(EMBEDDING, info, BF16, place, CODEC), place, stored
+    return CodedTensorLoad(TensorPlacement(EMBEDDING, info, BF16, place), CODEC), place, stored
 
 
 def test_bytes_may_arrive_in_any_order(tmp_path: Path) -> None:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from emberline.hub.tensorfile import TensorInfo
-from emberline.models.tensor_load import MatrixPart, ShardSlices, TensorLoad
+from emberline.models.tensor_load import TensorLoad, TensorPlacement
 from emberline.unweight.codec import WeightCodec
 from emberline.unweight.description import TensorDescription
 from emberline.unweight.format import BLOCK_ELEMENTS, Bytes
@@ -50,16 +48,9 @@ class CodedTensorLoad(TensorLoad):
     arrive before the tensor's index, are copied first.
     """
 
-    def __init__(
-        self,
-        name: str,
-        info: TensorInfo,
-        dtype: torch.dtype,
-        destination: Tensor | MatrixPart,
-        codec: WeightCodec,
-        shard_slices: ShardSlices | None = None,
-    ) -> None:
-        super().__init__(name, info, dtype, destination, shard_slices)
+    def __init__(self, placement: TensorPlacement, codec: WeightCodec) -> None:
+        super().__init__(placement)
+        info = placement.info
         self._info, self._codec = info, codec
         self._lock = threading.Lock()
         self._index = np.empty(index_bytes(info), np.uint8)
@@ -129,16 +120,9 @@ class CodedTensorLoad(TensorLoad):
 class CheckedTensorLoad(TensorLoad):
     """The load of a tensor that a packed file stores uncoded, with a check of its CRC-32."""
 
-    def __init__(
-        self,
-        name: str,
-        info: TensorInfo,
-        dtype: torch.dtype,
-        destination: Tensor | MatrixPart,
-        codec: WeightCodec,
-        shard_slices: ShardSlices | None = None,
-    ) -> None:
-        super().__init__(name, info, dtype, destination, shard_slices)
+    def __init__(self, placement: TensorPlacement, codec: WeightCodec) -> None:
+        super().__init__(placement)
+        info = placement.info
         self._info, self._crc32, self._codec = info, TensorDescription.from_info(info).crc32, codec
         self._parts: list[tuple[int, int, int]] = []  # offset, length and CRC-32 of each part
         self._unverified_bytes = self.num_bytes

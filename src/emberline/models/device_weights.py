@@ -25,7 +25,14 @@ from emberline.kernels import ops
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
 from emberline.models.reader import FileReader, ReadStats, weight_file_paths
 from emberline.models.shard import Shard
-from emberline.models.tensor_load import MatrixPart, PendingMatrix, TensorLoad, TensorLoadIndex, split_stack
+from emberline.models.tensor_load import (
+    MatrixPart,
+    PendingMatrix,
+    TensorLoad,
+    TensorLoadIndex,
+    TensorPlacement,
+    split_stack,
+)
 from emberline.models.weight_uploader import WeightUploader
 from emberline.models.weights import DTYPES, Weights
 from emberline.unweight.tensor import is_coded
@@ -153,14 +160,12 @@ class DeviceWeights(Weights):
         self._loads.append(self._make_load(name, info, destination))
 
     def _make_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart) -> TensorLoad:
-        dtype, cut = (
-            DTYPES[info.dtype],
-            self.shard.tensor_slices(name, info.shape) if self.shard.world_size > 1 else None,
-        )
+        slices = self.shard.tensor_slices(name, info.shape) if self.shard.world_size > 1 else None
+        placement = TensorPlacement(name, info, DTYPES[info.dtype], destination, slices)
         if info.packing is None:
-            return TensorLoad(name, info, dtype, destination, cut)
+            return TensorLoad(placement)
         kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad
-        return kind(name, info, dtype, destination, self._codec, cut)
+        return kind(placement, self._codec)
 
     def _fill_tensors(self, reader: FileReader) -> LoadTimes:
         index = TensorLoadIndex(self._loads)

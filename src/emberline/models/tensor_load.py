@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,28 +66,29 @@ class MatrixPart:
     index: int
 
 
+class TensorPlacement(NamedTuple):
+    """A tensor of a file, and where its values are copied to."""
+
+    name: str
+    info: TensorInfo
+    dtype: torch.dtype  # dtype of the values in the file
+    destination: Tensor | MatrixPart
+    shard_slices: ShardSlices | None = None  # the only part that is copied; None: all
+
+
 class TensorLoad:
-    """The load of one tensor: it copies bytes [start, end) of a file to a tensor on the device.
+    """The load of one tensor: it copies bytes [start, end) of a file to a tensor on the device."""
 
-    `get_destination` returns that tensor. With `shard_slices`, only these slices are copied.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        info: TensorInfo,
-        dtype: torch.dtype,
-        destination: Tensor | MatrixPart,
-        shard_slices: ShardSlices | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, placement: TensorPlacement) -> None:
+        info = placement.info
+        self.name = placement.name
         self.file = info.file
         self.start = info.offset
         self.end = info.offset + info.nbytes
         self.num_bytes = self.remaining_bytes = info.logical_bytes  # decoded bytes, on the device
-        self._target = destination
-        self._dtype = dtype
-        self._shape, self._shard_slices = info.shape, shard_slices
+        self._target = placement.destination
+        self._dtype = placement.dtype
+        self._shape, self._shard_slices = info.shape, placement.shard_slices
         self._destination: Tensor | None = None  # set when the first bytes arrive
         self._staging: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
 
