@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from emberline.api.openai.completions import OpenAICompletionCall
 from emberline.wire import deltas, sse
-from emberline.wire.deltas import Json
+from emberline.wire.deltas import Json, ReasoningDelta, TextDelta
 from emberline.wire.errors import render_openai_error
 from emberline.wire.logprobs import TextLogprobs, render_prompt_logprobs
 from emberline.wire.usage import Usage
@@ -65,7 +65,7 @@ class CompletionReplyWriter:
 
     def write(self, delta: deltas.Delta) -> bytes:
         # Reasoning is text here. Not `match`: isinstance is slow if the object is of a different Struct type.
-        if type(delta) is deltas.TextDelta or type(delta) is deltas.ReasoningDelta:
+        if type(delta) is TextDelta or type(delta) is ReasoningDelta:
             return b"" if self._call.echoes_only else self._add_text(delta)
         match delta:
             case deltas.PromptDelta():
@@ -101,7 +101,7 @@ class CompletionReplyWriter:
             "usage": self._render_usage(),
         }
 
-    def _add_text(self, delta: deltas.PromptDelta | deltas.TextDelta | deltas.ReasoningDelta) -> bytes:
+    def _add_text(self, delta: deltas.PromptDelta | TextDelta | ReasoningDelta) -> bytes:
         choice = self._choices[delta.choice]
         assert choice.finish is None, "the choice has already finished"
         choice.texts.append(delta.text)

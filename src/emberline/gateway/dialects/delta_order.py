@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.wire import deltas
+from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments
 
 
 class DeltaOrderChecker:
@@ -16,11 +17,9 @@ class DeltaOrderChecker:
 
     def check(self, delta: deltas.ProviderDelta) -> None:
         # Fast path for nearly all deltas; not `match`: isinstance is slow if the object is of a different Struct type.
-        if (
-            type(delta) is deltas.TextDelta or type(delta) is deltas.ReasoningDelta
-        ) and delta.choice in self._open_choices:
+        if (type(delta) is TextDelta or type(delta) is ReasoningDelta) and delta.choice in self._open_choices:
             return
-        if type(delta) is deltas.ToolCallArguments and delta.choice in self._open_choices:
+        if type(delta) is ToolCallArguments and delta.choice in self._open_choices:
             self._check_arguments(delta)
             return
         match delta:
@@ -49,7 +48,7 @@ class DeltaOrderChecker:
 
     def _check_choice_delta(self, delta: deltas.ProviderDelta) -> None:
         match delta:
-            case deltas.ToolCallArguments():
+            case ToolCallArguments():
                 self._check_arguments(delta)
             case deltas.ToolCallStart():
                 assert delta.slot == self._call_counts.get(delta.choice, 0), (
@@ -60,6 +59,6 @@ class DeltaOrderChecker:
                 self._open_choices.discard(delta.choice)
                 self._finished_choices.add(delta.choice)
 
-    def _check_arguments(self, delta: deltas.ToolCallArguments) -> None:
+    def _check_arguments(self, delta: ToolCallArguments) -> None:
         if delta.slot >= self._call_counts.get(delta.choice, 0):
             raise UpstreamBroken(f"the stream has arguments for tool call {delta.slot}, which was not started")
