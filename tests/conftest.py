@@ -75,7 +75,7 @@ def gateway(gateways: LocalGateway) -> LocalGateway:
 
 @pytest.fixture(scope="module")
 def short_timeouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
-    """What `start_gateways` of the test's file starts, with timeouts that pass within seconds."""
+    """The gateway that the test file's `start_gateways` starts, with timeouts of about a second."""
     from local_gateway import HASTY
 
     with request.module.start_gateways(tmp_path_factory.mktemp("hasty"), HASTY) as started:

@@ -1,4 +1,4 @@
-"""The part of fake models that sleep and wake which tests of swapping and of engine groups share."""
+"""FakeSleeper: the state of a fake model that sleeps and wakes, for tests of swapping and of engine groups."""
 
 from __future__ import annotations
 
