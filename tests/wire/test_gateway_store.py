@@ -20,7 +20,7 @@ from emberline.gateway.core.errors import Conflict, StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord, new_record_id, utc_day
 from emberline.gateway.core.settings import GatewaySettings, LogSettings
 from emberline.gateway.logs.retention import LogRetention
-from emberline.gateway.store import daily_users, postgres, sqlite, sqlite_database, tables
+from emberline.gateway.store import daily_users, sqlite_database, tables
 from emberline.gateway.store.base import AuditEntry, Document, Feedback, GatewayStore, StoreChange
 from emberline.gateway.store.factory import open_store
 from emberline.gateway.store.filters import ContainsFilter, ExcludeFilter, LogFilters, NumberRange
@@ -592,9 +592,8 @@ def test_migrations_apply_once_and_newer_schema_is_refused(
 
     kept = make_record()
     run(with_store(lambda s: s.append_records([(kept, None)])))
-    module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:
-        newer.setattr(module, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
+        newer.setattr(tables, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
         assert run(with_store(lambda s: s.get_record("acme", "main", kept.id))) == kept
         assert run(with_store(lambda s: s.list_days())) == [utc_day(NOON)]  # one try is enough
     with pytest.raises(StoreFailed, match="newer version"):
