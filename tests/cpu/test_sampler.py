@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from emberline.core.params import SamplingParams
-from emberline.core.plan import Admission, SampledToken
+from emberline.core.plan import Admission, SampledToken, WorkItem
 from emberline.engine.sampler import Sampler, SamplingStateFactory
 
 VOCAB = 64
@@ -24,9 +24,9 @@ def sample(
     sampler = Sampler(VOCAB, SamplingStateFactory(EOS, None))
     tokens = tokens or [5]
     assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None
-    sampled, failed = sampler.sample(["a"], logits.clone()[None])
+    sampled, failed = sampler.sample([WorkItem("a", 0, tokens, [0], samples=True)], logits.clone()[None])
     assert not failed
-    return sampled["a"]
+    return sampled["a"][0]
 
 
 def ladder() -> torch.Tensor:

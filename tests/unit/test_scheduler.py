@@ -14,8 +14,10 @@ from emberline.core.errors import ContextLengthExceeded, InvalidRequest, Overloa
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Request, Submission
+from emberline.engine import scheduler
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
+from emberline.engine.preemption import choose_victim
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 
 
@@ -364,20 +366,20 @@ def victim_by_scanning(e: Engine, request: Request) -> Request:
 @settings(max_examples=60, deadline=None)
 def test_victim_equals_that_of_a_full_scan(asked: list[tuple[int, int, int, int]], blocks: int) -> None:
     e, found = engine(blocks), list[str]()
-    choose = e.scheduler._choose_victim
 
-    def compare_victims(request: Request) -> Request:
-        chosen = choose(request)
+    def compare_victims(request: Request, *others: object) -> Request:
+        chosen = choose_victim(request, *others)  # type: ignore[arg-type]
         assert chosen is victim_by_scanning(e, request)
         found.append(chosen.id)
         return chosen
 
-    e.scheduler._choose_victim = compare_victims  # type: ignore[method-assign]
-    for i, (length, start, tokens, n) in enumerate(asked):
-        priority = Priority.BATCH if i % 3 == 2 else Priority.INTERACTIVE
-        if -(-(length + tokens) // 8) < blocks:
-            e.add(submission(f"r{i}", length, start=start, priority=priority, max_tokens=tokens, n=n))
-        e.step()
-        e.clock.advance(0.5)  # type: ignore[attr-defined]
-    run(e)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "choose_victim", compare_victims)
+        for i, (length, start, tokens, n) in enumerate(asked):
+            priority = Priority.BATCH if i % 3 == 2 else Priority.INTERACTIVE
+            if -(-(length + tokens) // 8) < blocks:
+                e.add(submission(f"r{i}", length, start=start, priority=priority, max_tokens=tokens, n=n))
+            e.step()
+            e.clock.advance(0.5)  # type: ignore[attr-defined]
+        run(e)
     target(len(found))

@@ -31,12 +31,15 @@ class WorkItem:
 
     id: str
     start: int
-    tokens: Sequence[int]  # the last may be PENDING_TOKEN
+    tokens: Sequence[int]  # known tokens, of which the last may be PENDING_TOKEN; then the draft
     # The request's whole block table: position p is in blocks[p // block_size]. The scheduler appends to it later.
     blocks: Sequence[int]
     samples: bool  # all known tokens are computed with these: sample the next one
     prompt_logprobs: bool = False
     preemptions: int = 0  # preemptions of the request so far; each one replaces all its blocks
+    # Number of drafted tokens at the end of `tokens`. The step samples after each of them, up to the first token that
+    # differs from the draft.
+    num_draft: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class SampledToken:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
-    sampled: dict[str, SampledToken]
+    # By request: the next token, or several of them, if drafted tokens were sampled again.
+    sampled: dict[str, list[SampledToken]]
     # By request, one for each computed token: the log-probability of the token after it.
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # request id: why its grammar cannot be followed

@@ -89,7 +89,10 @@ class Request:
     num_computed: int = 0
     num_planned: int = 0
     num_pending: int = 0
+    num_draft: int = 0  # drafted tokens that the running step verifies
     num_cached: int = 0
+    num_drafted: int = 0  # drafted tokens that were verified so far
+    num_accepted: int = 0  # drafted tokens that became output
     admitted_at: float | None = None
     first_token_at: float | None = None
     preemptions: int = 0
@@ -132,11 +135,16 @@ class Request:
         return self.prefill_result if plain and self.prefill_result is not None and self.prefill_result.tokens else None
 
     @property
+    def can_draft(self) -> bool:
+        """Whether the next step may verify a draft, which continues the request's tokens: none may be pending."""
+        return not (self.num_pending or self.publish or self.needs_prompt_logprobs)
+
+    @property
     def num_schedulable(self) -> int:
         """Number of known tokens that are not planned yet and that the next step may compute."""
         known = len(self.tokens) + self.num_pending
-        if self.num_pending and (self.needs_sync_steps or known >= self.max_len):
-            return 0  # the host must see the pending token first, or it is the last one
+        if self.num_pending and (self.needs_sync_steps or self.num_draft or known >= self.max_len):
+            return 0  # the host must see the sampled tokens first, or the pending one is the last
         return known - self.num_planned
 
     def check_invariants(self) -> None:

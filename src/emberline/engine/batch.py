@@ -29,7 +29,7 @@ def build_forward_batch(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatc
     slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
 
     logit_rows = [
-        np.arange(query_start[i] if w.prompt_logprobs else query_start[i + 1] - 1, query_start[i + 1])
+        np.arange(query_start[i] if w.prompt_logprobs else query_start[i + 1] - 1 - w.num_draft, query_start[i + 1])
         for i, w in enumerate(work)
         if w.samples or w.prompt_logprobs
     ]

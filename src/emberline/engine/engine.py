@@ -20,6 +20,7 @@ from emberline.engine.pairing import PeerPairing
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.request_builder import RequestBuilder
 from emberline.engine.scheduler import Scheduler
+from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.manager import KVManager
 from emberline.kv.pulls import PullManager
 from emberline.kv.tiers.stack import TierStack
@@ -96,10 +97,12 @@ class Engine:
         clock: Clock | None = None,
         tiers: TierStack | None = None,
         transfer_endpoint: TransferEndpoint | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`tiers`: KV tiers below the runner's cache (main memory, disk, store), if the runner can copy blocks.
 
-        `transfer_endpoint`: exchanges KV blocks of the runner's cache with other engines."""
+        `transfer_endpoint`: exchanges KV blocks of the runner's cache with other engines. `drafter`: drafts tokens for
+        speculative decoding."""
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
@@ -125,7 +128,7 @@ class Engine:
             if transfer_endpoint
             else None
         )
-        self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher)
+        self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher, drafter)
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
         self._request_builder = RequestBuilder(
             self.max_context, runner.vocab_size, can_publish=transfer_endpoint is not None
@@ -207,20 +210,27 @@ class Engine:
     def _step_pipelined(self, runner: PipelinedRunner) -> list[Output]:
         """Plan and launch a step, then wait for the previous step, so that the device is never idle.
 
-        If there is nothing to plan, only wait for the step that is running."""
-        began = time.perf_counter()
+        If there is nothing to plan, only wait for the step that is running. If drafts would make the next step better,
+        wait before planning, because drafts continue the newest tokens."""
+        began, waited = time.perf_counter(), 0.0
+        if self._in_flight and self.scheduler.should_wait_for_result():
+            waited = self._finish_oldest_step()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, runner.launch(plan)))
-        waited = 0.0
         if len(self._in_flight) > (plan is not None):
-            done, wait = self._in_flight.popleft()
-            started = time.perf_counter()
-            result = wait()
-            waited = time.perf_counter() - started
-            self._apply_result(done, result, result.seconds)
+            waited += self._finish_oldest_step()
         self._host_seconds += time.perf_counter() - began - waited
         return self._collect_outputs()
+
+    def _finish_oldest_step(self) -> float:
+        """Wait for the oldest step that is running, apply its result, and return the seconds waited."""
+        plan, wait = self._in_flight.popleft()
+        started = time.perf_counter()
+        result = wait()
+        waited = time.perf_counter() - started
+        self._apply_result(plan, result, result.seconds)
+        return waited
 
     def _apply_result(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         self.scheduler.update(plan, result)

@@ -43,8 +43,8 @@ class FakeRunner:
                 block, slot = divmod(work.start + offset, self._block_size)
                 at = work.blocks[block] * self._block_size + slot
                 self._memory[at] = self._newest_tokens[work.id] if token == PENDING_TOKEN else token
-        sampled = {work.id: SampledToken(self._sample_token(work)) for work in plan.work if work.samples}
-        self._newest_tokens.update((name, one.token) for name, one in sampled.items())
+        sampled = {work.id: self._sample_tokens(work) for work in plan.work if work.samples}
+        self._newest_tokens.update((name, tokens[-1].token) for name, tokens in sampled.items())
         logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
         for ended in plan.ended_ids:
             del self._admissions[ended]
@@ -59,8 +59,18 @@ class FakeRunner:
     def _slots_of_block(self, block_id: int) -> slice:
         return slice(block_id * self._block_size, (block_id + 1) * self._block_size)
 
-    def _sample_token(self, work: WorkItem) -> int:
-        length = work.start + len(work.tokens)
+    def _sample_tokens(self, work: WorkItem) -> list[SampledToken]:
+        """Return the next token, and one more after each drafted token that equals the sampled one."""
+        first = work.start + len(work.tokens) - work.num_draft
+        sampled = [SampledToken(self._sample_token(work, first))]
+        for drafted in work.tokens[len(work.tokens) - work.num_draft :]:
+            if sampled[-1].token != drafted:
+                break
+            sampled.append(SampledToken(self._sample_token(work, first + len(sampled))))
+        return sampled
+
+    def _sample_token(self, work: WorkItem, length: int) -> int:
+        """Return the token that follows the first `length` tokens of a request."""
         flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[self._slots_of_block(b)]]
         admission = self._admissions[work.id]
         seed = 0 if admission.params.greedy else admission.seed

@@ -53,7 +53,7 @@ class TorchRunner:
             return StepResult(plan.step, {}, failed=failed)
         logits = self.model.forward(build_forward_batch(work, self.cache))
         prompt_logprobs, logits = self._score_prompts(work, logits)
-        sampled, lost = self._sampler.sample([w.id for w in work if w.samples], logits) if len(logits) else ({}, {})
+        sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
         return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, time.perf_counter() - began)
 
     def _score_prompts(

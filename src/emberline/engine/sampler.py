@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -158,10 +159,30 @@ class Sampler:
         self._states.pop(request_id, None)
         self._penalties.pop(request_id, None)
 
-    def sample(self, request_ids: Sequence[str], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Sample a token for each request from its row of the logits. The logits are overwritten.
+    def sample(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[dict[str, list[SampledToken]], dict[str, str]]:
+        """Sample the next tokens of each request. The logits are overwritten.
 
-        Return the tokens, and errors of requests that cannot continue, both by request id."""
+        Return the tokens, and errors of requests that cannot continue, both by request id. `logits`: of each work item
+        one row for its last known token, then one for each drafted token. A row is used if all drafted tokens up to it
+        were sampled. Each token is sampled after those before it are known, as without a draft."""
+        tokens: dict[str, list[SampledToken]] = {}
+        failed: dict[str, str] = {}
+        ends = list(accumulate(1 + w.num_draft for w in work))
+        alive = [(w, end - 1 - w.num_draft) for w, end in zip(work, ends, strict=True)]  # with its next row
+        while alive:
+            rows = logits if len(alive) == len(logits) else logits[[row for _, row in alive]]
+            sampled, lost = self._sample_rows([w.id for w, _ in alive], rows)
+            for name, one in sampled.items():
+                tokens.setdefault(name, []).append(one)
+            # After other tokens of this step, a failure is left out: the next step fails again, behind these tokens.
+            failed |= {name: why for name, why in lost.items() if name not in tokens}
+            alive = [(w, row + 1) for w, row in alive if w.id in sampled and _continues_draft(w, tokens[w.id])]
+        return tokens, failed
+
+    def _sample_rows(
+        self, request_ids: Sequence[str], logits: Tensor
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        """Sample one token for each request from its row of the logits, which are overwritten."""
         rows = [self._states[i] for i in request_ids]
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[scored] if scored else logits[:0]
@@ -221,6 +242,12 @@ class Sampler:
             ops.apply_bitmask(logits, torch.from_numpy(mask), torch.tensor([i for i, _ in masked]))
 
 
+def _continues_draft(work: WorkItem, sampled: Sequence[SampledToken]) -> bool:
+    """Return whether the newest sampled token was drafted, so that the next row of the logits follows it."""
+    at = len(work.tokens) - work.num_draft + len(sampled) - 1
+    return at < len(work.tokens) and sampled[-1].token == work.tokens[at] and not sampled[-1].stop
+
+
 def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, slice]], list[int]]:
     """Return the rows of the logits that score each prompt, and the rows from which tokens are sampled.
 
@@ -229,11 +256,11 @@ def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, sli
     sampled: list[int] = []
     end = 0
     for w in work:
-        begin, end = end, end + (len(w.tokens) if w.prompt_logprobs else int(w.samples))
+        begin, end = end, end + (len(w.tokens) if w.prompt_logprobs else w.num_draft + int(w.samples))
         if w.prompt_logprobs:
             scored.append((w, slice(begin, end)))
         if w.samples:
-            sampled.append(end - 1)
+            sampled.extend(range(end - 1 - w.num_draft, end))
     return scored, sampled
 
 

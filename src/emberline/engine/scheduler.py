@@ -8,22 +8,24 @@ torch, no wall clock and no I/O."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from emberline.core.clock import Clock
 from emberline.core.engine_config import SchedulerConfig
-from emberline.core.events import Output, Timing
+from emberline.core.events import Output
 from emberline.core.plan import PENDING_TOKEN, Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
+from emberline.engine.endings import ends_with_stop_token, finish_reason, make_timing
 from emberline.engine.pacing import PromptPacer
+from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
+from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.manager import KVManager
 
 MAX_SCORED_TOKENS = 512  # per step, prompt tokens with log-probabilities: each needs a row of logits
 ONE_PENDING = (PENDING_TOKEN,)
-RUNNING = RequestStatus.RUNNING  # a global, because it is looked up for every token
+RUNNING, STOP = RequestStatus.RUNNING, FinishReason.STOP  # globals, because they are looked up for every token
 
 
 class Scheduler:
@@ -34,8 +36,10 @@ class Scheduler:
         clock: Clock,
         eos: frozenset[int] = frozenset(),
         publisher: BlockPublisher | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config, self.kv, self.clock, self.eos, self.publisher = config, kv, clock, eos, publisher
+        self.drafter = drafter
         self.waiting = WaitingQueue(config.ageing_seconds)
         self.running: list[Request] = []  # in the order of WaitingQueue.sort_key
         self.requests: dict[str, Request] = {}  # all open ones
@@ -62,7 +66,7 @@ class Scheduler:
             self._followers.setdefault(request.leader, []).append(request)
         else:
             self.waiting.push(request)
-        if request.num_resumed and (finish := self._finish_reason(request)) is not None:
+        if request.num_resumed and (finish := finish_reason(request, self.eos)) is not None:
             self._end_request(request, finish)  # its output was already complete when it moved here
 
     def abort(self, request_id: str, error: str | None = None) -> None:
@@ -112,7 +116,11 @@ class Scheduler:
                 chunks.append(request)
             elif remaining and request.status is RUNNING:  # not preempted by an earlier one in this loop
                 self._plan_tokens(request, 1, planned)
-        budget = total_budget = self._chunk_budget(planned, chunks)
+        drafts: Mapping[str, Sequence[int]] = {}
+        if self.drafter is not None:
+            room = self.config.max_batch_tokens - len(planned)
+            drafts = self.drafter.plan_drafts([self.requests[i] for i in planned], room, self.kv)
+        budget = total_budget = self._chunk_budget(len(planned) + sum(map(len, drafts.values())), chunks)
         self._scored_budget = MAX_SCORED_TOKENS
         for request in chunks:
             if request.status is RequestStatus.RUNNING and (count := self._take_chunk_size(request, budget)):
@@ -128,7 +136,7 @@ class Scheduler:
             return None
         self._step += 1
         admissions = self._take_admissions(planned) if self._new_to_runner else ()
-        work = [self._make_work_item(self.requests[i], n) for i, n in planned.items()]
+        work = [self._make_work_item(self.requests[i], n, drafts.get(i, ())) for i, n in planned.items()]
         plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads)
         self._ended_ids = []
         return plan
@@ -139,8 +147,10 @@ class Scheduler:
         if plan.saves or plan.loads:
             self.kv.finish_copies(plan.saves, plan.loads)
         if self._prompt_pacer is not None and plan.work:
-            singles = sum(len(work.tokens) == 1 for work in plan.work)
-            self._prompt_pacer.record_step_time(plan.num_tokens - singles, result.seconds)
+            chunks = (len(work.tokens) for work in plan.work if len(work.tokens) - work.num_draft > 1)
+            self._prompt_pacer.record_step_time(sum(chunks), result.seconds)
+        if self.drafter is not None:
+            self.drafter.record_step(plan, result.seconds)
         now = self.clock.now()
         for work in plan.work:
             request = self.requests.get(work.id)
@@ -149,17 +159,28 @@ class Scheduler:
             if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end_request(request, FinishReason.ERROR, error=why)
                 continue
+            sampled = result.sampled[work.id] if work.samples else []
+            finish = self._append_tokens(request, sampled)
+            if work.num_draft and self.drafter is not None:
+                self.drafter.record_result(request, work, sampled)
             if work.preemptions == request.preemptions:  # else its blocks were freed since
-                self._record_computed_tokens(request, work, result)
-            if work.samples:
+                self._record_computed_tokens(request, work, result, len(sampled))
+            if sampled:
                 request.num_pending -= 1
-                self.generated_tokens += 1
-                self._append_token(request, result.sampled[work.id], now)
+                self.generated_tokens += len(sampled)
+                self._output_tokens(request, sampled, finish, now)
+
+    def should_wait_for_result(self) -> bool:
+        """Return whether drafts, which continue the newest tokens, make it worth to wait for these before planning."""
+        return self.drafter is not None and self.drafter.expects_draft(self.running)
 
     # -- parts of a step ------------------------------------------------------------------------------------------
 
-    def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult) -> None:
-        request.num_computed = computed = work.start + len(work.tokens)
+    def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult, num_sampled: int) -> None:
+        computed = work.start + len(work.tokens)
+        if work.num_draft:
+            request.num_planned = computed = computed - work.num_draft + num_sampled - 1
+        request.num_computed = computed
         if work.start < request.prompt_len:
             self.prompt_tokens += min(computed, request.prompt_len) - work.start
         if work.prompt_logprobs:
@@ -208,7 +229,8 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if (result := request.usable_prefill_result) is not None:
                 self.has_early_outputs = True
-                self._append_token(request, SampledToken(result.tokens[0], stop=result.stop), self.clock.now())
+                sampled = [SampledToken(result.tokens[0], stop=result.stop)]
+                self._output_tokens(request, sampled, self._append_tokens(request, sampled), self.clock.now())
 
     def _take_admissions(self, planned: dict[str, int]) -> list[Admission]:
         """Return an Admission for each planned request that is new to the runner.
@@ -218,7 +240,7 @@ class Scheduler:
         for request in new:
             del self._new_to_runner[request.id]
             self._known_to_runner.add(request.id)
-        return [self._make_admission(request) for request in new]
+        return [Admission(r.id, list(r.tokens), r.prompt_len, r.params, r.seed) for r in new]
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
         """Return how many tokens of a request fit into the budget, and into that of prompt log-probabilities."""
@@ -238,39 +260,24 @@ class Scheduler:
         planned[request.id] = count
         return count
 
-    def _chunk_budget(self, planned: dict[str, int], chunks: list[Request]) -> int:
-        """Return how many prompt tokens may be planned in addition to the single tokens."""
-        left = self.config.max_batch_tokens - len(planned)
+    def _chunk_budget(self, planned: int, chunks: list[Request]) -> int:
+        """Return how many prompt tokens may be planned in addition to `planned` tokens of decoding requests."""
+        left = self.config.max_batch_tokens - planned
         if self._prompt_pacer is None:
             return left
         first = chunks[0] if chunks else self.waiting.first_unblocked()
         waited = self.clock.now() - first.arrival if first is not None and first.first_token_at is None else 0.0
-        allowed = self._prompt_pacer.prompt_token_budget(len(planned), waited)
+        allowed = self._prompt_pacer.prompt_token_budget(planned, waited)
         return left if allowed is None else min(left, allowed)
 
     def _preempt_until_fits(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
         while not self.kv.extend_block_table(request, tokens):
-            victim = self._choose_victim(request)
+            victim = choose_victim(request, self.running, self.waiting.sort_key, self.kv)
             planned.pop(victim.id, None)
             self._preempt_request(victim)
             if victim is request:
                 return False
         return True
-
-    def _choose_victim(self, request: Request) -> Request:
-        """Return the request to preempt, so that `request` gets more KV blocks.
-
-        Only requests that rank behind `request` are chosen: batch requests first, then the one that loses the fewest
-        computed blocks. If there is none, `request` itself is preempted, so the request that ranks first always makes
-        progress."""
-        rank = self.waiting.sort_key
-        candidates = [
-            (-r.priority, blocks, -rank(r)[0], i, r)
-            for i, r in enumerate(self.running[bisect_right(self.running, rank(request), key=rank) :])
-            if (blocks := self.kv.num_reclaimable_blocks(r)) > 0
-            and not (r.num_pending and r.params.prompt_logprobs is not None)  # its prompt is being scored
-        ]
-        return min(candidates)[-1] if candidates else request
 
     def _preempt_request(self, request: Request) -> None:
         self.kv.free_request(request)
@@ -285,8 +292,8 @@ class Scheduler:
         self._prompt_logprobs.pop(request.id, None)
         self.waiting.push(request)
 
-    def _make_work_item(self, request: Request, count: int) -> WorkItem:
-        """Advance the request by `count` tokens and return the work item."""
+    def _make_work_item(self, request: Request, count: int, draft: Sequence[int]) -> WorkItem:
+        """Advance the request by `count` tokens and return the work item, with the draft after these tokens."""
         start, end = request.num_planned, request.num_planned + count
         tokens: Sequence[int]
         if count == 1 and start == len(request.tokens):
@@ -298,43 +305,52 @@ class Scheduler:
         # Positional arguments: keywords take twice as long, and one is made for every token.
         table, scored = self.kv.block_table(request), request.needs_prompt_logprobs
         work = WorkItem(request.id, start, tokens, table, samples, scored, request.preemptions)
+        if draft:
+            work.tokens, work.num_draft = [*tokens, *draft], len(draft)
+            request.num_draft = len(draft)
         request.num_planned = end
         request.num_pending += samples
         return work
 
-    @staticmethod
-    def _make_admission(request: Request) -> Admission:
-        return Admission(request.id, list(request.tokens), request.prompt_len, request.params, request.seed)
+    def _append_tokens(self, request: Request, sampled: list[SampledToken]) -> FinishReason | None:
+        """Append sampled tokens to the request up to the one that ends it, and return why it ends, if it does.
 
-    def _append_token(self, request: Request, sampled: SampledToken, now: float) -> None:
-        """Append a sampled token to the request, add an Output, and end the request if the token is its last."""
-        request.tokens.append(sampled.token)
+        The tokens behind that one are removed from `sampled`."""
+        for count, one in enumerate(sampled, 1):
+            request.tokens.append(one.token)
+            if (finish := finish_reason(request, self.eos, one.stop)) is not None:
+                del sampled[count:]
+                return finish
+        return None
+
+    def _output_tokens(
+        self, request: Request, sampled: Sequence[SampledToken], finish: FinishReason | None, now: float
+    ) -> None:
+        """Add an Output with the newest tokens of a request, and end the request if `finish` says so."""
         request.token_deadline = now + request.token_timeout
-        finish, ticket = self._finish_reason(request, sampled.stop), None
+        ticket, tokens = None, [one.token for one in sampled]
         first = request.first_token_at is None
-        if not (first or finish or request.publish or sampled.logprob):  # the usual case
-            self._outputs.append(Output(request.submission_id, request.index, [sampled.token]))
+        if not (first or finish or request.publish or sampled[0].logprob):  # the usual case
+            self._outputs.append(Output(request.submission_id, request.index, tokens))
             return
         if first:
             request.first_token_at = now
             request.num_cached = min(request.num_cached, self._first_num_cached.get(request.id, request.num_cached))
         request.check_invariants()
         if request.publish and self.publisher is not None:
-            finish, ticket = FinishReason.HANDOFF, self.publisher.complete_ticket(request, sampled)
+            finish, ticket = FinishReason.HANDOFF, self.publisher.complete_ticket(request, sampled[-1])
         prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
         self._outputs.append(
             Output(
                 request.submission_id,
                 request.index,
-                [sampled.token],
-                [sampled.logprob] if sampled.logprob else [],
+                tokens,
+                [one.logprob for one in sampled if one.logprob],
                 prompt_logprobs[: request.prompt_len - 1] if prompt_logprobs is not None else None,
                 cached_tokens=min(request.num_cached, request.prompt_len) if first else 0,
                 finish=finish,
-                stop_token=sampled.token
-                if finish is FinishReason.STOP and self._ends_with_stop_token(request)
-                else None,
-                timing=self._make_timing(request, now if finish else None) if first or finish else None,
+                stop_token=tokens[-1] if finish is STOP and ends_with_stop_token(request, self.eos) else None,
+                timing=make_timing(request, now if finish else None) if first or finish else None,
                 ticket=ticket,
             )
         )
@@ -343,26 +359,13 @@ class Scheduler:
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _finish_reason(self, request: Request, is_grammar_complete: bool = False) -> FinishReason | None:
-        """Return why the request ends with its newest token; None if it continues.
-
-        `is_grammar_complete`: whether the request's grammar is complete."""
-        token, params = request.tokens[-1], request.params
-        if is_grammar_complete or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= request.max_len else None
-
-    def _ends_with_stop_token(self, request: Request) -> bool:
-        token, params = request.tokens[-1], request.params
-        return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
-
     def _end_expired_requests(self) -> None:
         now = self.clock.now()
         for request in [r for r in self.requests.values() if min(r.deadline, r.token_deadline) <= now]:
             self._end_request(request, FinishReason.ERROR, error="deadline_exceeded")
 
     def _end_request(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
-        timing = self._make_timing(request, self.clock.now())
+        timing = make_timing(request, self.clock.now())
         self._outputs.append(Output(request.submission_id, request.index, finish=finish, error=error, timing=timing))
         self._remove_request(request)
 
@@ -388,13 +391,11 @@ class Scheduler:
             self._ended_ids.append(request.id)
         self._new_to_runner.pop(request.id, None)
         self._first_num_cached.pop(request.id, None)
+        if self.drafter is not None:
+            self.drafter.forget(request)
         self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:
         for follower in self._followers.pop(leader.id, ()):
             follower.leader = None
             self.waiting.push(follower)
-
-    @staticmethod
-    def _make_timing(request: Request, finished: float | None) -> Timing:
-        return Timing(request.arrival, request.admitted_at, request.first_token_at, finished, request.pulled)

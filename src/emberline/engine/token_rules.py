@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -21,6 +22,10 @@ class TokenMasker(Protocol):
     def fill_mask(self, mask: Mask) -> None: ...
 
     def accept(self, token: int) -> bool: ...
+
+    def fork(self) -> TokenMasker:
+        """Return a copy that can accept other tokens."""
+        ...
 
     @property
     def is_complete(self) -> bool: ...
@@ -63,6 +68,11 @@ class TokenRules:
         if self._max_bad_word_len > 1:
             self._recent_tokens = [*self._recent_tokens, token][1 - self._max_bad_word_len :]
         return self._grammar is None or self._grammar.accept(token)
+
+    def fork(self) -> TokenRules:
+        copied = copy(self)
+        copied._grammar = None if self._grammar is None else self._grammar.fork()
+        return copied
 
     @property
     def is_complete(self) -> bool:

@@ -114,13 +114,15 @@ class KVManager:
         self._load_missing_prefix(request)
         return True
 
-    def extend_block_table(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks until the request has room for `num_tokens` tokens. Return False if the pool has too few."""
+    def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:
+        """Allocate blocks until the request has room for `num_tokens` tokens and return True.
+
+        Return False if that would leave fewer than `reserved_blocks` blocks available."""
         table = self._block_tables[request.id]
         if num_tokens <= len(table) * self.block_size:
             return True
         needed = self.num_blocks_for(num_tokens) - len(table)
-        if needed > self._pool.num_available:
+        if needed + reserved_blocks > self._pool.num_available:
             return False
         holder = self._holders[request.id]
         table.extend(self._pool.allocate_block(holder) for _ in range(needed))

@@ -1,6 +1,7 @@
 """DeviceBatch: the work of a plan as numpy arrays, in the order in which the device processes it.
 
-Each request of a step has one row. A single is a request that computes one token, a chunk is a part of a prompt.
+Each request of a step has one row, and one more for each drafted token. A single is a row with one token, a chunk is a
+part of a prompt.
 
 rows of the step    [0, singles) are singles             [singles, ...) are chunks
 tokens of the step  one for each single                  then those of the chunks, one chunk after the other"""
@@ -16,6 +17,33 @@ import numpy as np
 from emberline.core.plan import PENDING_TOKEN, WorkItem
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape
+
+
+def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
+    """Return the work with each draft as further work items of one token, directly behind that of the known token.
+
+    All of them write their keys and values before any of them reads, so they can be in one step."""
+    if not any(w.num_draft for w in work):
+        return work
+    expanded: list[WorkItem] = []
+    for w in work:
+        if not w.num_draft:
+            expanded.append(w)
+            continue
+        assert len(w.tokens) == 1 + w.num_draft and w.samples and not w.prompt_logprobs
+        for offset, token in enumerate(w.tokens):
+            expanded.append(WorkItem(w.id, w.start + offset, (token,), w.blocks, True, False, w.preemptions))
+    return expanded
+
+
+def draft_offsets(work: Sequence[WorkItem]) -> list[int]:
+    """Return the position in its draft of each expanded work item, from 1; 0: it is not drafted."""
+    offsets: list[int] = []
+    previous = None
+    for w in work:
+        offsets.append(offsets[-1] + 1 if w.id == previous else 0)
+        previous = w.id
+    return offsets
 
 
 @dataclass(frozen=True, slots=True)

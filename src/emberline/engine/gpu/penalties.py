@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from emberline.core.params import SamplingParams
+from emberline.core.plan import WorkItem
 from emberline.engine.gpu.rows import RequestRow
 from emberline.engine.gpu.staging import StagedInputs
 from emberline.kernels import ops
@@ -29,6 +30,16 @@ class PenalisedRows:
     rows: Tensor  # [P] int32: rows of the logits
     slots: Tensor  # [P] int32: rows of the counts
     settings: Tensor  # [P, 3] float32: repetition, frequency, presence
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPenalties:
+    """The rows of one step that follow the first, second, ... drafted token of requests with penalties.
+
+    The drafted token is counted before the row is penalised, as if it had been sampled."""
+
+    penalised: PenalisedRows
+    tokens: Tensor  # [S] int64: the drafted token of each such row of the logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,28 @@ def prepare_penalised_rows(
     settings = np.array([_penalty_settings(rows[i].sampling.params) for i in indexes], np.float32)
     slots = np.array([rows[i].index for i in indexes], np.int32)
     return PenalisedRows(inputs.put(np.array(indexes, np.int32)), inputs.put(slots), inputs.put(settings))
+
+
+def prepare_draft_penalties(
+    work: Sequence[WorkItem],
+    rows: Sequence[RequestRow],
+    draft_rows: Sequence[int],
+    offsets: Sequence[int],
+    inputs: StagedInputs,
+) -> list[DraftPenalties]:
+    """Stage the penalties of drafted tokens, by their position in the draft.
+
+    `draft_rows`: indexes in `work` of drafted tokens whose requests may have penalties. `offsets`: see `draft_offsets`.
+    The device counts the whole draft, so the counts of these requests are rebuilt before their next step."""
+    found: list[DraftPenalties] = []
+    drafted = np.array([w.tokens[0] for w in work], np.int64)
+    for offset in sorted({offsets[i] for i in draft_rows}):
+        penalised = prepare_penalised_rows(rows, [i for i in draft_rows if offsets[i] == offset], inputs)
+        if penalised is not None:
+            found.append(DraftPenalties(penalised, inputs.put(drafted)))
+    for i in draft_rows:
+        rows[i].has_counts = False
+    return found
 
 
 def _penalty_settings(params: SamplingParams) -> tuple[float, float, float]:

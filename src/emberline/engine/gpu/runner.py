@@ -19,7 +19,7 @@ from torch import Tensor
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
-from emberline.engine.gpu.batch import DeviceBatch
+from emberline.engine.gpu.batch import DeviceBatch, expand_drafts
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs
@@ -145,7 +145,7 @@ class GPURunner:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
         table_indexes, table_blocks = self._rows.take_block_table_updates(work)
-        singles, chunks = DeviceBatch.split(work)
+        singles, chunks = DeviceBatch.split(expand_drafts(work))
         model_step = self._prepare_model_step(singles, chunks)
         staged = self._extra_inputs.new_inputs()
         device_indexes, device_blocks = staged.put(table_indexes), staged.put(table_blocks)

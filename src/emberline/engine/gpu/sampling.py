@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from emberline.core.plan import PENDING_TOKEN, SampledToken, TokenLogprob, WorkItem
+from emberline.engine.gpu.batch import draft_offsets
 from emberline.engine.gpu.device import DeviceEvent, DeviceStream
-from emberline.engine.gpu.penalties import DevicePenalties, PenalisedRows, prepare_penalised_rows
+from emberline.engine.gpu.penalties import (
+    DevicePenalties,
+    DraftPenalties,
+    PenalisedRows,
+    prepare_draft_penalties,
+    prepare_penalised_rows,
+)
 from emberline.engine.gpu.rows import DeviceRows, RequestRow
 from emberline.engine.gpu.staging import StagedInputs
-from emberline.engine.token_rules import fill_masks
+from emberline.engine.token_rules import TokenMasker, fill_masks
 from emberline.kernels import ops
 
 
@@ -55,7 +62,7 @@ class StepSampling:
         assert self._end_event is not None, "the step was not sampled yet: results must be read in order"
         return self._end_event
 
-    def wait_for_tokens_and_failures(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    def wait_for_tokens_and_failures(self) -> tuple[dict[str, list[SampledToken]], dict[str, str]]:
         """Wait for the device; return the sampled tokens, and errors of requests that cannot continue.
 
         Both are dicts by request id."""
@@ -67,15 +74,19 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the device needs to sample the tokens of a step, one for each work item."""
+    """What the device needs to sample the tokens of a step, one for each work item.
+
+    Consecutive work items of one request are its newest token and its draft (see `expand_drafts`)."""
 
     work: Sequence[WorkItem]
     request_rows: Sequence[RequestRow]
-    rows: Tensor  # [S] int64
+    draft_offsets: Sequence[int]
+    newest_rows: Tensor  # [S] int64: row of DeviceRows.newest to which each token is written
     position: Tensor  # [S] int32: position of the token to be sampled
     settings: ops.SamplingTensors
     seed: Tensor
     penalised: PenalisedRows | None
+    draft_penalties: Sequence[DraftPenalties]
     edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
     mask: tuple[Tensor, Tensor] | None  # bits, rows
     scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of requests with log-probabilities, on host and device
@@ -91,13 +102,15 @@ def prepare_sampling(
 ) -> SamplingInputs:
     request_rows = rows.rows_of(work)
     index = np.array([p.index for p in request_rows], np.int64)
+    offsets = draft_offsets(work)
     known = np.array([w.start + len(w.tokens) for w in work], np.int32)
     special = [i for i, p in enumerate(request_rows) if not p.is_plain]
     scored = [i for i in special if request_rows[i].sampling.params.logprobs is not None]
     return SamplingInputs(
         work,
         request_rows,
-        staged.put(index),
+        offsets,
+        staged.put(_newest_rows(index, offsets, rows.padding_row)),
         staged.put(known),
         ops.SamplingTensors(
             staged.put(rows.temperature[index]),
@@ -106,9 +119,10 @@ def prepare_sampling(
             staged.put(rows.min_p[index]),
         ),
         staged.put(rows.seed[index]),
-        prepare_penalised_rows(request_rows, special, staged),
+        prepare_penalised_rows(request_rows, [i for i in special if not offsets[i]], staged),
+        prepare_draft_penalties(work, request_rows, [i for i in special if offsets[i]], offsets, staged),
         _stage_logit_edits(request_rows, special, known, staged),
-        _stage_masks(request_rows, special, vocab_size, staged),
+        _stage_masks(work, request_rows, special, offsets, vocab_size, staged),
         (scored, staged.put(np.array(scored, np.int64))) if scored else None,
     )
 
@@ -122,12 +136,15 @@ def launch_sampling(
     raw = logits.index_select(0, inputs.scored[1]) if inputs.scored else None
     if inputs.penalised is not None:
         penalties.apply(logits, inputs.penalised)
+        for draft in inputs.draft_penalties:
+            penalties.count_tokens(draft.tokens, draft.penalised)
+            penalties.apply(logits, draft.penalised)
     if inputs.edits is not None:
         ops.edit_logits(logits, *inputs.edits)
     if inputs.mask is not None:
         ops.apply_bitmask(logits, *inputs.mask)
     tokens = ops.sample_with_seed(logits, inputs.settings, inputs.seed, inputs.position)
-    newest_tokens.index_copy_(0, inputs.rows, tokens)
+    newest_tokens.index_copy_(0, inputs.newest_rows, tokens)
     if inputs.penalised is not None:
         penalties.count_tokens(tokens, inputs.penalised)
     parts = [tokens]
@@ -147,26 +164,36 @@ class SamplingOutputs:
 
     def tokens_and_failures(
         self, inputs: SamplingInputs, rows: DeviceRows
-    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    ) -> tuple[dict[str, list[SampledToken]], dict[str, str]]:
         """Return the sampled tokens, and errors of requests that cannot continue, both by request id.
 
-        Requests that have ended in the meantime are left out."""
+        Requests that have ended in the meantime are left out. The token of a draft's row counts only if the draft is
+        what was sampled up to there."""
         scores = self._logprobs_by_row(inputs)
-        sampled, failed = {}, {}
-        current = rows.by_request
+        sampled: dict[str, list[SampledToken]] = {}
+        failed: dict[str, str] = {}
+        current, offsets = rows.by_request, inputs.draft_offsets
         for i, (w, row, token) in enumerate(zip(inputs.work, inputs.request_rows, self.tokens.tolist(), strict=True)):
             if current.get(w.id) is not row:
                 continue
-            if row.is_plain:
-                sampled[w.id] = SampledToken(token)
+            if offsets[i] and not _is_accepted(sampled.get(w.id), offsets[i], w.tokens[0]):
                 continue
-            state = row.sampling
-            if state.error is None:  # the mask was valid
-                state.append_token(token)
-            if state.error is None:
-                sampled[w.id] = SampledToken(token, scores.get(i), stop=state.is_complete)
+            if row.is_plain:
+                one = SampledToken(token)
             else:
-                failed[w.id] = state.error
+                state = row.sampling
+                if state.error is None:  # the mask was valid
+                    state.append_token(token)
+                if state.error is not None:
+                    # After other tokens of this step the failure is left out: the next step fails again.
+                    if not offsets[i]:
+                        failed[w.id] = state.error
+                    continue
+                one = SampledToken(token, scores.get(i), stop=state.is_complete)
+            if offsets[i]:
+                sampled[w.id].append(one)
+            else:
+                sampled[w.id] = [one]
         return sampled, failed
 
     def _logprobs_by_row(self, inputs: SamplingInputs) -> dict[int, TokenLogprob]:
@@ -179,6 +206,24 @@ class SamplingOutputs:
             for j, (i, c, r) in enumerate(zip(inputs.scored[0], self.chosen.tolist(), self.rank.tolist(), strict=True))
             for n in (inputs.request_rows[i].sampling.params.logprobs or 0,)
         }
+
+
+def _newest_rows(rows: np.ndarray, offsets: Sequence[int], padding_row: int) -> np.ndarray:
+    """Return where each sampled token is stored for the next step.
+
+    For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row."""
+    offset = np.array([*offsets, 0])
+    has_draft = (offset[:-1] > 0) | (offset[1:] > 0)
+    return np.where(has_draft, padding_row, rows)
+
+
+def _is_accepted(sampled: list[SampledToken] | None, draft_offset: int, drafted: int) -> bool:
+    """Return whether a drafted token, and so the row behind it, continues the tokens that were sampled.
+
+    `sampled`: tokens of the request so far in this step. `draft_offset`: position in the draft, from 1."""
+    return (
+        sampled is not None and len(sampled) == draft_offset and sampled[-1].token == drafted and not sampled[-1].stop
+    )
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
@@ -203,13 +248,25 @@ def _stage_logit_edits(
 
 
 def _stage_masks(
-    request_rows: Sequence[RequestRow], special_rows: Sequence[int], vocab_size: int, staged: StagedInputs
+    work: Sequence[WorkItem],
+    request_rows: Sequence[RequestRow],
+    special_rows: Sequence[int],
+    offsets: Sequence[int],
+    vocab_size: int,
+    staged: StagedInputs,
 ) -> tuple[Tensor, Tensor] | None:
-    masked = [
-        (i, m)
-        for i in special_rows
-        if (m := request_rows[i].sampling.matcher) is not None and not (m.is_complete or m.error)
-    ]
+    matchers: dict[int, TokenMasker] = {}  # by row
+    for i in special_rows:
+        matcher = request_rows[i].sampling.matcher
+        if offsets[i] and (before := matchers.get(i - 1)) is not None:
+            matcher = before.fork()
+            if not matcher.accept(work[i].tokens[0]):
+                continue  # it cannot be sampled, so the row is not used
+        elif offsets[i]:
+            continue
+        if matcher is not None:
+            matchers[i] = matcher
+    masked = [(i, m) for i, m in matchers.items() if not (m.is_complete or m.error)]
     if not masked:  # a request whose grammar is already complete is not masked: its token is dropped
         return None
     bits = np.full((len(masked), words_per_mask(vocab_size)), -1, np.int32)

@@ -1,0 +1,24 @@
+"""When and why a request ends, and the times of its life that its outputs report."""
+
+from __future__ import annotations
+
+from emberline.core.events import Timing
+from emberline.core.request import FinishReason, Request
+
+
+def finish_reason(request: Request, eos: frozenset[int], is_grammar_complete: bool = False) -> FinishReason | None:
+    """Return why the request ends with its newest token; None if it continues.
+
+    `is_grammar_complete`: whether the request's grammar is complete."""
+    if is_grammar_complete or ends_with_stop_token(request, eos):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.tokens) >= request.max_len else None
+
+
+def ends_with_stop_token(request: Request, eos: frozenset[int]) -> bool:
+    token, params = request.tokens[-1], request.params
+    return token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+
+
+def make_timing(request: Request, finished: float | None) -> Timing:
+    return Timing(request.arrival, request.admitted_at, request.first_token_at, finished, request.pulled)

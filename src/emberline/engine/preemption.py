@@ -1,0 +1,27 @@
+"""choose_victim: which running request loses its KV blocks when another one needs blocks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from emberline.core.request import Request
+from emberline.kv.manager import KVManager
+
+
+def choose_victim(
+    request: Request, running: Sequence[Request], rank: Callable[[Request], tuple[Any, ...]], kv: KVManager
+) -> Request:
+    """Return the request to preempt, so that `request` gets more KV blocks. `running` is sorted by `rank`.
+
+    Only requests that rank behind `request` are chosen: batch requests first, then the one that loses the fewest
+    computed blocks. If there is none, `request` itself is preempted, so the request that ranks first always makes
+    progress."""
+    candidates = [
+        (-r.priority, blocks, -rank(r)[0], i, r)
+        for i, r in enumerate(running[bisect_right(running, rank(request), key=rank) :])
+        if (blocks := kv.num_reclaimable_blocks(r)) > 0
+        and not (r.num_pending and r.params.prompt_logprobs is not None)  # its prompt is being scored
+    ]
+    return min(candidates)[-1] if candidates else request

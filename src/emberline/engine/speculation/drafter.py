@@ -1,0 +1,104 @@
+"""Drafter: decides which guessed tokens a step verifies, and learns from the results.
+
+The scheduler adds the draft of a request to its next work item. The runner samples after each drafted token as if that
+token had been sampled before, and stops at the first that differs. So the output is the same with and without drafts,
+and a wrong draft costs only time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from emberline.core.plan import SampledToken, StepPlan, WorkItem
+from emberline.core.request import Request
+from emberline.engine.speculation.acceptance import AcceptanceEstimate
+from emberline.engine.speculation.draft_length import choose_lengths
+from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal, Proposer
+from emberline.engine.speculation.step_cost import StepCost
+from emberline.kv.manager import KVManager
+
+
+class Drafter:
+    def __init__(
+        self, proposers: Sequence[Proposer], max_draft: int, *, max_rows: int | None = None, adaptive: bool = True
+    ) -> None:
+        """`proposers`: those to ask for each request, the best first. `max_draft`: maximum tokens of a draft.
+
+        `max_rows`: maximum tokens that requests without prompt chunks may have together in a step; None: no limit.
+        `adaptive`: verify only as many drafted tokens as pay; otherwise, all that are proposed."""
+        self.drafted_tokens = self.accepted_tokens = 0
+        self._proposers = proposers
+        self._max_draft = max_draft
+        self._max_rows = max_rows
+        self._adaptive = adaptive
+        self._acceptance = AcceptanceEstimate()
+        self._cost = StepCost()
+
+    def plan_drafts(self, requests: Sequence[Request], room: int, kv: KVManager) -> dict[str, Sequence[int]]:
+        """Return drafts for some of a step's requests, by request id, and allocate blocks for them.
+
+        `requests`: those that compute one token in this step. `room`: drafted tokens that the step can take."""
+        drafts: dict[str, Sequence[int]] = {}
+        by_id = {r.id: r for r in requests if r.can_draft}
+        proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
+        for name, count in self._choose_lengths(by_id, proposals, len(requests), room).items():
+            if kv.extend_block_table(by_id[name], by_id[name].num_known + count, reserved_blocks=len(requests)):
+                drafts[name] = proposals[name].tokens[:count]
+        return drafts
+
+    def expects_draft(self, running: Sequence[Request]) -> bool:
+        """Return whether drafts would pay in the next step, if the tokens that are being sampled were known.
+
+        The guess for such a token stands for it here, and a draft may follow."""
+        pending = [r for r in running if r.num_pending and not (r.publish or r.needs_prompt_logprobs)]
+        later = {
+            r.id: Proposal(found.tokens[1:], found.confidence[1:])
+            for r in pending
+            if len((found := self._propose(r)).tokens) > 1
+        }
+        return bool(later and self._choose_lengths({r.id: r for r in pending}, later, len(running), len(later)))
+
+    def record_result(self, request: Request, work: WorkItem, sampled: Sequence[SampledToken]) -> None:
+        """Count how many drafted tokens of a work item were right."""
+        drafted = work.tokens[len(work.tokens) - work.num_draft :]
+        accepted = sum(one.token == token for one, token in zip(sampled, drafted, strict=False))
+        request.num_draft = 0
+        request.num_drafted += work.num_draft
+        request.num_accepted += accepted
+        self.drafted_tokens += work.num_draft
+        self.accepted_tokens += accepted
+        position = work.start + len(work.tokens) - work.num_draft
+        self._acceptance.record(request.id, position, work.num_draft, accepted)
+
+    def record_step(self, plan: StepPlan, seconds: float) -> None:
+        """Learn how long a step takes. Steps with chunks of prompts are ignored."""
+        if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
+            self._cost.record(plan.num_tokens, seconds)
+
+    def forget(self, request: Request) -> None:
+        """Drop the state of a request that has ended."""
+        self._acceptance.forget(request.id)
+        for proposer in self._proposers:
+            proposer.forget(request)
+
+    def _propose(self, request: Request) -> Proposal:
+        limit = min(self._max_draft, request.max_len - request.num_known - 1)
+        if limit > 0:
+            for proposer in self._proposers:
+                if (proposal := proposer.propose(request, limit)).tokens:
+                    return proposal
+        return EMPTY_PROPOSAL
+
+    def _choose_lengths(
+        self, requests: Mapping[str, Request], proposals: Mapping[str, Proposal], rows: int, room: int
+    ) -> dict[str, int]:
+        probabilities = {
+            name: self._acceptance.probabilities(name, requests[name].num_known, proposal.confidence)
+            for name, proposal in proposals.items()
+        }
+        if self._max_rows is not None:
+            room = min(room, self._max_rows - rows)
+        return choose_lengths(probabilities, rows, room, self._cost.estimate if self._adaptive else _no_cost)
+
+
+def _no_cost(tokens: int) -> float:
+    return 1.0

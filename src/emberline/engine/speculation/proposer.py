@@ -1,0 +1,28 @@
+"""Proposer: guesses how the tokens of a request continue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from emberline.core.request import Request
+
+
+class Proposal(NamedTuple):
+    """Guessed tokens, and for each the estimated probability that it is right if all earlier ones are."""
+
+    tokens: Sequence[int]
+    confidence: Sequence[float]
+
+
+EMPTY_PROPOSAL = Proposal((), ())
+
+
+class Proposer(Protocol):
+    def propose(self, request: Request, limit: int) -> Proposal:
+        """Return at most `limit` tokens that may follow the request's tokens."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Drop the state of a request that has ended. A request that was never seen is ignored."""
+        ...

@@ -1,0 +1,180 @@
+"""Speculative decoding on tiny models: tokens and log-probabilities equal those without drafts, to the bit.
+
+The drafts come from the expected output, with mistakes. The pipelined runner is that of GPUs, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
+from gpu_settings import gpu_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emberline.core.engine_config import SchedulerConfig
+from emberline.core.events import Output
+from emberline.core.params import GrammarSpec, SamplingParams
+from emberline.core.request import FinishReason, Request, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.grammar import GrammarCompiler
+from emberline.engine.runner import TorchRunner
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.drafter import Drafter
+from emberline.engine.speculation.ngram import NgramProposer
+from emberline.engine.speculation.proposer import Proposal
+from emberline.kv.cache import KVCache, KVShape
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
+
+CONTEXT = 96
+Result = tuple[list[int], list[float], FinishReason | None]
+Results = dict[tuple[str, int], Result]
+MakeEngine = Callable[..., Engine]
+OBJECT = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": {"abc": {"type": "integer"}}}))
+SETTINGS: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.3, "top_p": 0.9, "top_k": 40},
+    "logprobs": {"temperature": 0.7, "logprobs": 3},
+    "penalties": {"temperature": 0.5, "repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3},
+    "bias": {"temperature": 0.9, "logit_bias": {5: 4.0, 7: -4.0}, "min_tokens": 9, "stop_token_ids": tuple(range(30))},
+    "rules": {
+        "temperature": 1.0,
+        "allowed_token_ids": tuple(range(40, 90)),
+        "bad_words": ((50, 51), (60,), (61, 62, 63)),
+    },
+    "grammar": {"temperature": 1.0, "grammar": OBJECT},
+    "grammar and penalties": {"temperature": 1.0, "grammar": OBJECT, "repetition_penalty": 1.2, "logprobs": 1},
+    "two completions": {"temperature": 1.0, "n": 2},
+    "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 1},
+}
+
+
+def make_params(name: str, **others: object) -> SamplingParams:
+    return SamplingParams(**SETTINGS[name], **others)  # type: ignore[arg-type]
+
+
+class Oracle:
+    """Proposes the expected output, with a mistake wherever `right` is False; `right` is repeated."""
+
+    def __init__(self, expected: Results, right: Sequence[bool]) -> None:
+        self._expected = expected
+        self._right = right
+
+    def propose(self, request: Request, limit: int) -> Proposal:
+        at = len(request.tokens) - request.prompt_len
+        future = self._expected[request.submission_id, request.index][0][at : at + limit]
+        tokens = [t if self._right[(at + i) % len(self._right)] else (t + 1) % VOCAB_SIZE for i, t in enumerate(future)]
+        return Proposal(tokens, [1.0] * len(tokens))
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tokenizer_file(tiny.write(made, tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> DecoderModel:
+    return load_decoder(directory, "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
+    c, eos = model.config, frozenset({EOS})
+    compiler = partial(GrammarCompiler, directory / "tokenizer.json", c.vocab, [EOS])
+
+    def make(
+        drafter: Drafter | None, *, pipelined: bool = False, graphs: bool = False, blocks: int = 64, budget: int = 256
+    ) -> Engine:
+        cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), blocks)
+        config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=8, max_context=CONTEXT)
+        if not pipelined:
+            return Engine(config, TorchRunner(model, cache, eos, compiler), drafter=drafter)
+        gpu = gpu_config(max_running=8, max_batch_tokens=budget, graphs=graphs)
+        runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), gpu, HostDevice(), CONTEXT)
+        return Engine(config, runner, drafter=drafter)
+
+    return make
+
+
+def run(e: Engine, submissions: Sequence[Submission], gap: int = 0) -> Results:
+    outputs: list[Output] = []
+    for submission in submissions:
+        e.add(submission)
+        for _ in range(gap):
+            outputs += e.step()
+    while not e.idle:
+        outputs += e.step()
+    e.kv.check_invariants()
+    found: Results = {}
+    for o in outputs:
+        tokens, logprobs, _ = found.get((o.id, o.index), ([], [], None))
+        found[o.id, o.index] = ([*tokens, *o.tokens], [*logprobs, *(p.logprob for p in o.logprobs)], o.finish)
+    return found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 30)), min_size=1, max_size=4),
+    pipelined=st.booleans(),
+    graphs=st.booleans(),
+    blocks=st.sampled_from([14, 64]),
+    budget=st.sampled_from([16, 256]),
+    gap=st.integers(0, 3),
+    right=st.lists(st.booleans(), min_size=1, max_size=6),
+    max_draft=st.integers(1, 6),
+    seed=st.integers(0, 3),
+)
+def test_tokens_equal_those_without_drafts(
+    make_engine: MakeEngine,
+    chosen: list[tuple[str, int]],
+    pipelined: bool,
+    graphs: bool,
+    blocks: int,
+    budget: int,
+    gap: int,
+    right: list[bool],
+    max_draft: int,
+    seed: int,
+) -> None:
+    submissions = [
+        Submission(f"r{i}", encode(f"{name} {'x' * length}"), make_params(name, max_tokens=24, seed=seed))
+        for i, (name, length) in enumerate(chosen)
+    ]
+    expected = {key: one for s in submissions for key, one in run(make_engine(None), [s]).items()}
+    drafter = Drafter([Oracle(expected, right)], max_draft, max_rows=8 if pipelined else None, adaptive=False)
+    e = make_engine(drafter, pipelined=pipelined, graphs=graphs, blocks=blocks, budget=budget)
+    assert run(e, submissions, gap) == expected
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_right_drafts_are_accepted_with_every_setting(make_engine: MakeEngine, pipelined: bool) -> None:
+    for name in SETTINGS:
+        submission = Submission("r", encode("some text"), make_params(name, max_tokens=40, seed=1))
+        expected = run(make_engine(None), [submission])
+        drafter = Drafter([Oracle(expected, [True])], 3, max_rows=8 if pipelined else None, adaptive=False)
+        assert run(make_engine(drafter, pipelined=pipelined), [submission]) == expected
+        assert drafter.accepted_tokens == drafter.drafted_tokens > 0, name
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_ngram_drafts_of_a_text_with_two_tokens_are_accepted(make_engine: MakeEngine, pipelined: bool) -> None:
+    submission = Submission(
+        "r", encode("abcabcabcabc"), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    )
+    expected = run(make_engine(None), [submission])
+    drafter = Drafter([NgramProposer()], 4, adaptive=False)
+    assert run(make_engine(drafter, pipelined=pipelined), [submission]) == expected
+    assert drafter.accepted_tokens > 20

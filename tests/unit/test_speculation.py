@@ -1,0 +1,236 @@
+"""Speculative decoding: drafts, right or wrong, never change the tokens, and are chosen by what they gain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.engine_config import SchedulerConfig
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import Request, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
+from emberline.engine.speculation.acceptance import AcceptanceEstimate
+from emberline.engine.speculation.draft_length import choose_lengths
+from emberline.engine.speculation.drafter import Drafter
+from emberline.engine.speculation.ngram import NgramProposer
+from emberline.engine.speculation.proposer import Proposal
+from emberline.engine.speculation.step_cost import StepCost
+
+BLOCK = 8
+
+
+class ScriptedProposer:
+    """Proposes what the test's function returns for a request, with full confidence."""
+
+    def __init__(self, guess: Callable[[Request, int], Sequence[int]]) -> None:
+        self._guess = guess
+        self.forgotten: list[str] = []
+
+    def propose(self, request: Request, limit: int) -> Proposal:
+        tokens = self._guess(request, limit)
+        return Proposal(tokens, [1.0] * len(tokens))
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.id)
+
+
+def make_engine(
+    drafter: Drafter | None,
+    *,
+    blocks: int = 400,
+    budget: int = 1000,
+    running: int = 16,
+    prefix_cache: bool = True,
+    runner: type[FakeRunner] = FakeRunner,
+    eos: frozenset[int] = frozenset(),
+) -> Engine:
+    config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=running, prefix_cache=prefix_cache)
+    return Engine(config, runner(blocks, BLOCK, eos=eos), ManualClock(), drafter=drafter)
+
+
+def run(e: Engine) -> list[Output]:
+    outputs: list[Output] = []
+    for _ in range(10_000):
+        outputs += e.step()
+        e.kv.check_invariants()
+        if e.idle:
+            return outputs
+    raise AssertionError("the engine did not finish")
+
+
+def texts(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
+    folded: dict[tuple[str, int], list[int]] = {}
+    for output in outputs:
+        folded.setdefault((output.id, output.index), []).extend(output.tokens)
+    return folded
+
+
+def submission(name: str, length: int = 20, start: int = 0, **params: object) -> Submission:
+    return Submission(name, [(start + i) % 1000 for i in range(length)], SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def oracle(expected: dict[tuple[str, int], list[int]], right: Sequence[bool]) -> ScriptedProposer:
+    """Return a proposer that knows the output, and makes a mistake wherever `right` is False (it is repeated)."""
+
+    def guess(request: Request, limit: int) -> Sequence[int]:
+        at = len(request.tokens) - request.prompt_len
+        output = expected[request.submission_id, request.index]
+        future = [*output[at:], *range(limit)][:limit]
+        return [t if right[(at + i) % len(right)] else (t + 1) % 1000 for i, t in enumerate(future)]
+
+    return ScriptedProposer(guess)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 40), st.integers(1, 3)),
+        min_size=1,
+        max_size=6,
+    ),
+    blocks=st.integers(16, 40),
+    budget=st.integers(4, 64),
+    running=st.integers(1, 4),
+    prefix=st.booleans(),
+    gap=st.integers(0, 3),
+    runner=st.sampled_from([FakeRunner, FakePipelinedRunner]),
+    eos=st.sampled_from([frozenset[int](), frozenset(range(0, 1000, 7))]),
+    right=st.lists(st.booleans(), min_size=1, max_size=7),
+    max_draft=st.integers(1, 9),
+)
+def test_drafts_never_change_the_tokens(
+    work: list[tuple[int, int, int, int]],
+    blocks: int,
+    budget: int,
+    running: int,
+    prefix: bool,
+    gap: int,
+    runner: type[FakeRunner],
+    eos: frozenset[int],
+    right: list[bool],
+    max_draft: int,
+) -> None:
+    submissions = [
+        submission(f"r{i}", length, start, max_tokens=out, n=n, seed=i, stop_token_ids=(999, 500 + i))
+        for i, (length, start, out, n) in enumerate(work)
+    ]
+    expected: dict[tuple[str, int], list[int]] = {}
+    for s in submissions:
+        alone = make_engine(None, eos=eos)
+        alone.add(s)
+        expected |= texts(run(alone))
+    drafter = Drafter([oracle(expected, right)], max_draft)
+    e = make_engine(
+        drafter,
+        blocks=blocks,
+        budget=max(budget, running),
+        running=running,
+        prefix_cache=prefix,
+        runner=runner,
+        eos=eos,
+    )
+    outputs: list[Output] = []
+    for s in submissions:
+        e.add(s)
+        for _ in range(gap):
+            outputs += e.step()
+            e.kv.check_invariants()
+    outputs += run(e)
+    assert texts(outputs) == expected
+    assert Counter((o.id, o.index) for o in outputs if o.finish) == Counter(expected.keys())
+    assert e.kv.num_free_blocks + e.kv.num_cached_blocks == e.kv.num_blocks
+    assert not e.scheduler.requests
+
+
+@pytest.mark.parametrize("runner", [FakeRunner, FakePipelinedRunner])
+def test_right_drafts_take_fewer_steps(runner: type[FakeRunner]) -> None:
+    alone = make_engine(None)
+    alone.add(submission("a", max_tokens=60, temperature=0.0))
+    expected = texts(run(alone))
+    proposer = oracle(expected, [True])
+    drafter = Drafter([proposer], 4)
+    e = make_engine(drafter, runner=runner)
+    e.add(submission("a", max_tokens=60, temperature=0.0))
+    assert texts(run(e)) == expected
+    assert e.runner.steps <= 2 + 60 / 5 + 1  # type: ignore[attr-defined]
+    assert drafter.accepted_tokens == drafter.drafted_tokens > 40
+    assert proposer.forgotten == ["a#0"]
+
+
+def test_accepted_tokens_enter_the_prefix_cache() -> None:
+    alone = make_engine(None)
+    alone.add(submission("a", 16, max_tokens=33, temperature=0.0))
+    expected = texts(run(alone))
+    e = make_engine(Drafter([oracle(expected, [True])], 4))
+    e.add(submission("a", 16, max_tokens=33, temperature=0.0))
+    run(e)
+    e.add(Submission("b", [*range(16), *expected["a", 0]], SamplingParams(max_tokens=1)))
+    found = [o.cached_tokens for o in run(e) if o.cached_tokens]
+    assert found == [48]
+
+
+def test_draft_never_preempts_a_request() -> None:
+    """Blocks for drafts are taken only while every running request could still get one more."""
+    e = make_engine(Drafter([ScriptedProposer(lambda request, limit: [1] * limit)], 30), blocks=8, running=2)
+    for name in "ab":
+        e.add(submission(name, 15, start=100 * ord(name), max_tokens=17))
+    run(e)
+    assert e.scheduler.preemptions == 0
+
+
+def test_ngram_continues_the_newest_occurrence_of_the_longest_match() -> None:
+    proposer = NgramProposer()
+
+    def propose(tokens: list[int], limit: int = 3) -> list[int]:
+        e = make_engine(None)
+        e.add(Submission("x", tokens, SamplingParams()))
+        request = e.scheduler.requests["x#0"]
+        proposer.forget(request)
+        return list(proposer.propose(request, limit).tokens)
+
+    assert propose([1, 2, 3, 4, 1, 2]) == [3, 4, 1]
+    assert propose([1, 2, 3, 1, 2, 9, 7, 1, 2]) == [9, 7, 1]
+    assert propose([5, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2]) == [3, 9, 1]
+    assert propose([1, 2, 3, 4]) == []
+    assert propose([1, 1, 1, 1]) == [1]
+    assert propose([1]) == []
+
+
+def test_lengths_follow_probability_and_cost() -> None:
+    free = choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 100, lambda tokens: 1.0)
+    assert free == {"a": 2, "b": 2}
+    assert choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 3, lambda tokens: 1.0) == {"a": 2, "b": 1}
+    dear = choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 100, lambda tokens: float(tokens))
+    assert dear == {}
+    # Each token costs a third of a row: only drafts above that probability pay.
+    some = choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 100, lambda tokens: 1 + 0.3 * (tokens - 2))
+    assert some == {"a": 2}
+
+
+def test_acceptance_learns_and_forgets() -> None:
+    estimate = AcceptanceEstimate()
+    before = estimate.probabilities("a", 10, [0.8, 0.8])
+    assert before == pytest.approx([0.8, 0.64])
+    for position in range(10, 20):
+        estimate.record("a", position, 2, 0)
+    wrong = estimate.probabilities("a", 20, [0.8, 0.8])
+    assert wrong[0] < 0.3
+    assert estimate.probabilities("a", 320, [0.8])[0] == pytest.approx(0.8, abs=0.01)
+    assert estimate.probabilities("b", 20, [0.8]) == pytest.approx([0.8])
+
+
+def test_step_cost_interpolates_and_tries_larger_steps() -> None:
+    cost = StepCost()
+    assert cost.estimate(3) == 1.0
+    for seconds in (1.0, 9.0, 1.0):  # one step was disturbed
+        cost.record(1, seconds)
+    cost.record(5, 3.0)
+    assert [cost.estimate(t) for t in (1, 3, 5)] == [1.0, 2.0, 3.0]
+    assert 3.0 < cost.estimate(8) < 3.3
