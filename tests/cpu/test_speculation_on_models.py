@@ -30,11 +30,13 @@ from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
 from emberline.engine.speculation.proposer import Proposal
+from emberline.engine.speculation.suffix import SuffixProposer
+from emberline.kernels.cpu.library import find_library
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
 
-CONTEXT = 96
+CONTEXT = 128
 Result = tuple[list[int], list[float], FinishReason | None]
 Results = dict[tuple[str, int], Result]
 MakeEngine = Callable[..., Engine]
@@ -81,7 +83,9 @@ class Oracle:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    tokenizer_file(tiny.write(made, tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS)))
+    tokenizer_file(
+        tiny.write(made, tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, max_position_embeddings=CONTEXT))
+    )
     return made
 
 
@@ -96,7 +100,7 @@ def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
     compiler = partial(GrammarCompiler, directory / "tokenizer.json", c.vocab, [EOS])
 
     def make(
-        drafter: Drafter | None, *, pipelined: bool = False, graphs: bool = False, blocks: int = 64, budget: int = 256
+        drafter: Drafter | None, *, pipelined: bool = False, graphs: bool = False, blocks: int = 96, budget: int = 256
     ) -> Engine:
         cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), blocks)
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=8, max_context=CONTEXT)
@@ -127,10 +131,10 @@ def run(e: Engine, submissions: Sequence[Submission], gap: int = 0) -> Results:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 30)), min_size=1, max_size=4),
+    chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 60)), min_size=1, max_size=4),
     pipelined=st.booleans(),
     graphs=st.booleans(),
-    blocks=st.sampled_from([14, 64]),
+    blocks=st.sampled_from([24, 96]),
     budget=st.sampled_from([16, 256]),
     gap=st.integers(0, 3),
     right=st.lists(st.booleans(), min_size=1, max_size=6),
@@ -170,11 +174,28 @@ def test_right_drafts_are_accepted_with_every_setting(make_engine: MakeEngine, p
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_ngram_drafts_of_a_text_with_two_tokens_are_accepted(make_engine: MakeEngine, pipelined: bool) -> None:
-    submission = Submission(
-        "r", encode("abcabcabcabc"), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    )
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_drafts_of_a_repetitive_text_are_accepted(make_engine: MakeEngine, pipelined: bool, kind: str) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0.0, allowed_token_ids=(40, 41))
+    submission = Submission("r", encode("some text"), params)
     expected = run(make_engine(None), [submission])
-    drafter = Drafter([NgramProposer()], 4, adaptive=False)
+    library = find_library()
+    assert library is not None
+    drafter = Drafter([NgramProposer() if kind == "ngram" else SuffixProposer(library)], 4, adaptive=False)
     assert run(make_engine(drafter, pipelined=pipelined), [submission]) == expected
     assert drafter.accepted_tokens > 20
+
+
+def test_suffix_drafts_from_earlier_outputs_of_the_same_tenant_only(make_engine: MakeEngine) -> None:
+    library = find_library()
+    assert library is not None
+    drafter = Drafter([SuffixProposer(library)], 8, adaptive=False)
+    e = make_engine(drafter)
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    first = run(e, [Submission("a", encode("some text"), params, salt="one")])
+    before = drafter.accepted_tokens
+    assert run(e, [Submission("b", encode("some text"), params, salt="two")])["b", 0] == first["a", 0]
+    assert drafter.accepted_tokens - before <= before
+    before = drafter.accepted_tokens
+    assert run(e, [Submission("c", encode("some text"), params, salt="one")])["c", 0] == first["a", 0]
+    assert drafter.accepted_tokens - before > 40

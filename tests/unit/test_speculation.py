@@ -199,7 +199,8 @@ def test_ngram_continues_the_newest_occurrence_of_the_longest_match() -> None:
     assert propose([1, 2, 3, 1, 2, 9, 7, 1, 2]) == [9, 7, 1]
     assert propose([5, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2]) == [3, 9, 1]
     assert propose([1, 2, 3, 4]) == []
-    assert propose([1, 1, 1, 1]) == [1]
+    assert propose([1, 1, 1, 1]) == [1, 1, 1]
+    assert propose([7, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
     assert propose([1]) == []
 
 

@@ -22,8 +22,9 @@ class NgramProposer:
         end, length = index.find_continuation(request.tokens)
         if not length:
             return EMPTY_PROPOSAL
-        tokens = request.tokens[end : end + limit]
-        return Proposal(tokens, [CONFIDENCE[length]] * len(tokens))
+        copied = request.tokens[end : end + limit]
+        tokens = (copied * -(-limit // len(copied)))[:limit]  # at the end of the text, what was copied goes on
+        return Proposal(tokens, [CONFIDENCE[length]] * limit)
 
     def forget(self, request: Request) -> None:
         self._indexes.pop(request.id, None)

@@ -71,12 +71,15 @@ VOID_FUNCTIONS = {
     "ember_bitmask": "pipipi",
     "ember_set_threads": "i",
     "ember_unweight_count": "plip",
+    "ember_suffix_free": "p",
+    "ember_suffix_append": "ppl",
 }
 LONG_FUNCTIONS = {  # the same for functions that return a long
     "ember_unweight_encode": "plippp",
     "ember_unweight_decode": "plplipip",
     "ember_kv_pack": "plip",
     "ember_kv_unpack": "pllip",
+    "ember_suffix_propose": "pplpp",
 }
 
 
@@ -99,5 +102,6 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.ember_panel.restype = library.ember_threads.restype = library.ember_amx.restype = c_int
     library.ember_progress.restype = c_long
     library.ember_isa.restype = ctypes.c_char_p
+    library.ember_suffix_new.argtypes, library.ember_suffix_new.restype = [LONG], c_void_p
     library.ember_crc32.argtypes, library.ember_crc32.restype = [POINTER, LONG, c_uint32], c_uint32
     return library

@@ -1,0 +1,35 @@
+"""SuffixIndex: finds where the newest tokens of a text occurred before, in it and in other texts."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+END_OF_TEXT = -1  # appended between two texts: no match and no guess goes across it
+MAX_PROPOSAL = 64  # tokens
+
+
+class SuffixIndex:
+    def __init__(self, library: ctypes.CDLL, capacity: int = 0) -> None:
+        """`capacity`: tokens to keep at most; the older half is dropped when it is full. 0: no limit."""
+        self._library = library
+        self._handle = library.ember_suffix_new(capacity)
+
+    def __del__(self) -> None:
+        self._library.ember_suffix_free(self._handle)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        values = array("i", tokens)
+        address, count = values.buffer_info()
+        self._library.ember_suffix_append(self._handle, address, count)
+
+    def propose(self, limit: int, shared: SuffixIndex | None = None) -> tuple[list[int], list[float]]:
+        """Return how this text may continue, from earlier places in it and in `shared`: at most `limit` tokens.
+
+        With each token comes an estimate of its probability, if the tokens before it are right."""
+        limit = min(limit, MAX_PROPOSAL)
+        tokens, confidence = (ctypes.c_int32 * limit)(), (ctypes.c_float * limit)()
+        handle = None if shared is None else shared._handle
+        count = self._library.ember_suffix_propose(self._handle, handle, limit, tokens, confidence)
+        return tokens[:count], confidence[:count]
