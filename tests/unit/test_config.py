@@ -134,5 +134,6 @@ def test_config_survives_the_way_to_the_engine_process() -> None:
 
 
 def test_nested_configs_are_found_by_type() -> None:
-    assert list(nested_config_classes(EngineConfig)) == ["scheduler", "gpu", "kv_cache", "tiers", "network"]
+    names = ["scheduler", "gpu", "speculation", "kv_cache", "tiers", "network"]
+    assert list(nested_config_classes(EngineConfig)) == names
     assert {each.name for each in fields(EngineConfig)} > set(nested_config_classes(EngineConfig))

@@ -15,6 +15,8 @@ DEVICES = ("auto", "cpu", "cuda")
 WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
+SPECULATION_METHODS = ("off", "auto", "ngram", "suffix")
+MAX_DRAFT_TOKENS = 64
 # Scheduler settings whose default on a GPU differs from SchedulerConfig's, which is the CPU's.
 GPU_SCHEDULER_DEFAULTS = {"block_size": 64, "max_batch_tokens": 8192, "max_running": 256}
 # Scheduler settings whose default depends on the device or the model.
@@ -77,6 +79,25 @@ class GPUConfig:
 
     def __post_init__(self) -> None:
         _check_choice(self, "weights", WEIGHT_FORMATS)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Settings of speculative decoding: guessed tokens are computed together, and those that are right are kept."""
+
+    speculate: str = option(
+        "off",
+        "How to guess the next tokens, which never changes the output. ngram: from the request; suffix: also from"
+        " earlier outputs of the same tenant; auto: the best of these.",
+        choices=SPECULATION_METHODS,
+    )
+    max_draft: int = option(8, "Maximum guessed tokens of a request in one step; fewer are used where more do not pay.")
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "speculate", SPECULATION_METHODS)
+        if not 1 <= self.max_draft <= MAX_DRAFT_TOKENS:
+            message = f"max_draft is {self.max_draft}; it must be from 1 to {MAX_DRAFT_TOKENS}"
+            raise InvalidRequest(message, param="max_draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +231,7 @@ class EngineConfig:
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gpu: GPUConfig = field(default_factory=GPUConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     tiers: KVTierConfig = field(default_factory=KVTierConfig)
     network: KVNetworkConfig = field(default_factory=KVNetworkConfig)

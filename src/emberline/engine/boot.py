@@ -21,6 +21,7 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.runner import TorchRunner, allocate_cache
+from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.checksum import select_crc
@@ -161,7 +162,8 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         endpoint = _open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
         )
-    engine = Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint)
+    drafter = make_drafter(config.speculation, lambda: backend.library)
+    engine = Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint, drafter=drafter)
     planned = time.perf_counter()
     return LoadedEngine(
         engine=engine,

@@ -38,8 +38,8 @@ class Scheduler:
         publisher: BlockPublisher | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        self.config, self.kv, self.clock, self.eos, self.publisher = config, kv, clock, eos, publisher
-        self.drafter = drafter
+        self.config, self.kv, self.clock, self.eos = config, kv, clock, eos
+        self.publisher, self.drafter = publisher, drafter
         self.waiting = WaitingQueue(config.ageing_seconds)
         self.running: list[Request] = []  # in the order of WaitingQueue.sort_key
         self.requests: dict[str, Request] = {}  # all open ones
@@ -117,8 +117,7 @@ class Scheduler:
             elif remaining and request.status is RUNNING:  # not preempted by an earlier one in this loop
                 self._plan_tokens(request, 1, planned)
         drafts: Mapping[str, Sequence[int]] = {}
-        if self.drafter is not None:
-            room = self.config.max_batch_tokens - len(planned)
+        if self.drafter is not None and (room := self.config.max_batch_tokens - len(planned)) > 0:
             drafts = self.drafter.plan_drafts([self.requests[i] for i in planned], room, self.kv)
         budget = total_budget = self._chunk_budget(len(planned) + sum(map(len, drafts.values())), chunks)
         self._scored_budget = MAX_SCORED_TOKENS

@@ -32,8 +32,10 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kernels.cpu.library import find_library
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.endpoint import TransferEndpoint
@@ -112,13 +114,8 @@ def boot_gpu(
     planned = time.perf_counter()
     eos = frozenset(config.eos)
     runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, make_compiler), settings, device, context)
-    ready = time.perf_counter()
-    seconds = {
-        "plan": planned - began - tuned,
-        "tune": tuned,
-        "runner": ready - planned,
-        **_load_weights(weights, runner),
-    }
+    seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
+    seconds |= _load_weights(weights, runner)
     if settings.gpu.weights == "both":
         seconds["pack"] = _add_packed_copies(weights, runner)
     filled = time.perf_counter()
@@ -136,7 +133,8 @@ def boot_gpu(
     seconds["tiers"] = time.perf_counter() - begun
     shared = build_endpoint(make_region(runner, device)) if build_endpoint is not None else None
     steps = runner if settings.gpu.overlap else SyncRunner(runner)
-    engine = Engine(scheduler, steps, tiers=below, transfer_endpoint=shared)
+    drafter = make_drafter(settings.speculation, find_library, scheduler.max_running)
+    engine = Engine(scheduler, steps, tiers=below, transfer_endpoint=shared, drafter=drafter)
     seconds["capture"] = _capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)

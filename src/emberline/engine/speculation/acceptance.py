@@ -10,7 +10,7 @@ DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the
 
 
 @dataclass(slots=True)
-class DraftCounts:
+class RecentDrafts:
     """Drafted tokens of one request, where older ones count less."""
 
     position: int  # number of the request's tokens when the counts were last updated
@@ -20,11 +20,11 @@ class DraftCounts:
 
 class AcceptanceEstimate:
     def __init__(self) -> None:
-        self._counts: dict[str, DraftCounts] = {}
+        self._counts: dict[str, RecentDrafts] = {}
 
     def record(self, request_id: str, position: int, num_draft: int, num_accepted: int) -> None:
         """Record the result of one draft. `position`: number of tokens of the request before it."""
-        counts = self._counts.setdefault(request_id, DraftCounts(position))
+        counts = self._counts.setdefault(request_id, RecentDrafts(position))
         decay = DECAY_PER_TOKEN ** (position - counts.position)
         counts.position = position
         counts.tried = counts.tried * decay + num_accepted + (num_accepted < num_draft)
