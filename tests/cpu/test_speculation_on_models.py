@@ -199,3 +199,15 @@ def test_suffix_drafts_from_earlier_outputs_of_the_same_tenant_only(make_engine:
     before = drafter.accepted_tokens
     assert run(e, [Submission("c", encode("some text"), params, salt="one")])["c", 0] == first["a", 0]
     assert drafter.accepted_tokens - before > 40
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_forced_tokens_of_a_grammar_are_drafted(make_engine: MakeEngine, pipelined: bool) -> None:
+    """Without any proposer: only the grammar drafts, here all of a long literal except where a token is chosen."""
+    grammar = GrammarSpec("regex", "(aaa|bbb) is the answer that was asked for")
+    params = SamplingParams(max_tokens=80, temperature=1.0, seed=2, grammar=grammar)
+    submission = Submission("r", encode("some text"), params)
+    expected = run(make_engine(None), [submission])
+    drafter = Drafter([], 8, adaptive=False)
+    assert run(make_engine(drafter, pipelined=pipelined), [submission]) == expected
+    assert drafter.accepted_tokens == drafter.drafted_tokens > 25

@@ -13,6 +13,7 @@ from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
+from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.core.request import Request, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
@@ -235,3 +236,11 @@ def test_step_cost_interpolates_and_tries_larger_steps() -> None:
     cost.record(5, 3.0)
     assert [cost.estimate(t) for t in (1, 3, 5)] == [1.0, 2.0, 3.0]
     assert 3.0 < cost.estimate(8) < 3.3
+
+
+def test_cost_of_a_step_includes_the_time_to_plan_it() -> None:
+    drafter = Drafter([], 4)
+    plan = StepPlan(1, (), [WorkItem("a", 5, [7], [0], samples=True)], ())
+    for now in (10.0, 10.3, 10.6, 99.0):  # then the engine was idle
+        drafter.record_step(plan, StepResult(1, {}, seconds=0.2), now)
+    assert list(drafter._cost._samples[1]) == pytest.approx([0.2, 0.3, 0.3, 0.2])

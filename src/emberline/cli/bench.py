@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
-from emberline.cli import bench_churn, bench_crash, bench_drain, bench_gateway
+from emberline.cli import bench_churn, bench_crash, bench_drain, bench_gateway, bench_speculation
 from emberline.cli.bench_options import (
     add_logs_option,
     add_model_argument,
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_kv_codec_arguments(
         kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk.")
     )
+    bench_speculation.add_arguments(kinds.add_parser("speculation", help="Compare methods of speculative decoding."))
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
     bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
@@ -59,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_crash.add_arguments(
         kinds.add_parser("gateway-crash", help="Count the log rows that kill -9 of a gateway loses.")
     )
-    _add_event_loop_arguments(
-        kinds.add_parser("event-loop", help="Measure how long one heavy request delays /health on each server.")
-    )
+    _add_event_loop_arguments(kinds.add_parser("event-loop", help="Measure how long a heavy request delays /health."))
     plot = kinds.add_parser("plot", help="Draw result files as an SVG.")
     plot.add_argument("files", type=Path, nargs="+", help="JSON result files.")
     plot.add_argument("-o", "--out", type=Path, required=True, help="SVG file to write.")
@@ -86,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "split": _run_prefill_split_bench,
         "drain": bench_drain.run,
         "churn": bench_churn.run,
+        "speculation": bench_speculation.run,
         "transfer": _run_transfer_bench,
         "tiers": _run_tiers_bench,
         "kv-codec": _run_kv_codec_bench,

@@ -65,6 +65,7 @@ class StepPlan:
     ended_ids: Sequence[str]  # requests whose state the runner may drop
     saves: Sequence[BlockCopy] = ()
     loads: Sequence[BlockCopy] = ()
+    reports_forced: bool = False  # the result contains the tokens that grammars force next
 
     @property
     def num_tokens(self) -> int:
@@ -96,3 +97,6 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # request id: why its grammar cannot be followed
     seconds: float = 0.0
+    # By request, if the plan asks for it: tokens that its grammar forces next, as far as the tokenizer's usual split
+    # of the forced text predicts them.
+    forced: dict[str, list[int]] = field(default_factory=dict)

@@ -65,6 +65,11 @@ class GrammarMatcher:
         """Return how many tokens at the start of `tokens` the grammar allows next. The state does not change."""
         return self._inner.validate_tokens(list(tokens))
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens of the text that must come next, in the tokenizer's usual split of it."""
+        tokens: list[int] = self._inner.compute_ff_tokens()
+        return tokens
+
     def rollback(self, count: int) -> None:
         succeeded = self._inner.rollback(count)
         assert succeeded, self._inner.get_error()

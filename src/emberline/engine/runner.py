@@ -54,7 +54,9 @@ class TorchRunner:
         logits = self.model.forward(build_forward_batch(work, self.cache))
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
-        return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, time.perf_counter() - began)
+        forced = self._sampler.forced_tokens(sampled) if plan.reports_forced else {}
+        seconds = time.perf_counter() - began
+        return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, seconds, forced)
 
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor

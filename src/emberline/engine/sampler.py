@@ -6,7 +6,7 @@ batch, after preemption, and on another worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
@@ -93,6 +93,10 @@ class SamplingState:
     def is_complete(self) -> bool:
         """Whether the grammar allows no further token."""
         return self.matcher is not None and self.matcher.is_complete
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that the grammar forces next, as far as they can be predicted."""
+        return self.matcher.forced_tokens() if self.matcher is not None and not self.is_complete else []
 
     @property
     def error(self) -> str | None:
@@ -214,6 +218,10 @@ class Sampler:
             else:
                 failed[request_id] = row.error
         return sampled, failed
+
+    def forced_tokens(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
+        """Return the tokens that grammars force next, by request id. Requests without any are left out."""
+        return {i: tokens for i in request_ids if (tokens := self._states[i].forced_tokens())}
 
     def prompt_logprobs(self, request_id: str, start: int, logits: Tensor) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt tokens at positions start + 1, start + 2, ...

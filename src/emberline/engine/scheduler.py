@@ -136,7 +136,7 @@ class Scheduler:
         self._step += 1
         admissions = self._take_admissions(planned) if self._new_to_runner else ()
         work = [self._make_work_item(self.requests[i], n, drafts.get(i, ())) for i, n in planned.items()]
-        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads)
+        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads, self.drafter is not None)
         self._ended_ids = []
         return plan
 
@@ -148,9 +148,9 @@ class Scheduler:
         if self._prompt_pacer is not None and plan.work:
             chunks = (len(work.tokens) for work in plan.work if len(work.tokens) - work.num_draft > 1)
             self._prompt_pacer.record_step_time(sum(chunks), result.seconds)
-        if self.drafter is not None:
-            self.drafter.record_step(plan, result.seconds)
         now = self.clock.now()
+        if self.drafter is not None:
+            self.drafter.record_step(plan, result, now)
         for work in plan.work:
             request = self.requests.get(work.id)
             if request is None:

@@ -27,6 +27,10 @@ class TokenMasker(Protocol):
         """Return a copy that can accept other tokens."""
         ...
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that probably come next because the rules leave no other text."""
+        ...
+
     @property
     def is_complete(self) -> bool: ...
 
@@ -73,6 +77,9 @@ class TokenRules:
         copied = copy(self)
         copied._grammar = None if self._grammar is None else self._grammar.fork()
         return copied
+
+    def forced_tokens(self) -> list[int]:
+        return [] if self._grammar is None else self._grammar.forced_tokens()
 
     @property
     def is_complete(self) -> bool:

@@ -5,7 +5,7 @@ has read all tokens of the preempted request, so nothing is lost. The last row i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,11 @@ class DeviceRows:
 
     def get(self, request_id: str) -> RequestRow | None:
         return self.by_request.get(request_id)
+
+    def forced_tokens(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
+        """Return the tokens that grammars force next, by request id. Requests without any are left out."""
+        special = ((i, row.sampling) for i in request_ids if not (row := self.by_request[i]).is_plain)
+        return {i: tokens for i, sampling in special if (tokens := sampling.forced_tokens())}
 
     def add(self, request_id: str, sampling: SamplingState) -> None:
         assert request_id not in self.by_request

@@ -102,9 +102,7 @@ class GPURunner:
         work = self._rows.filter_admitted(plan.work)
         with torch.inference_mode(), self._graphs.stream.activate():
             copied = self._launch_copies(plan)
-            computed = (
-                self._launch_step(plan.step, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
-            )
+            computed = self._launch_step(plan, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
 
         def finish() -> StepResult:
             copied()
@@ -140,7 +138,7 @@ class GPURunner:
         return self.copier.launch(plan.saves, plan.loads)
 
     def _launch_step(
-        self, step_number: int, work: Sequence[WorkItem], failures_by_request: dict[str, str]
+        self, plan: StepPlan, work: Sequence[WorkItem], failures_by_request: dict[str, str]
     ) -> Callable[[], StepResult]:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
@@ -171,9 +169,9 @@ class GPURunner:
             tokens, lost = sampled.wait_for_tokens_and_failures()
             self._sample_waiting_step()
             prompts = {name: score() for name, score in scores.items()}
-            return StepResult(
-                step_number, tokens, prompts, failures_by_request | lost, sampled.end_event.seconds_since(began)
-            )
+            forced = self._rows.forced_tokens(tokens) if plan.reports_forced else {}
+            seconds = sampled.end_event.seconds_since(began)
+            return StepResult(plan.step, tokens, prompts, failures_by_request | lost, seconds, forced)
 
         return finish
 

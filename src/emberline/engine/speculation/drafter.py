@@ -6,15 +6,19 @@ and a wrong draft costs only time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from emberline.core.plan import SampledToken, StepPlan, WorkItem
+from emberline.core.plan import SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request
 from emberline.engine.speculation.acceptance import AcceptanceEstimate
 from emberline.engine.speculation.draft_length import choose_lengths
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal, Proposer
 from emberline.engine.speculation.step_cost import StepCost
 from emberline.kv.manager import KVManager
+
+FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its tokenizer does
+MAX_GAP = 3.0  # a longer time between two results, as a multiple of the step's own, means that the engine was idle
 
 
 class Drafter:
@@ -32,6 +36,8 @@ class Drafter:
         self._adaptive = adaptive
         self._acceptance = AcceptanceEstimate()
         self._cost = StepCost()
+        self._forced: dict[str, list[int]] = {}  # by request: tokens that its grammar forces next
+        self._last_result_at = -math.inf
 
     def plan_drafts(self, requests: Sequence[Request], room: int, kv: KVManager) -> dict[str, Sequence[int]]:
         """Return drafts for some of a step's requests, by request id, and allocate blocks for them.
@@ -69,19 +75,31 @@ class Drafter:
         position = work.start + len(work.tokens) - work.num_draft
         self._acceptance.record(request.id, position, work.num_draft, accepted)
 
-    def record_step(self, plan: StepPlan, seconds: float) -> None:
-        """Learn how long a step takes. Steps with chunks of prompts are ignored."""
+    def record_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Take the tokens that grammars force next, and learn how long a step takes, if it has no prompt chunks.
+
+        A step takes from the result before it to its own, including the time to plan it: without drafts that is hidden
+        behind the step before. If the engine was idle in between, the interval says nothing beyond the step itself."""
+        if self._forced:
+            for work in plan.work:
+                self._forced.pop(work.id, None)
+        self._forced.update(result.forced)
+        interval, self._last_result_at = now - self._last_result_at, now
+        seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
         if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
         self._acceptance.forget(request.id)
+        self._forced.pop(request.id, None)
         for proposer in self._proposers:
             proposer.forget(request)
 
     def _propose(self, request: Request) -> Proposal:
         limit = min(self._max_draft, request.max_len - request.num_known - 1)
+        if limit > 0 and (forced := self._forced.get(request.id)):
+            return Proposal(forced[:limit], [FORCED_CONFIDENCE] * min(limit, len(forced)))
         if limit > 0:
             for proposer in self._proposers:
                 if (proposal := proposer.propose(request, limit)).tokens:

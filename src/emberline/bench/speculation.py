@@ -1,0 +1,128 @@
+"""Measures speculative decoding: tokens per second and per step with each method against those without drafts.
+
+The prompts run in one engine, in alternating rounds. Outputs are compared with those without drafts: on a CPU they
+must be equal; on a GPU logits may differ in their last bits, and the number of completions that differ is reported."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emberline.bench import speculation_prompts
+from emberline.bench.report import BenchReport
+from emberline.core.engine_config import SpeculationConfig
+from emberline.core.errors import UnsupportedModel
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.llm import LLM
+from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.kernels.cpu.library import find_library
+
+PROMPT_SETS = {"edits": speculation_prompts.make_edits, "chat": speculation_prompts.make_questions}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationPlan:
+    sets: Sequence[str]  # keys of PROMPT_SETS
+    methods: Sequence[str]  # values of --speculate; "off" is always measured
+    streams: Sequence[int]  # requests at the same time
+    prompts: int
+    max_tokens: int
+    max_draft: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRound:
+    """All prompts of a set, completed once with one method."""
+
+    seconds: float
+    steps: int
+    drafted: int
+    accepted: int
+    outputs: list[list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+
+def bench(model: str, plan: SpeculationPlan, **settings: object) -> BenchReport:
+    """Run the benchmark. `settings`: further settings of the engine."""
+    report = BenchReport("speculation")
+    with LLM(model, prefix_cache=False, **settings) as llm:
+        report.config = {"model": model, "prompts": plan.prompts, "max_tokens": plan.max_tokens, **settings}
+        report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds, "kernels": llm.loaded.kernels}
+        for name in plan.sets:
+            prompts = [_encode(llm, text) for text in PROMPT_SETS[name](plan.prompts)]
+            for streams in plan.streams:
+                _add_results(report, f"{name}_{streams}", _measure(llm, prompts, streams, plan))
+    return report
+
+
+def _encode(llm: LLM, text: str) -> list[int]:
+    if llm.template is None:
+        raise UnsupportedModel("the model has no chat template", hint="measure a model with one")
+    return llm.tokenizer.encode(llm.template.render([{"role": "user", "content": text}]), add_special=False)
+
+
+def _measure(
+    llm: LLM, prompts: Sequence[list[int]], streams: int, plan: SpeculationPlan
+) -> dict[str, list[SpeculationRound]]:
+    methods = ["off", *(method for method in plan.methods if method != "off")]
+    rounds: dict[str, list[SpeculationRound]] = {method: [] for method in methods}
+    _run_round(llm, prompts[:streams], "off", streams, plan)  # the first steps compile and capture kernels
+    for _ in range(plan.rounds):
+        for method in methods:
+            rounds[method].append(_run_round(llm, prompts, method, streams, plan))
+    return rounds
+
+
+def _run_round(
+    llm: LLM, prompts: Sequence[list[int]], method: str, streams: int, plan: SpeculationPlan
+) -> SpeculationRound:
+    """Complete all prompts with one method. Its drafter is new: it knows no outputs of earlier rounds."""
+    engine = llm.engine
+    config = SpeculationConfig(method, plan.max_draft)
+    max_rows = engine.config.max_running if llm.loaded.device == "cuda" else None
+    drafter = engine.scheduler.drafter = make_drafter(config, find_library, max_rows)
+    outputs: dict[str, list[int]] = {}
+    waiting = [(f"{method}-{i}", prompt) for i, prompt in enumerate(prompts)]
+    names = [name for name, _ in waiting]
+    open_ids: set[str] = set()
+    params = SamplingParams(max_tokens=plan.max_tokens, temperature=0.0)
+    steps, began = engine.stats().step, time.perf_counter()
+    while waiting or open_ids:
+        while waiting and len(open_ids) < streams:
+            name, prompt = waiting.pop(0)
+            engine.add(Submission(name, prompt, params, timeout=math.inf))
+            open_ids.add(name)
+        for output in engine.step():
+            outputs.setdefault(output.id, []).extend(output.tokens)
+            if output.finish is not None:
+                open_ids.discard(output.id)
+    seconds = time.perf_counter() - began
+    counts = (drafter.drafted_tokens, drafter.accepted_tokens) if drafter is not None else (0, 0)
+    return SpeculationRound(seconds, engine.stats().step - steps, *counts, [outputs[name] for name in names])
+
+
+def _add_results(report: BenchReport, prefix: str, rounds: dict[str, list[SpeculationRound]]) -> None:
+    expected = rounds["off"][0].outputs
+    plain = [one.num_tokens / one.seconds for one in rounds["off"]]
+    report.add(f"{prefix}_off", plain, "tok/s")
+    for method, measured in rounds.items():
+        if method == "off":
+            continue
+        rates = [one.num_tokens / one.seconds for one in measured]
+        report.add(f"{prefix}_{method}", rates, "tok/s", peer=report.results[f"{prefix}_off"].value)
+        ratios = [rate / base for rate, base in zip(rates, plain, strict=True)]
+        report.add(f"{prefix}_{method}_speedup", ratios, "x")
+        last = measured[-1]
+        report.add(f"{prefix}_{method}_tokens_per_step", last.num_tokens / last.steps, "tokens")
+        report.add(f"{prefix}_{method}_accepted", 100 * last.accepted / max(last.drafted, 1), "%")
+        differing = sum(a != b for a, b in zip(last.outputs, expected, strict=True))
+        report.add(f"{prefix}_{method}_differing", differing, "completions")
+    again = rounds["off"][-1].outputs
+    report.add(f"{prefix}_off_differing", sum(a != b for a, b in zip(again, expected, strict=True)), "completions")

@@ -1,0 +1,78 @@
+"""Prompts for measuring speculative decoding: edits of this repository's own code, and questions of a chat."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import emberline
+
+MIN_LINES, MAX_LINES = 15, 45  # of a piece of code that is edited
+QUESTIONS = (
+    "Tell me about the history of tea in three short paragraphs.",
+    "Explain to a child how a heat pump works.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What are the main differences between TCP and UDP?",
+    "Give me five ideas for a dinner without meat.",
+    "How do I ask my neighbour politely to turn the music down?",
+    "Summarize the causes of the First World War.",
+    "Which exercises help against back pain from sitting?",
+    "Write a poem about the first snow of the year.",
+    "What should I look for when I buy a used bicycle?",
+    "Explain compound interest with an example.",
+    "How does a vaccine teach the immune system?",
+    "Plan a weekend in Lisbon for two people.",
+    "Why is the sky blue and the sunset red?",
+    "What is the difference between a virus and a bacterium?",
+    "Write a letter of thanks to a teacher.",
+    "Describe the rules of chess to a beginner.",
+    "How can I learn to sleep earlier?",
+    "What happened at the Battle of Hastings?",
+    "Explain what a black hole is, in simple words.",
+)
+
+
+def make_edits(count: int) -> list[str]:
+    """Return prompts that each ask for a small change of a function or class of this package.
+
+    They are taken at equal distances from all pieces of a suitable length, so the same version gives the same prompts.
+    """
+    pieces = list(_iter_pieces())
+    step = max(1, len(pieces) // count)
+    return [_EDITS[i % len(_EDITS)](*piece) for i, piece in enumerate(pieces[::step][:count])]
+
+
+def make_questions(count: int) -> list[str]:
+    return [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+
+
+def _iter_pieces() -> Iterator[tuple[str, str]]:
+    """Yield the name and the code of each function and class of the package that has a suitable length."""
+    for path in sorted(Path(emberline.__file__).parent.rglob("*.py")):
+        text = path.read_text("utf-8")
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.end_lineno is not None:
+                code = lines[node.lineno - 1 : node.end_lineno]
+                if MIN_LINES <= len(code) <= MAX_LINES:
+                    yield node.name, "\n".join(code)
+
+
+def _ask(instruction: str, code: str) -> str:
+    return f"{instruction} Reply with the complete new code and nothing else.\n```python\n{code}\n```"
+
+
+def _ask_to_rename(name: str, code: str) -> str:
+    return _ask(f"Rename `{name}` to `{name}_v2` everywhere.", code)
+
+
+def _ask_for_a_comment(name: str, code: str) -> str:
+    return _ask(f"Add the comment `# reviewed` above the definition of `{name}`.", code)
+
+
+def _ask_for_a_parameter(name: str, code: str) -> str:
+    return _ask("Add the parameter `verbose: bool = False` to the first function.", code)
+
+
+_EDITS: tuple[Callable[[str, str], str], ...] = (_ask_to_rename, _ask_for_a_comment, _ask_for_a_parameter)
