@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
+from draft_oracle import DraftOracle
 from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import GrammarSpec, SamplingParams
-from emberline.core.request import FinishReason, Request, Submission
+from emberline.core.request import FinishReason, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
@@ -29,7 +30,6 @@ from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
-from emberline.engine.speculation.proposer import Proposal
 from emberline.engine.speculation.suffix import SuffixProposer
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.cache import KVCache, KVShape
@@ -63,21 +63,8 @@ def make_params(name: str, **others: object) -> SamplingParams:
     return SamplingParams(**SETTINGS[name], **others)  # type: ignore[arg-type]
 
 
-class Oracle:
-    """Proposes the expected output, with a mistake wherever `right` is False; `right` is repeated."""
-
-    def __init__(self, expected: Results, right: Sequence[bool]) -> None:
-        self._expected = expected
-        self._right = right
-
-    def propose(self, request: Request, limit: int) -> Proposal:
-        at = len(request.tokens) - request.prompt_len
-        future = self._expected[request.submission_id, request.index][0][at : at + limit]
-        tokens = [t if self._right[(at + i) % len(self._right)] else (t + 1) % VOCAB_SIZE for i, t in enumerate(future)]
-        return Proposal(tokens, [1.0] * len(tokens))
-
-    def forget(self, request: Request) -> None:
-        pass
+def outputs_of(results: Results) -> dict[tuple[str, int], list[int]]:
+    return {key: tokens for key, (tokens, _, _) in results.items()}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +145,12 @@ def test_tokens_equal_those_without_drafts(
         for i, (name, length) in enumerate(chosen)
     ]
     expected = {key: one for s in submissions for key, one in run(make_engine(None), [s]).items()}
-    drafter = Drafter([Oracle(expected, right)], max_draft, max_rows=8 if pipelined else None, adaptive=False)
+    drafter = Drafter(
+        [DraftOracle(outputs_of(expected), right, VOCAB_SIZE)],
+        max_draft,
+        max_rows=8 if pipelined else None,
+        adaptive=False,
+    )
     e = make_engine(drafter, pipelined=pipelined, graphs=graphs, blocks=blocks, budget=budget)
     assert run(e, submissions, gap) == expected
 
@@ -168,9 +160,10 @@ def test_right_drafts_are_accepted_with_every_setting(make_engine: MakeEngine, p
     for name in SETTINGS:
         submission = Submission("r", encode("some text"), make_params(name, max_tokens=40, seed=1))
         expected = run(make_engine(None), [submission])
-        drafter = Drafter([Oracle(expected, [True])], 3, max_rows=8 if pipelined else None, adaptive=False)
+        drafter = Drafter([DraftOracle(outputs_of(expected))], 3, max_rows=8 if pipelined else None, adaptive=False)
         assert run(make_engine(drafter, pipelined=pipelined), [submission]) == expected
-        assert drafter.accepted_tokens == drafter.drafted_tokens > 0, name
+        rejected = drafter.drafted_tokens - drafter.accepted_tokens  # behind the end of the output
+        assert drafter.accepted_tokens > 0 and rejected < 3, name
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+from draft_oracle import DraftOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,14 +33,13 @@ class ScriptedProposer:
 
     def __init__(self, guess: Callable[[Request, int], Sequence[int]]) -> None:
         self._guess = guess
-        self.forgotten: list[str] = []
 
     def propose(self, request: Request, limit: int) -> Proposal:
         tokens = self._guess(request, limit)
         return Proposal(tokens, [1.0] * len(tokens))
 
     def forget(self, request: Request) -> None:
-        self.forgotten.append(request.id)
+        pass
 
 
 def make_engine(
@@ -75,18 +75,6 @@ def texts(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
 
 def submission(name: str, length: int = 20, start: int = 0, **params: object) -> Submission:
     return Submission(name, [(start + i) % 1000 for i in range(length)], SamplingParams(**params))  # type: ignore[arg-type]
-
-
-def oracle(expected: dict[tuple[str, int], list[int]], right: Sequence[bool]) -> ScriptedProposer:
-    """Return a proposer that knows the output, and makes a mistake wherever `right` is False (it is repeated)."""
-
-    def guess(request: Request, limit: int) -> Sequence[int]:
-        at = len(request.tokens) - request.prompt_len
-        output = expected[request.submission_id, request.index]
-        future = [*output[at:], *range(limit)][:limit]
-        return [t if right[(at + i) % len(right)] else (t + 1) % 1000 for i, t in enumerate(future)]
-
-    return ScriptedProposer(guess)
 
 
 @settings(max_examples=150, deadline=None)
@@ -127,7 +115,7 @@ def test_drafts_never_change_the_tokens(
         alone = make_engine(None, eos=eos)
         alone.add(s)
         expected |= texts(run(alone))
-    drafter = Drafter([oracle(expected, right)], max_draft)
+    drafter = Drafter([DraftOracle(expected, right, 1000)], max_draft)
     e = make_engine(
         drafter,
         blocks=blocks,
@@ -155,7 +143,7 @@ def test_right_drafts_take_fewer_steps(runner: type[FakeRunner]) -> None:
     alone = make_engine(None)
     alone.add(submission("a", max_tokens=60, temperature=0.0))
     expected = texts(run(alone))
-    proposer = oracle(expected, [True])
+    proposer = DraftOracle(expected)
     drafter = Drafter([proposer], 4)
     e = make_engine(drafter, runner=runner)
     e.add(submission("a", max_tokens=60, temperature=0.0))
@@ -169,7 +157,7 @@ def test_accepted_tokens_enter_the_prefix_cache() -> None:
     alone = make_engine(None)
     alone.add(submission("a", 16, max_tokens=33, temperature=0.0))
     expected = texts(run(alone))
-    e = make_engine(Drafter([oracle(expected, [True])], 4))
+    e = make_engine(Drafter([DraftOracle(expected)], 4))
     e.add(submission("a", 16, max_tokens=33, temperature=0.0))
     run(e)
     e.add(Submission("b", [*range(16), *expected["a", 0]], SamplingParams(max_tokens=1)))
