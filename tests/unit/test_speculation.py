@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
-from emberline.core.events import Output
+from emberline.core.events import Output, SpeculationStats, Stats
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.core.request import Request, Submission
@@ -151,6 +151,46 @@ def test_right_drafts_take_fewer_steps(runner: type[FakeRunner]) -> None:
     assert e.runner.steps <= 2 + 60 / 5 + 1  # type: ignore[attr-defined]
     assert drafter.accepted_tokens == drafter.drafted_tokens > 40
     assert proposer.forgotten == ["a#0"]
+
+
+@pytest.mark.parametrize("runner", [FakeRunner, FakePipelinedRunner])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_last_output_and_stats_count_drafted_and_accepted_tokens(
+    runner: type[FakeRunner], logprobs: int | None
+) -> None:
+    alone = make_engine(None)
+    alone.add(submission("a", max_tokens=30, n=2, seed=1))
+    plain = run(alone)
+    assert {(o.drafted_tokens, o.accepted_tokens) for o in plain} == {(0, 0)} and alone.stats().speculation is None
+    drafter = Drafter([DraftOracle(texts(plain), [True, True, True, False])], 4, adaptive=False)
+    e = make_engine(drafter, runner=runner)
+    e.add(submission("a", max_tokens=30, n=2, seed=1, logprobs=logprobs))
+    outputs = run(e)
+    assert not any(o.drafted_tokens or o.accepted_tokens for o in outputs if o.finish is None)
+    last = [o for o in outputs if o.finish]
+    drafted, accepted = [o.drafted_tokens for o in last], [o.accepted_tokens for o in last]
+    assert all(0 < right < tried for right, tried in zip(accepted, drafted, strict=True)) and len(drafted) == 2
+    stats = e.stats().speculation
+    assert stats is not None and (sum(drafted), sum(accepted)) == (stats.drafted_tokens, stats.accepted_tokens)
+    assert len(stats.accepted_per_position) == 4 and sum(stats.accepted_per_position) == stats.accepted_tokens
+    assert stats.drafts >= stats.accepted_per_position[0] >= stats.accepted_per_position[1] > 0
+
+
+def test_aborted_request_reports_its_drafts() -> None:
+    e = make_engine(Drafter([ScriptedProposer(lambda request, limit: [1] * limit)], 3, adaptive=False))
+    e.add(submission("a", max_tokens=100))
+    for _ in range(5):
+        e.step()
+    e.abort("a")
+    (last,) = [o for o in run(e) if o.finish]
+    assert last.drafted_tokens >= 9 and last.accepted_tokens == 0
+
+
+def test_speculation_stats_are_summed_over_engines() -> None:
+    one, two = SpeculationStats(2, 6, 3, [2, 1]), SpeculationStats(1, 3, 3, [1, 1, 1])
+    total = Stats.total([Stats(speculation=one), Stats(), Stats(speculation=two)]).speculation
+    assert total == SpeculationStats(3, 9, 6, [3, 2, 1])
+    assert Stats.total([Stats()]).speculation is None
 
 
 def test_accepted_tokens_enter_the_prefix_cache() -> None:

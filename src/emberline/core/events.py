@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from emberline.core.handoff import BlockPull
@@ -65,6 +66,8 @@ class Output:
     error: str | None = None
     timing: Timing | None = None  # with the first and the last output only
     ticket: dict[str, Any] | None = None  # where its published blocks can be read: once early, and with the last output
+    drafted_tokens: int = 0  # of the whole completion, by speculative decoding; with the last output only
+    accepted_tokens: int = 0  # drafted tokens that became output; with the last output only
 
 
 @dataclass(slots=True)
@@ -153,6 +156,29 @@ class TransferStats:
         return replace(self, pull_failures=dict(self.pull_failures), ended=dict(self.ended))
 
 
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of speculative decoding since the engine started."""
+
+    drafts: int = 0  # drafts that were verified, each of one or more tokens
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # by position in the draft, from 0
+
+    @staticmethod
+    def total(stats_per_engine: Iterable[SpeculationStats]) -> SpeculationStats | None:
+        """Return the sum of the statistics of several engines; None if there are none."""
+        every = list(stats_per_engine)
+        if not every:
+            return None
+        return SpeculationStats(
+            sum(one.drafts for one in every),
+            sum(one.drafted_tokens for one in every),
+            sum(one.accepted_tokens for one in every),
+            list(map(sum, zip_longest(*(one.accepted_per_position for one in every), fillvalue=0))),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the start and current gauges of one engine, for /metrics and the charts."""
@@ -179,6 +205,7 @@ class Stats:
     residency: list[BlockSample] = field(default_factory=list)  # samples since the last report
     tiers: dict[str, TierStats] = field(default_factory=dict)  # tiers below the main cache, by name
     transfer: TransferStats | None = None  # None: the engine exchanges no blocks
+    speculation: SpeculationStats | None = None  # None: the engine does not draft tokens
 
     @staticmethod
     def total(stats_per_engine: Iterable[Stats]) -> Stats:
@@ -187,11 +214,12 @@ class Stats:
         `residency` and `tiers` are left empty. `step_tokens` and `step_seconds` are sums over the latest step of each
         engine. `cpu_seconds` is not summed, because all engines report that of the whole process."""
         every = list(stats_per_engine)
-        not_summed = ("residency", "tiers", "transfer")
+        not_summed = ("residency", "tiers", "transfer", "speculation")
         sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in not_summed}
         sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # all report the same process
         transfer = TransferStats.total(one.transfer for one in every if one.transfer is not None)
-        return Stats(**sums, transfer=transfer)
+        speculation = SpeculationStats.total(one.speculation for one in every if one.speculation is not None)
+        return Stats(**sums, transfer=transfer, speculation=speculation)
 
     @property
     def kv_usage(self) -> float:

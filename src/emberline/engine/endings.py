@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberline.core.events import Timing
+from emberline.core.events import Output, Timing
 from emberline.core.request import FinishReason, Request
 
 
@@ -22,3 +22,16 @@ def ends_with_stop_token(request: Request, eos: frozenset[int]) -> bool:
 
 def make_timing(request: Request, finished: float | None) -> Timing:
     return Timing(request.arrival, request.admitted_at, request.first_token_at, finished, request.pulled)
+
+
+def make_last_output(request: Request, finish: FinishReason, error: str | None, now: float) -> Output:
+    """Return the last Output of a request that ends without a new token."""
+    return Output(
+        request.submission_id,
+        request.index,
+        finish=finish,
+        error=error,
+        timing=make_timing(request, now),
+        drafted_tokens=request.num_drafted,
+        accepted_tokens=request.num_accepted,
+    )

@@ -292,6 +292,7 @@ class Engine:
             residency=self.kv.residency.take_samples(),
             tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
             transfer=self._transfer_stats(),
+            speculation=s.drafter.stats() if s.drafter is not None else None,
         )
 
     def _transfer_stats(self) -> TransferStats | None:

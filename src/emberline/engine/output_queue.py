@@ -55,6 +55,7 @@ def merge_outputs(earlier: Output | EmberlineError, later: Output) -> bool:
     earlier.logprobs += later.logprobs
     earlier.finish, earlier.stop_token = later.finish, later.stop_token
     earlier.timing = later.timing or earlier.timing
+    earlier.drafted_tokens, earlier.accepted_tokens = later.drafted_tokens, later.accepted_tokens
     return True
 
 

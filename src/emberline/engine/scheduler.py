@@ -16,7 +16,7 @@ from emberline.core.events import Output
 from emberline.core.plan import PENDING_TOKEN, Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
-from emberline.engine.endings import ends_with_stop_token, finish_reason, make_timing
+from emberline.engine.endings import ends_with_stop_token, finish_reason, make_last_output, make_timing
 from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
@@ -339,20 +339,21 @@ class Scheduler:
         if request.publish and self.publisher is not None:
             finish, ticket = FinishReason.HANDOFF, self.publisher.complete_ticket(request, sampled[-1])
         prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
-        self._outputs.append(
-            Output(
-                request.submission_id,
-                request.index,
-                tokens,
-                [one.logprob for one in sampled if one.logprob],
-                prompt_logprobs[: request.prompt_len - 1] if prompt_logprobs is not None else None,
-                cached_tokens=min(request.num_cached, request.prompt_len) if first else 0,
-                finish=finish,
-                stop_token=tokens[-1] if finish is STOP and ends_with_stop_token(request, self.eos) else None,
-                timing=make_timing(request, now if finish else None) if first or finish else None,
-                ticket=ticket,
-            )
+        output = Output(
+            request.submission_id,
+            request.index,
+            tokens,
+            [one.logprob for one in sampled if one.logprob],
+            prompt_logprobs[: request.prompt_len - 1] if prompt_logprobs is not None else None,
+            cached_tokens=min(request.num_cached, request.prompt_len) if first else 0,
+            finish=finish,
+            stop_token=tokens[-1] if finish is STOP and ends_with_stop_token(request, self.eos) else None,
+            timing=make_timing(request, now if finish else None) if first or finish else None,
+            ticket=ticket,
+            drafted_tokens=request.num_drafted if finish else 0,
+            accepted_tokens=request.num_accepted if finish else 0,
         )
+        self._outputs.append(output)
         if finish is not None:
             self._remove_request(request)
 
@@ -364,8 +365,7 @@ class Scheduler:
             self._end_request(request, FinishReason.ERROR, error="deadline_exceeded")
 
     def _end_request(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
-        timing = make_timing(request, self.clock.now())
-        self._outputs.append(Output(request.submission_id, request.index, finish=finish, error=error, timing=timing))
+        self._outputs.append(make_last_output(request, finish, error, self.clock.now()))
         self._remove_request(request)
 
     def _remove_request(self, request: Request) -> None:

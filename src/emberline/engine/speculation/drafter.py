@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from emberline.core.events import SpeculationStats
 from emberline.core.plan import SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request
 from emberline.engine.speculation.acceptance import AcceptanceEstimate
@@ -29,7 +30,8 @@ class Drafter:
 
         `max_rows`: maximum tokens that requests without prompt chunks may have together in a step; None: no limit.
         `adaptive`: verify only as many drafted tokens as pay; otherwise, all that are proposed."""
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self._accepted_per_position = [0] * max_draft
         self._proposers = proposers
         self._max_draft = max_draft
         self._max_rows = max_rows
@@ -70,10 +72,13 @@ class Drafter:
         request.num_draft = 0
         request.num_drafted += work.num_draft
         request.num_accepted += accepted
+        self.num_drafts += 1
         self.drafted_tokens += work.num_draft
         self.accepted_tokens += accepted
-        position = work.start + len(work.tokens) - work.num_draft
-        self._acceptance.record(request.id, position, work.num_draft, accepted)
+        for position in range(accepted):
+            self._accepted_per_position[position] += 1
+        num_known = work.start + len(work.tokens) - work.num_draft
+        self._acceptance.record(request.id, num_known, work.num_draft, accepted)
 
     def record_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take the tokens that grammars force next, and learn how long a step takes, if it has no prompt chunks.
@@ -95,6 +100,11 @@ class Drafter:
         self._forced.pop(request.id, None)
         for proposer in self._proposers:
             proposer.forget(request)
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(
+            self.num_drafts, self.drafted_tokens, self.accepted_tokens, list(self._accepted_per_position)
+        )
 
     def _propose(self, request: Request) -> Proposal:
         limit = min(self._max_draft, request.max_len - request.num_known - 1)
