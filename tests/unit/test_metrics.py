@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from emberline.core.events import SleepStats, Stats, TierStats, Timing
+from emberline.core.events import SleepStats, SpeculationStats, Stats, TierStats, Timing
+from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode_message
 from emberline.server.metrics import CacheInfo, ModelMetrics, ReplyCounter, render_exposition
 
 LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
@@ -126,3 +127,20 @@ def test_waiting_for_sleeping_model_has_reason() -> None:
     text = render(ModelMetrics("m"), waiting=7, deferred=2, asleep=4)
     for reason, count in (("capacity", 1), ("deferred", 2), ("asleep", 4)):
         assert f'vllm:num_requests_waiting_by_reason{{model_name="m",reason="{reason}"}} {count}' in text
+
+
+def test_speculation_has_the_names_of_vllm() -> None:
+    assert "spec_decode" not in render(ModelMetrics("m"))
+    (message,) = EngineMessageDecoder().feed(
+        encode_message(EngineUpdate("m", [], Stats(speculation=SpeculationStats(5, 12, 7, [4, 2, 1]))))
+    )
+    assert isinstance(message, EngineUpdate)
+    text = render_exposition(ModelMetrics("m").families(message.stats, restart_count=0, is_ready=True, block_size=16))
+    assert [line for line in text.splitlines() if line.startswith("vllm:spec_decode")] == [
+        'vllm:spec_decode_num_drafts_total{model_name="m"} 5',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 12',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 7',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 4',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 2',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"} 1',
+    ]

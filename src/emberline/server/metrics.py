@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from emberline.core.events import SleepStats, Stats, TierStats, Timing
+from emberline.core.events import SleepStats, SpeculationStats, Stats, TierStats, Timing
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                      40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -261,6 +261,24 @@ class ModelMetrics:
             full = f"emberline:kv_tier_{name}" + ("_total" if kind == "counter" else "")
             yield MetricFamily.from_samples(full, help_text, kind, samples)
 
+    def _build_speculation_metrics(self, stats: SpeculationStats) -> Iterator[MetricFamily]:
+        one = self.labels
+        for name, help_text, counter in (
+            ("drafts", "Drafts that were verified.", stats.drafts),
+            ("draft_tokens", "Tokens that were drafted and verified.", stats.drafted_tokens),
+            ("accepted_tokens", "Drafted tokens that became output.", stats.accepted_tokens),
+        ):
+            yield MetricFamily.from_samples(
+                f"vllm:spec_decode_num_{name}_total", help_text, "counter", [(one, counter)]
+            )
+        positions = [(f'{one},position="{i}"', count) for i, count in enumerate(stats.accepted_per_position)]
+        yield MetricFamily.from_samples(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "Drafted tokens that became output, by position in the draft.",
+            "counter",
+            positions,
+        )
+
     def _cache_labels(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
         """Return the labels of the metric `cache_config_info`, such as block size and number of blocks."""
         on_gpu = cache.device != "cpu"
@@ -279,6 +297,8 @@ class ModelMetrics:
         one = self.labels
         if stats.tiers:
             yield from self._build_tier_metrics(stats.tiers)
+        if stats.speculation is not None:
+            yield from self._build_speculation_metrics(stats.speculation)
         waiting = [
             (f'{one},reason="capacity"', stats.waiting - stats.deferred - stats.asleep),
             (f'{one},reason="deferred"', stats.deferred),
