@@ -208,6 +208,17 @@ def test_phase_spans_use_engine_times() -> None:
     assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 6
 
 
+def test_decode_span_counts_drafts_of_the_first_choice() -> None:
+    whole = Timing(1.0, 2.0, 4.0, 8.0)
+    last = {"finish": FinishReason.LENGTH, "timing": whole}
+    _, found = phases(
+        (0, Output("", 0, [1, 2], drafted_tokens=5, accepted_tokens=3, **last)),
+        (1, Output("", 1, [1], drafted_tokens=7, accepted_tokens=1, **last)),
+    )
+    counts = {name: found["decode"].attributes.get(f"emberline.{name}_tokens") for name in ("drafted", "accepted")}
+    assert counts == {"drafted": 5, "accepted": 3}
+
+
 def test_cut_off_phase_has_an_end() -> None:
     _, found = phases((0, Output("", 0, [1], timing=Timing(1.0, 2.0, 4.0))))
     assert (found["decode"].end_time, found["decode"].error_code) == (9.0, "cut_off")

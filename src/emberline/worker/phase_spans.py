@@ -23,6 +23,7 @@ class PhaseSpans:
         self._timing: Timing | None = None  # the latest
         self._cached = self._all_cached = 0  # tokens of the first prompt, and of all prompts
         self._generated = self._all_generated = 0  # tokens of the first choice, and of all choices
+        self._drafted = self._accepted = 0  # tokens of the first choice
         span.attributes |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompt_lengths)}
 
     def record_output(self, choice_index: int, output: Output) -> None:
@@ -32,6 +33,8 @@ class PhaseSpans:
             self._all_cached += 0 if output.index else output.cached_tokens
             return
         self._generated += len(output.tokens)
+        self._drafted += output.drafted_tokens
+        self._accepted += output.accepted_tokens
         if output.timing is not None:
             if self._timing is None:
                 self._cached = output.cached_tokens
@@ -58,6 +61,9 @@ class PhaseSpans:
             "emberline.ttft": timing.ttft,
             "emberline.itl_mean": itl,
         }
+        if self._drafted:
+            decode_attributes["emberline.drafted_tokens"] = self._drafted
+            decode_attributes["emberline.accepted_tokens"] = self._accepted
         for name, start, end, attributes in (
             ("queue", timing.arrival, timing.admitted, {}),
             ("prefill", timing.admitted, timing.first_token, prompt_attributes),
