@@ -37,7 +37,7 @@ from emberline.wire.deltas import (
     ToolCallStart,
     UsageUpdate,
 )
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage, Usage
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -195,6 +195,18 @@ def test_usage_is_null_until_the_last_chunk() -> None:
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
     assert all("usage" not in chunk for chunk in chunks(play(chat(stream=True), TALK)))
+
+
+def test_usage_of_the_engine_has_accepted_and_rejected_drafts() -> None:
+    usage = EngineUsage(input=5, output=9, reasoning=1, accepted_drafts=6, rejected_drafts=2)
+    expected = {"reasoning_tokens": 1, "accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}
+    deltas = [ReplyStart(5), TextDelta("a"), Finish("stop"), UsageUpdate(usage)]
+    for writer in (chat(), complete()):
+        play(writer, deltas)
+        assert writer.body()["usage"]["completion_tokens_details"] == expected
+    for writer in (chat(**USAGE), complete(**USAGE)):
+        assert list(chunks(play(writer, deltas)))[-1]["usage"]["completion_tokens_details"] == expected
+    assert usage.plus(usage) == Usage(input=10, output=18, reasoning=2)
 
 
 def test_running_usage_is_in_every_chunk() -> None:

@@ -35,7 +35,7 @@ from emberline.wire.deltas import (
 from emberline.wire.deltas import ToolCallArguments as Arguments
 from emberline.wire.deltas import ToolCallStart as Call
 from emberline.wire.errors import render_anthropic_error, render_openai_error
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage, Usage
 
 DOCUMENT = openapi.build_document("1.2.3")
 USER = {"role": "user", "content": "hi"}
@@ -47,7 +47,7 @@ DELTAS: list[Delta] = [
     Call(0, "call_1", "f"),
     Arguments(0, "{}"),
     Finish("tool_calls"),
-    UsageUpdate(Usage(input=3, output=4)),
+    UsageUpdate(EngineUsage(input=3, output=4, accepted_drafts=2, rejected_drafts=1)),
 ]
 TEXT_DELTAS: list[Delta] = [
     ReplyStart(3),

@@ -42,6 +42,8 @@ class PromptTokensDetails(WireStruct):
 
 class CompletionTokensDetails(WireStruct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class CompletionUsage(WireStruct):

@@ -28,7 +28,7 @@ from emberline.wire.deltas import (
 from emberline.wire.errors import render_openai_error
 from emberline.wire.logprobs import render_prompt_logprobs
 from emberline.wire.reply_context import ReplyContext
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage, Usage
 from emberline.wire.usage_objects import render_chat_usage
 
 
@@ -125,7 +125,7 @@ class ChatWriter:
         assert self._engine is not None, f"{type(delta).__name__} is a delta of the engine"
         match delta:
             case ReplyStart():
-                self._usage = Usage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
+                self._usage = EngineUsage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
                 text = self._engine.echoed_text
                 return b"".join([self._write_choice_delta(TextDelta(text, index)) for index in self._choices if text])
             case PromptDelta():

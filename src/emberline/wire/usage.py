@@ -63,7 +63,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     def plus(self, other: Usage) -> Usage:
         """Return the sum of this usage and the usage of another provider call."""
-        return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+        return Usage(*(getattr(self, name) + getattr(other, name) for name in Usage.__struct_fields__))
 
     def merge_later(self, later: Usage) -> Usage:
         """Return this usage updated with the usage in a later event of the same stream."""
@@ -77,6 +77,13 @@ class Usage(msgspec.Struct, frozen=True):
             image=max(self.image, later.image),
             cache_write_long=max(self.cache_write_long, later.cache_write_long),
         )
+
+
+class EngineUsage(Usage, frozen=True):
+    """Token counts of a reply of Emberline's engine, which also counts the tokens of speculative decoding."""
+
+    accepted_drafts: int = 0  # drafted tokens that are part of the output
+    rejected_drafts: int = 0  # drafted tokens that are not
 
 
 def _make_consistent_usage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberline.wire.deltas import Json
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage, Usage
 
 
 def render_chat_usage(usage: Usage, *, from_engine: bool = False) -> Json:
@@ -13,12 +13,16 @@ def render_chat_usage(usage: Usage, *, from_engine: bool = False) -> Json:
         prompt_details |= {"cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}
     if usage.image:
         prompt_details["image_tokens"] = usage.image
+    completion_details = {"reasoning_tokens": usage.reasoning}
+    if isinstance(usage, EngineUsage):
+        completion_details["accepted_prediction_tokens"] = usage.accepted_drafts
+        completion_details["rejected_prediction_tokens"] = usage.rejected_drafts
     return {
         "prompt_tokens": usage.input,
         "completion_tokens": usage.output,
         "total_tokens": usage.total,
         "prompt_tokens_details": prompt_details,
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "completion_tokens_details": completion_details,
     }
 
 

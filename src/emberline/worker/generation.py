@@ -23,7 +23,7 @@ from emberline.server.metrics import ModelMetrics
 from emberline.tokens.blockhash import hash_last_full_block, root_hash
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.wire.deltas import Delta, ReplyStart, UsageUpdate
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage
 from emberline.worker.choice import error_from_output
 from emberline.worker.phase_spans import PhaseSpans
 from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
@@ -114,9 +114,18 @@ class Generation:
 
     def _build_usage(self) -> UsageUpdate:
         """Return the token counts so far: of the prompts, and of the output of all choices."""
-        input, cached = self._num_prompt_tokens, self._cached_tokens
-        output, reasoning = self._count_tokens()
-        return UsageUpdate(Usage(input=input, cached_read=cached, output=output, reasoning=reasoning))
+        output = sum(choice.num_tokens for choice in self._choices)
+        # Tokens after a stop string may have been accepted, but are not part of the output.
+        accepted = min(sum(choice.accepted_tokens for choice in self._choices), output)
+        usage = EngineUsage(
+            input=self._num_prompt_tokens,
+            cached_read=self._cached_tokens,
+            output=output,
+            reasoning=sum(choice.reasoning_tokens for choice in self._choices),
+            accepted_drafts=accepted,
+            rejected_drafts=sum(choice.drafted_tokens for choice in self._choices) - accepted,
+        )
+        return UsageUpdate(usage)
 
     async def prefill(self) -> AsyncGenerator[Output, None]:
         """Compute the KV blocks of the prompt and of resumed tokens, for a different worker.
@@ -208,10 +217,6 @@ class Generation:
         if self._counts_cached and cached:
             self._cached_tokens += cached
             group.cached_tokens = self._cached_tokens
-
-    def _count_tokens(self) -> tuple[int, int]:
-        """Return the number of tokens that all choices have, and how many of them are reasoning."""
-        return sum(c.num_tokens for c in self._choices), sum(c.reasoning_tokens for c in self._choices)
 
     # -- any number of prompts -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from emberline.wire import deltas, sse
 from emberline.wire.deltas import Json, ReasoningDelta, TextDelta
 from emberline.wire.errors import render_openai_error
 from emberline.wire.logprobs import TextLogprobs, render_prompt_logprobs
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage, Usage
 from emberline.wire.usage_objects import render_chat_usage
 
 
@@ -80,7 +80,7 @@ class CompletionReplyWriter:
                 self._usage = delta.usage
                 return b""
             case deltas.ReplyStart():
-                self._usage = Usage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
+                self._usage = EngineUsage(input=delta.prompt_tokens, cached_read=delta.cached_tokens)
                 return b""
             case deltas.StreamStart():
                 return b""
@@ -150,5 +150,5 @@ class CompletionReplyWriter:
             return None
         usage = self._usage
         if self._call.echoes_only:  # the engine's one token is not part of the reply
-            usage = Usage(input=usage.input, cached_read=usage.cached_read)
+            usage = EngineUsage(input=usage.input, cached_read=usage.cached_read)
         return render_chat_usage(usage, from_engine=True)
