@@ -57,6 +57,8 @@ class ScriptedEngine:
     open: set[str] = field(default_factory=set)
     aborted: set[tuple[str, int]] = field(default_factory=set)
     ticket: dict[str, Any] | None = None
+    drafted: int = 0  # drafted tokens that the last output of each completion reports
+    accepted: int = 0
     on_stats: Any = None
     clock: float = 0.0
 
@@ -94,7 +96,8 @@ class ScriptedEngine:
             i = min(live, key=lambda i: (len(written[i]), i))
             if (s.id, i) in self.aborted:
                 live.remove(i)
-                yield Output(s.id, i, finish=FinishReason.ABORT)
+                counts = {"drafted_tokens": self.drafted, "accepted_tokens": self.accepted}
+                yield Output(s.id, i, finish=FinishReason.ABORT, **counts)
                 continue
             new: list[int] = []
             finish = self._finish_reason(s, written[i])  # the resumed tokens may end the choice already
@@ -112,6 +115,7 @@ class ScriptedEngine:
             started[i] = True
             if finish is not None:
                 live.remove(i)
+                output.drafted_tokens, output.accepted_tokens = self.drafted, self.accepted
             yield output
 
     def _prefill_outputs(self, s: Submission) -> Any:
@@ -133,7 +137,9 @@ class ScriptedEngine:
 
 
 class WorkerHarness:
-    def __init__(self, script: Script, tool_style: ToolStyle = HERMES, **settings: Any) -> None:
+    def __init__(
+        self, script: Script, tool_style: ToolStyle = HERMES, *, speculates: bool = False, **settings: Any
+    ) -> None:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
@@ -142,7 +148,7 @@ class WorkerHarness:
         engine = cast("AsyncEngine", self.engine)
         prompts = PromptBuilder(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), tool_style, 4000)
         self.metrics = ModelMetrics("m")
-        style: dict[str, Any] = {"tool_style": tool_style, "reasoning": THINK}
+        style: dict[str, Any] = {"tool_style": tool_style, "reasoning": THINK, "speculates": speculates}
         guard = cast("GrammarGuard", self)
         generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
         self.catalog = ModelCatalog([LoadedModel("m", generator, guard, self.metrics, "fp")])

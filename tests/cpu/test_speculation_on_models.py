@@ -30,6 +30,7 @@ from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
+from emberline.engine.speculation.prediction import PredictionProposer
 from emberline.engine.speculation.suffix import SuffixProposer
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.cache import KVCache, KVShape
@@ -204,3 +205,21 @@ def test_forced_tokens_of_a_grammar_are_drafted(make_engine: MakeEngine, pipelin
     drafter = Drafter([], 8, adaptive=False)
     assert run(make_engine(drafter, pipelined=pipelined), [submission]) == expected
     assert drafter.accepted_tokens == drafter.drafted_tokens > 25
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_output_that_left_the_prediction_returns_to_it(make_engine: MakeEngine, kind: str) -> None:
+    library = find_library()
+    assert library is not None
+    params = make_params("seeded", max_tokens=60, seed=3)
+    expected = run(make_engine(None), [Submission("r", encode("some text"), params)])
+    output = expected["r", 0][0]
+    assert len(output) == 60
+    accepted = {}
+    for name, prediction in (("edited", [7, *output[:30], 8, 9, *output[32:]]), ("none", [])):
+        own = NgramProposer() if kind == "ngram" else SuffixProposer(library)
+        drafter = Drafter([PredictionProposer(), own], 4, adaptive=False)
+        submission = Submission("r", encode("some text"), params, prediction=tuple(prediction))
+        assert run(make_engine(drafter), [submission]) == expected
+        accepted[name] = drafter.accepted_tokens
+    assert accepted["edited"] > 25 and accepted["edited"] > accepted["none"] + 20, accepted

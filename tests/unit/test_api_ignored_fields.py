@@ -43,7 +43,7 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
     (OPENAI, {"prompt_cache_key": "k"}, ["prompt_cache_key"]),
     (OPENAI, {"cache_prompt": True, "id_slot": 3}, ["cache_prompt", "id_slot"]),
     (OPENAI, {"timings_per_token": True, "return_progress": True}, ["timings_per_token", "return_progress"]),
-    (("chat",), {"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
+    (("responses",), {"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
     (
         OPENAI,
         {"stream": True, "stream_options": {"include_obfuscation": True}},

@@ -65,6 +65,7 @@ class ChatCall(GenerationCall):
     continues_last_message: bool = False  # the output continues the last message, which is the assistant's
     adds_generation_prompt: bool = True  # the prompt ends with the template's opening of an assistant message
     add_special_tokens: bool = False  # the tokenizer adds special tokens to those that the template writes
+    prediction: str | None = None  # text that the client expects as the answer; it changes only the speed
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class Submission:
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of an engine that has blocks of its tokens
     publish: bool = False  # prefill only: publish the blocks under a lease, sample one token, finish with HANDOFF
     token_timeout: float = 600.0  # seconds to the first token, and between two tokens
+    prediction: tuple[int, ...] = ()  # the output that the client expects, from which tokens are drafted
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +86,7 @@ class Request:
     prefill_result_len: int = 0  # tokens that precede the token of prefill_result
     pulled: BlockPull | None = None  # record of the blocks copied from that engine
     publish: bool = False
+    prediction: tuple[int, ...] = ()  # the output that the client expects
     status: RequestStatus = RequestStatus.WAITING
     num_computed: int = 0
     num_planned: int = 0

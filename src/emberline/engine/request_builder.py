@@ -37,6 +37,7 @@ class RequestBuilder:
             "prompt": prompt,
             "logit_bias": params.logit_bias,
             "stop_token_ids": params.stop_token_ids,
+            "prediction": submission.prediction,
             "resumed": [token for tokens in submission.resumed for token in tokens],
         }
         for name, ids in ids_by_field.items():
@@ -73,6 +74,7 @@ class RequestBuilder:
                 num_resumed=len(resumed[i]),
                 source=submission.source if i == 0 and params.prompt_logprobs is None else None,
                 publish=submission.publish,
+                prediction=submission.prediction,
             )
             for i in range(params.n)
         ]

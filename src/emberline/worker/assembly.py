@@ -139,6 +139,7 @@ def _assemble_model(
         timeout=config.request_timeout,
         token_timeout=config.token_timeout,
         eos_token_ids=frozenset(info.eos),
+        speculates=info.speculates,
     )
     fingerprint = (
         "fp_" + hashlib.sha256(f"{__version__}/{tokenizer_and_template.directory.name}".encode()).hexdigest()[:12]

@@ -156,6 +156,7 @@ class Generation:
         ids: list[int],
         params: SamplingParams,
         resumed: tuple[tuple[int, ...], ...] = (),
+        prediction: tuple[int, ...] = (),
         *,
         ticket: dict[str, Any] | None = None,
         publishes_blocks: bool = False,
@@ -163,7 +164,7 @@ class Generation:
     ) -> AsyncGenerator[Output, None]:
         common, time_left = self._common, max(0.0, self._deadline - self._engine.now())
         head = (uuid.uuid4().hex, ids, params, common.priority, common.cache_salt, time_left, self._model)
-        submission = Submission(*head, resumed, ticket, publishes_blocks, self._token_timeout)
+        submission = Submission(*head, resumed, ticket, publishes_blocks, self._token_timeout, prediction)
         return self._engine.submit(submission, merges=merges_outputs)
 
     # -- from engine outputs to deltas ---------------------------------------------------------------------------------
@@ -292,7 +293,8 @@ class Generation:
 
     def _prompt_outputs(self, prompt: PreparedPrompt, merges_outputs: bool) -> AsyncGenerator[Output, None]:
         resumed = self._resumed.tokens_of(prompt.choice_indexes)
-        return self._submit(prompt.token_ids, self._params, resumed, ticket=self._source, merges_outputs=merges_outputs)
+        request = (prompt.token_ids, self._params, resumed, prompt.prediction)
+        return self._submit(*request, ticket=self._source, merges_outputs=merges_outputs)
 
     async def _feed_queue(
         self,
@@ -384,7 +386,8 @@ class Generation:
         if choice.is_finished:
             return
         source = self._source if ids is prompt.token_ids else None
-        async with aclosing(self._submit(ids, params, (tuple(tokens),) if tokens else (), ticket=source)) as outputs:
+        resumed = (tuple(tokens),) if tokens else ()
+        async with aclosing(self._submit(ids, params, resumed, prompt.prediction, ticket=source)) as outputs:
             async for output in outputs:
                 yield output, False
 

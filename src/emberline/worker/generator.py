@@ -36,11 +36,14 @@ class Generator:
         timeout: float = math.inf,
         token_timeout: float = 600.0,
         eos_token_ids: frozenset[int] = frozenset(),
+        speculates: bool = False,
     ) -> None:
+        """`speculates`: whether the engine drafts tokens. Otherwise predictions have no effect."""
         self.engine = engine
         self.prompt_builder = prompt_builder
         self.served_name = served_name
-        self._preparer = CallPreparer(prompt_builder, guard, tool_style, reasoning, eos_token_ids)
+        self._preparer = CallPreparer(prompt_builder, guard, tool_style, reasoning, eos_token_ids, speculates)
+        self._speculates = speculates
         self._metrics = metrics
         self._timeout = timeout
         self._token_timeout = token_timeout
@@ -51,7 +54,10 @@ class Generator:
         Raises InvalidRequest for a field that may not be ignored, because the reply would mean something else without
         it.
         """
-        return self.prompt_builder.find_ignored_fields(call) if isinstance(call, ChatCall) else []
+        if not isinstance(call, ChatCall):
+            return []
+        unused = ["prediction"] if call.prediction is not None and not self._speculates else []
+        return [*unused, *self.prompt_builder.find_ignored_fields(call)]
 
     async def count_prompt_tokens(self, call: ChatCall) -> int:
         text = await self.prompt_builder.render_off_loop(call)

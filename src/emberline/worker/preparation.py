@@ -31,6 +31,7 @@ from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
 END_MARKER = "\ue0f1\ue0f2"  # private-use characters, which no template writes
+PREDICTION_PARAM = "prediction.content"
 MANY_MESSAGES = 100  # more are rendered in a thread
 MANY_TOOLS = 20  # more are rendered in a thread
 
@@ -175,12 +176,15 @@ class CallPreparer:
         tool_style: ToolStyle,
         reasoning: ReasoningStyle | None,
         eos_token_ids: frozenset[int] = frozenset(),
+        uses_predictions: bool = False,
     ) -> None:
+        """`uses_predictions`: whether the engine drafts tokens, and can use the predictions of requests for that."""
         self._prompt_builder = prompt_builder
         self._grammar_guard = guard
         self._tool_style = tool_style
         self._reasoning = reasoning
         self._eos_token_ids = eos_token_ids
+        self._uses_predictions = uses_predictions
 
     async def prepare(self, call: ChatCall | CompletionCall, reply_id: str, created: int) -> Sequence[PreparedPrompt]:
         """Return the prompts of the call. A chat has one, a text completion may have several."""
@@ -217,6 +221,7 @@ class CallPreparer:
             token_ids=ids,
             params=params,
             echo=params.prompt_logprobs is not None,
+            prediction=await self._encode_prediction(call),
             budget=budget,
             make_parser=make_parser,
             visible_special_tokens=frozenset(self._special_marker_ids(style).values()),
@@ -224,6 +229,14 @@ class CallPreparer:
             return_token_ids=call.return_token_ids,
             eos_token_ids=self._eos_token_ids,
         )
+
+    async def _encode_prediction(self, call: ChatCall) -> tuple[int, ...]:
+        """Return the tokens of the call's prediction, or no tokens if the engine cannot use them."""
+        if not (call.prediction and self._uses_predictions):
+            return ()
+        ids = await self._prompt_builder.encode(call.prediction, add_special=False, param=PREDICTION_PARAM)
+        self._prompt_builder.check_length(ids, PREDICTION_PARAM)
+        return tuple(ids)
 
     async def _prepare_completion(self, call: CompletionCall) -> list[PreparedPrompt]:
         prompt_ids = []

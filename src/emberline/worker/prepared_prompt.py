@@ -35,6 +35,7 @@ class PreparedPrompt:
     params: SamplingParams  # equal for all prompts of a request; params.n choices are generated from each prompt
     first_choice: int = 0  # index in the request of this prompt's first choice
     echo: bool = False  # the reply includes the prompt
+    prediction: tuple[int, ...] = ()  # tokens that the client expects as the output
     budget: ReasoningBudget | None = None  # only for a single prompt with one choice
     make_parser: Callable[[int], OutputParser | None]  # takes the index of a choice; None: the output is plain text
     visible_special_tokens: frozenset[int]  # special tokens that the text includes

@@ -55,6 +55,7 @@ def parse_large_body(path: str, body: bytes, max_contexts_by_model: Mapping[str,
         raise WorkTooLarge(what, param="messages", hint="send fewer messages")
     size = sum(len(text) for given in (call.messages, call.tools) for text in _iterate_texts(given))
     _check_size(size, context * MAX_CHARS_PER_TOKEN, "", "messages")
+    _check_size(len(call.prediction or ""), context * MAX_CHARS_PER_TOKEN, "", "prediction.content")
     return call
 
 

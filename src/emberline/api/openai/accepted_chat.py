@@ -12,7 +12,6 @@ from emberline.api.openai.sampling import SamplingFields
 class ChatFields(SamplingFields, kw_only=True):
     store: IgnoredField = None  # no endpoint reads a stored chat
     verbosity: IgnoredField = None
-    prediction: IgnoredField = None  # would only speed up the answer
     modalities: Annotated[Any, accepts_only(["text"])] = None
     best_of: Annotated[Any, accepts_only(1)] = None
     documents: OnlyEmpty = None

@@ -7,14 +7,14 @@ writer = chat_reply.make_writer(call, id, created, fingerprint)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from emberline.api.call import ChatCall
 from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.generation_fields import build_generation_fields
-from emberline.api.openai.messages import AssistantMessage, Message, add_text_only_hint, to_template_messages
+from emberline.api.openai.messages import AssistantMessage, Content, Message, add_text_only_hint, to_template_messages
 from emberline.api.openai.sampling import LogprobCount, UsageStreamOptions
 from emberline.api.openai.template import (
     ThinkingOption,
@@ -32,13 +32,23 @@ from emberline.api.openai.tools import (
     select_functions,
     select_tools,
 )
-from emberline.api.parse import decode
+from emberline.api.parse import WireStruct, decode
 from emberline.core.errors import InvalidRequest
 
 __all__ = ["ChatRequest", "OpenAIChatCall", "parse"]
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+
+
+class PredictedContent(WireStruct):
+    """The text that the client expects as the answer, for example the file that the model is to edit."""
+
+    type: Literal["content"]
+    content: Content
+
+    def join_text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatRequest(ChatFields, kw_only=True):
@@ -58,6 +68,7 @@ class ChatRequest(ChatFields, kw_only=True):
     thinking: ThinkingOption | None = None  # the form of DeepSeek and Z.ai for enable_thinking
     metadata: Metadata | None = None
     safety_identifier: str | None = None
+    prediction: PredictedContent | None = None
     # vLLM's fields
     include_reasoning: bool | None = None
     echo: bool | None = None  # the reply begins with the last message if that is the assistant's
@@ -110,6 +121,7 @@ def parse(body: bytes) -> OpenAIChatCall:
         continues_last_message=continue_last,
         adds_generation_prompt=request.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(request.add_special_tokens),
+        prediction=request.prediction.join_text() if request.prediction is not None else None,
         uses_legacy_functions=tools.is_legacy,
         shows_reasoning=request.include_reasoning is not False,
         echoed_text=_find_echoed_text(request),

@@ -115,6 +115,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     top_logprobs: LogprobCount | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None
+    prediction: IgnoredField = None  # a field of chat completions
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's field
     store: bool | None = None

@@ -9,6 +9,7 @@ from emberline.core.engine_config import SpeculationConfig
 from emberline.core.errors import InvalidRequest
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
+from emberline.engine.speculation.prediction import PredictionProposer
 from emberline.engine.speculation.proposer import Proposer
 from emberline.engine.speculation.suffix import SuffixProposer
 
@@ -27,4 +28,4 @@ def make_drafter(
     elif config.speculate == "suffix":
         message = "speculate is suffix, which needs the native library, and that library could not be built"
         raise InvalidRequest(message, param="speculate", hint="install a C++ compiler, or use --speculate ngram")
-    return Drafter([proposer], config.max_draft, max_rows=max_rows)
+    return Drafter([PredictionProposer(), proposer], config.max_draft, max_rows=max_rows)

@@ -1,12 +1,17 @@
-"""NgramProposer: guesses that the newest tokens of a request continue as they did when they occurred before in it."""
+"""NgramProposer: guesses that the newest tokens of a request continue as they did when they occurred before.
+
+Such places are looked up in the request itself and in the prediction that the client sent."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from emberline.core.request import Request
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal
 
 MIN_LENGTH = 2  # tokens that must match
 MAX_LENGTH = 4  # tokens that are compared
+END_OF_PREDICTION = -1  # no token: nothing matches across it
 CONFIDENCE = {2: 0.5, 3: 0.7, 4: 0.8}  # by number of matching tokens, before anything is known about the request
 
 
@@ -17,35 +22,48 @@ class NgramProposer:
     def propose(self, request: Request, limit: int) -> Proposal:
         index = self._indexes.get(request.id)
         if index is None:
-            index = self._indexes[request.id] = NgramIndex()
+            index = self._indexes[request.id] = NgramIndex(request.prediction)
         index.extend(request.tokens)
-        end, length = index.find_continuation(request.tokens)
-        if not length:
-            return EMPTY_PROPOSAL
-        copied = request.tokens[end : end + limit]
-        tokens = (copied * -(-limit // len(copied)))[:limit]  # at the end of the text, what was copied goes on
-        return Proposal(tokens, [CONFIDENCE[length]] * limit)
+        return index.propose(limit)
 
     def forget(self, request: Request) -> None:
         self._indexes.pop(request.id, None)
 
 
 class NgramIndex:
-    """The newest position of each sequence of 2 to 4 tokens in one text, except those that end the text."""
+    """The tokens of a request, with the newest position of each sequence of 2 to 4 of them.
 
-    def __init__(self) -> None:
+    The sequences that end the text are left out. The prediction of the request comes before its tokens."""
+
+    def __init__(self, prediction: Sequence[int] = ()) -> None:
+        self._text = [*prediction, END_OF_PREDICTION] if prediction else []
+        self._start = len(self._text)  # position of the request's first token
         self._ends: dict[tuple[int, ...], int] = {}
         self._size = 0  # sequences that end before this position are in the index
 
     def extend(self, tokens: list[int]) -> None:
-        for end in range(max(self._size, MIN_LENGTH), len(tokens)):
+        """Add the tokens of the request that are new since the last call."""
+        self._text += tokens[len(self._text) - self._start :]
+        for end in range(max(self._size, MIN_LENGTH), len(self._text)):
             for length in range(MIN_LENGTH, min(MAX_LENGTH, end) + 1):
-                self._ends[tuple(tokens[end - length : end])] = end
-        self._size = max(self._size, len(tokens))
+                self._ends[tuple(self._text[end - length : end])] = end
+        self._size = max(self._size, len(self._text))
 
-    def find_continuation(self, tokens: list[int]) -> tuple[int, int]:
+    def propose(self, limit: int) -> Proposal:
+        """Return what followed the newest earlier occurrence of the last tokens."""
+        end, length = self._find_continuation()
+        if not length:
+            return EMPTY_PROPOSAL
+        copied = self._text[end : end + limit]
+        if end < self._start and END_OF_PREDICTION in copied:
+            tokens = copied[: copied.index(END_OF_PREDICTION)]
+        else:
+            tokens = (copied * -(-limit // len(copied)))[:limit]  # at the end of the text, what was copied goes on
+        return Proposal(tokens, [CONFIDENCE[length]] * len(tokens))
+
+    def _find_continuation(self) -> tuple[int, int]:
         """Return the position after the newest earlier occurrence of the last tokens, and how many match; 0: none."""
-        for length in range(min(MAX_LENGTH, len(tokens)), MIN_LENGTH - 1, -1):
-            if (end := self._ends.get(tuple(tokens[-length:]))) is not None:
+        for length in range(min(MAX_LENGTH, len(self._text) - self._start), MIN_LENGTH - 1, -1):
+            if (end := self._ends.get(tuple(self._text[-length:]))) is not None:
                 return end, length
         return 0, 0

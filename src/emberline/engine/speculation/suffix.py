@@ -1,6 +1,7 @@
 """SuffixProposer: guesses that the newest tokens of a request continue as they did where they occurred before.
 
-Such places are looked up in the request itself and in earlier outputs of the same tenant. Longer matches count more."""
+Such places are looked up in the request itself, in the prediction that the client sent, and in earlier outputs of the
+same tenant. Longer matches count more."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ class SuffixProposer:
         indexed = self._requests.get(request.id)
         if indexed is None:
             indexed = self._requests[request.id] = IndexedRequest(SuffixIndex(self._library))
+            if request.prediction:
+                indexed.index.append([*request.prediction, END_OF_TEXT])
         if indexed.size < len(request.tokens):
             indexed.index.append(request.tokens[indexed.size :])
             indexed.size = len(request.tokens)
