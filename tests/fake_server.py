@@ -134,7 +134,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             reason = "length" if len(pieces) == body.get("max_tokens") else "stop"
             self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
-            usage = {"prompt_tokens": history, "completion_tokens": len(pieces)}
+            usage: dict[str, Any] = {"prompt_tokens": history, "completion_tokens": len(pieces)}
+            drafts = (3, 1) if "drafts" in words else (0, 0)
+            names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+            usage["completion_tokens_details"] = dict(zip(names, drafts, strict=True))
             self._event({"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}}})
             self.fake.seen = history + len(pieces)
         self._chunk(b"data: [DONE]\n\n")

@@ -215,6 +215,14 @@ def test_only_chat_models_are_listed(page: Chromium, fake: FakeServer) -> None:
     assert offered == ["foreign", "fake"]
 
 
+def test_accepted_drafts_are_shown_if_there_are_any(page: Chromium, fake: FakeServer) -> None:
+    shown = f"document.querySelector('{LAST} [data-metric=accepted]')"
+    ask(page, "hello")
+    assert answer(page) and metric(page, "completion") > 3 and page.js(f"{shown} === null")
+    ask(page, "drafts")
+    assert answer(page) and page.js(f"{shown}.textContent") == "3 / 4"
+
+
 @pytest.mark.parametrize("width", [320, 360, 390, 430])
 def test_start_page_fits_phone_screen(page: Chromium, fake: FakeServer, width: int) -> None:
     page.resize(width, 700)

@@ -67,6 +67,9 @@ export class Generation {
     if (usage) {
       metrics.prompt = usage.prompt_tokens;
       metrics.cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+      const details = usage.completion_tokens_details;
+      metrics.accepted = details?.accepted_prediction_tokens ?? 0;
+      metrics.drafted = metrics.accepted + (details?.rejected_prediction_tokens ?? 0);
     }
   }
 }

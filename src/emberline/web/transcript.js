@@ -121,7 +121,7 @@ const screenReaderText = (text) => element("span", { className: "sr" }, text);
 
 const toolText = (tool) => `\n\n\`\`\`\`json\n${tool.name}(${tool.arguments})\n\`\`\`\`\n`;
 
-function metricNodes({ ttft, rate, prompt, cached, completion, seconds, exact }) {
+function metricNodes({ ttft, rate, prompt, cached, completion, accepted, drafted, seconds, exact }) {
   if (ttft === undefined) return [];
   const approximate = exact ? "" : "≈ ";
   const nodes = [
@@ -135,6 +135,7 @@ function metricNodes({ ttft, rate, prompt, cached, completion, seconds, exact })
     nodes.push(metric("prompt", "prompt", String(prompt), "prompt tokens"));
     nodes.push(metric("cached", "cached", String(cached), "prompt tokens served from the prefix cache", share));
   }
+  if (drafted) nodes.push(metric("accepted", "accepted", `${accepted} / ${drafted}`, "drafted tokens that were right, of all drafted tokens"));
   nodes.push(metric("seconds", "total", duration(seconds), "from the request to the last token"));
   return nodes.filter(Boolean);
 }
