@@ -37,7 +37,7 @@ from emberline.server.metrics import ModelMetrics, render_exposition
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.wire.deltas import Delta, Finish, ReasoningDelta, ReplyStart, StreamStart, TextDelta, UsageUpdate
-from emberline.wire.usage import Usage
+from emberline.wire.usage import EngineUsage
 from emberline.worker.generator import Generator
 from emberline.worker.preparation import PromptBuilder
 from emberline.worker.request_context import RequestContext
@@ -55,8 +55,7 @@ class ReasoningRunner(FakeRunner):
         super().__init__(vocab_size=tokenizer.vocab_size, eos=frozenset({EOS}))
         self._tokenizer, self._lead, self._reasoning_chars = tokenizer, lead, reasoning_chars
 
-    def _sample_token(self, work: WorkItem) -> int:
-        length = work.start + len(work.tokens)
+    def _sample_token(self, work: WorkItem, length: int) -> int:
         flat = [t for block in work.blocks for t in self._memory[self._slots_of_block(block)]][:length]
         reply = self._tokenizer.decode(flat, skip_special=False).partition("|")[2]
         reasoning_text, closed, answer = reply.partition("</think>")
@@ -204,7 +203,7 @@ def test_budget_closes_reasoning_and_reply_continues(marked: bool, template: str
     assert (second.params.temperature, second.params.top_k, second.params.n) == (0.5, 7, 1)
     assert deltas[0] == ReplyStart(len(first.prompt))
     written = lead + 23 + closing + len(ANSWER) + 1
-    assert deltas[-1] == UsageUpdate(Usage(input=len(first.prompt), output=written, cached_read=0, reasoning=23))
+    assert deltas[-1] == UsageUpdate(EngineUsage(input=len(first.prompt), output=written, cached_read=0, reasoning=23))
     assert harness.engine.engine.stats().prefix_hits > 0  # the second part did not compute the prompt again
     assert harness.finished() == 1
 
