@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from draft_oracle import DraftOracle
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.engine.speculation.acceptance import AcceptanceEstimate
 from emberline.engine.speculation.draft_length import choose_lengths
+from emberline.engine.speculation.draft_switch import DraftSwitch
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
 from emberline.engine.speculation.proposer import Proposal
@@ -115,7 +117,7 @@ def test_drafts_never_change_the_tokens(
         alone = make_engine(None, eos=eos)
         alone.add(s)
         expected |= texts(run(alone))
-    drafter = Drafter([DraftOracle(expected, right, 1000)], max_draft)
+    drafter = Drafter([DraftOracle(expected, right, 1000)], max_draft, adaptive=False)
     e = make_engine(
         drafter,
         blocks=blocks,
@@ -144,7 +146,7 @@ def test_right_drafts_take_fewer_steps(runner: type[FakeRunner]) -> None:
     alone.add(submission("a", max_tokens=60, temperature=0.0))
     expected = texts(run(alone))
     proposer = DraftOracle(expected)
-    drafter = Drafter([proposer], 4)
+    drafter = Drafter([proposer], 4, adaptive=False)
     e = make_engine(drafter, runner=runner)
     e.add(submission("a", max_tokens=60, temperature=0.0))
     assert texts(run(e)) == expected
@@ -197,7 +199,7 @@ def test_accepted_tokens_enter_the_prefix_cache() -> None:
     alone = make_engine(None)
     alone.add(submission("a", 16, max_tokens=33, temperature=0.0))
     expected = texts(run(alone))
-    e = make_engine(Drafter([DraftOracle(expected)], 4))
+    e = make_engine(Drafter([DraftOracle(expected)], 4, adaptive=False))
     e.add(submission("a", 16, max_tokens=33, temperature=0.0))
     run(e)
     e.add(Submission("b", [*range(16), *expected["a", 0]], SamplingParams(max_tokens=1)))
@@ -207,7 +209,8 @@ def test_accepted_tokens_enter_the_prefix_cache() -> None:
 
 def test_draft_never_preempts_a_request() -> None:
     """Blocks for drafts are taken only while every running request could still get one more."""
-    e = make_engine(Drafter([ScriptedProposer(lambda request, limit: [1] * limit)], 30), blocks=8, running=2)
+    drafter = Drafter([ScriptedProposer(lambda request, limit: [1] * limit)], 30, adaptive=False)
+    e = make_engine(drafter, blocks=8, running=2)
     for name in "ab":
         e.add(submission(name, 15, start=100 * ord(name), max_tokens=17))
     run(e)
@@ -234,14 +237,13 @@ def test_ngram_continues_the_newest_occurrence_of_the_longest_match() -> None:
 
 
 def test_lengths_follow_probability_and_cost() -> None:
-    free = choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 100, lambda tokens: 1.0)
-    assert free == {"a": 2, "b": 2}
-    assert choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 3, lambda tokens: 1.0) == {"a": 2, "b": 1}
-    dear = choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 100, lambda tokens: float(tokens))
-    assert dear == {}
+    probabilities = {"a": [0.9, 0.8], "b": [0.5, 0.1]}
+    assert choose_lengths(probabilities, 2, 4, np.ones(5)) == {"a": 2, "b": 2}
+    assert choose_lengths(probabilities, 2, 3, np.ones(4)) == {"a": 2, "b": 1}
+    assert choose_lengths(probabilities, 2, 4, np.arange(2.0, 7.0)) == {}  # a step takes as long as it has tokens
     # Each token costs a third of a row: only drafts above that probability pay.
-    some = choose_lengths({"a": [0.9, 0.8], "b": [0.5, 0.1]}, 2, 100, lambda tokens: 1 + 0.3 * (tokens - 2))
-    assert some == {"a": 2}
+    assert choose_lengths(probabilities, 2, 4, 1 + 0.3 * np.arange(5)) == {"a": 2}
+    assert choose_lengths({}, 2, 4, np.ones(5)) == {}
 
 
 def test_acceptance_learns_and_forgets() -> None:
@@ -258,12 +260,25 @@ def test_acceptance_learns_and_forgets() -> None:
 
 def test_step_cost_interpolates_and_tries_larger_steps() -> None:
     cost = StepCost()
-    assert cost.estimate(3) == 1.0
+    assert cost.estimate(3, 2).tolist() == [1.0, 1.0]
     for seconds in (1.0, 9.0, 1.0):  # one step was disturbed
         cost.record(1, seconds)
     cost.record(5, 3.0)
-    assert [cost.estimate(t) for t in (1, 3, 5)] == [1.0, 2.0, 3.0]
-    assert 3.0 < cost.estimate(8) < 3.3
+    assert cost.estimate(1, 5).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0]
+    assert 3.0 < cost.estimate(8, 1)[0] < 3.3
+
+
+@pytest.mark.parametrize("seconds_with_drafts", [0.9, 1.1])
+def test_switch_keeps_the_faster_way(seconds_with_drafts: float) -> None:
+    """Both ways make as many tokens; one of them takes longer. The slower one is tried again ever less often."""
+    switch, on_steps = DraftSwitch(), []
+    for _ in range(20_000):
+        is_on = switch.is_on(5)
+        on_steps.append(is_on)
+        switch.record(5, 8, seconds_with_drafts if is_on else 1.0)
+    share = sum(on_steps) / len(on_steps)
+    assert share > 0.97 if seconds_with_drafts < 1 else share < 0.02
+    assert not switch.is_on(64)  # other sizes of batches are measured on their own
 
 
 def test_cost_of_a_step_includes_the_time_to_plan_it() -> None:

@@ -89,7 +89,7 @@ def _run_round(
     max_rows = engine.config.max_running if llm.loaded.device == "cuda" else None
     drafter = engine.scheduler.drafter = make_drafter(config, find_library, max_rows)
     outputs: dict[str, list[int]] = {}
-    waiting = [(f"{method}-{i}", prompt) for i, prompt in enumerate(prompts)]
+    waiting = [(f"{method}-{i}-{time.monotonic_ns()}", prompt) for i, prompt in enumerate(prompts)]
     names = [name for name, _ in waiting]
     open_ids: set[str] = set()
     params = SamplingParams(max_tokens=plan.max_tokens, temperature=0.0)

@@ -12,7 +12,7 @@ MIN_LINES, MAX_LINES = 15, 45  # of a piece of code that is edited
 QUESTIONS = (
     "Tell me about the history of tea in three short paragraphs.",
     "Explain to a child how a heat pump works.",
-    "Write a short story about a lighthouse keeper who finds a letter.",
+    "Write a short story about a lighthouse keeper and a letter in a bottle.",
     "What are the main differences between TCP and UDP?",
     "Give me five ideas for a dinner without meat.",
     "How do I ask my neighbour politely to turn the music down?",

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 MIN_GAIN = 1.02  # a step must make at least this many times as many tokens per second as without drafts
 
 
 def choose_lengths(
-    probabilities: Mapping[str, Sequence[float]], rows: int, room: int, estimate_seconds: Callable[[int], float]
+    probabilities: Mapping[str, Sequence[float]], rows: int, room: int, seconds: np.ndarray
 ) -> dict[str, int]:
     """Return the lengths of the drafts that make the most tokens per second, by request id.
 
     `probabilities`: by request, for each drafted token, that it and those before it are right. `rows`: requests in the
-    step, each of which gets one token in any case. `room`: drafted tokens that the step can take.
-    `estimate_seconds`: seconds of a step with this number of tokens."""
+    step, each of which gets one token in any case. `room`: drafted tokens that the step can take. `seconds`: of a step
+    with 0, 1, ..., `room` drafted tokens."""
+    if not probabilities or room <= 0:
+        return {}
+    values = np.concatenate([np.asarray(each) for each in probabilities.values()])
+    owners = np.repeat(np.arange(len(probabilities)), [len(each) for each in probabilities.values()])
     # A request's probabilities fall, so the most probable tokens of all requests are the beginnings of their drafts.
-    ranked = sorted(((p, name) for name, values in probabilities.items() for p in values), key=lambda one: -one[0])
-    expected, best, best_rate = float(rows), 0, rows / estimate_seconds(rows) * MIN_GAIN
-    for count, (probability, _) in enumerate(ranked[: max(room, 0)], 1):
-        expected += probability
-        if (rate := expected / estimate_seconds(rows + count)) > best_rate:
-            best, best_rate = count, rate
-    lengths: dict[str, int] = {}
-    for _, name in ranked[:best]:
-        lengths[name] = lengths.get(name, 0) + 1
-    return lengths
+    ranked = np.argsort(-values, kind="stable")[:room]
+    rates = (rows + np.cumsum(values[ranked])) / seconds[1 : len(ranked) + 1]
+    best = int(np.argmax(rates))
+    if rates[best] <= rows / seconds[0] * MIN_GAIN:
+        return {}
+    lengths = np.bincount(owners[ranked[: best + 1]], minlength=len(probabilities)).tolist()
+    return {name: length for name, length in zip(probabilities, lengths, strict=True) if length}

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from emberline.core.events import SpeculationStats
 from emberline.core.plan import SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request
 from emberline.engine.speculation.acceptance import AcceptanceEstimate
 from emberline.engine.speculation.draft_length import choose_lengths
+from emberline.engine.speculation.draft_switch import DraftSwitch
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal, Proposer
 from emberline.engine.speculation.step_cost import StepCost
 from emberline.kv.manager import KVManager
@@ -38,6 +41,7 @@ class Drafter:
         self._adaptive = adaptive
         self._acceptance = AcceptanceEstimate()
         self._cost = StepCost()
+        self._switch = DraftSwitch()
         self._forced: dict[str, list[int]] = {}  # by request: tokens that its grammar forces next
         self._last_result_at = -math.inf
 
@@ -46,6 +50,8 @@ class Drafter:
 
         `requests`: those that compute one token in this step. `room`: drafted tokens that the step can take."""
         drafts: dict[str, Sequence[int]] = {}
+        if self._adaptive and not self._switch.is_on(len(requests)):
+            return drafts
         by_id = {r.id: r for r in requests if r.can_draft}
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
         for name, count in self._choose_lengths(by_id, proposals, len(requests), room).items():
@@ -57,6 +63,8 @@ class Drafter:
         """Return whether drafts would pay in the next step, if the tokens that are being sampled were known.
 
         The guess for such a token stands for it here, and a draft may follow."""
+        if self._adaptive and not self._switch.is_on(len(running)):
+            return False
         pending = [r for r in running if r.num_pending and not (r.publish or r.needs_prompt_logprobs)]
         later = {
             r.id: Proposal(found.tokens[1:], found.confidence[1:])
@@ -93,6 +101,7 @@ class Drafter:
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
         if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
+            self._switch.record(len(plan.work), sum(map(len, result.sampled.values())), seconds)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
@@ -123,10 +132,10 @@ class Drafter:
             name: self._acceptance.probabilities(name, requests[name].num_known, proposal.confidence)
             for name, proposal in proposals.items()
         }
+        room = min(room, sum(map(len, probabilities.values())))
         if self._max_rows is not None:
             room = min(room, self._max_rows - rows)
-        return choose_lengths(probabilities, rows, room, self._cost.estimate if self._adaptive else _no_cost)
-
-
-def _no_cost(tokens: int) -> float:
-    return 1.0
+        if room <= 0:
+            return {}
+        seconds = self._cost.estimate(rows, room + 1) if self._adaptive else np.ones(room + 1)
+        return choose_lengths(probabilities, rows, room, seconds)

@@ -1,0 +1,63 @@
+"""DraftSwitch: turns drafting on and off for each size of batch, by the measured tokens per second of both.
+
+Estimates of a draft's gain leave out what drafting costs the host: guessing, and waiting for each result before the
+next step is planned. On a loaded server that can be more than drafts gain. So both ways are measured in turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BASE_STEPS = 8  # without drafts, to measure what drafts must beat
+TRIAL_STEPS = 16  # with drafts, to see whether they do
+ON_STEPS = 512  # with drafts, before both are measured again
+MIN_OFF_STEPS, MAX_OFF_STEPS = 256, 1 << 14  # without drafts, before they are tried again; twice as long each time
+SKIPPED_STEPS = 2  # at the beginning of a period, while steps of the other kind are still running
+
+
+@dataclass(slots=True)
+class SwitchPeriod:
+    """A number of steps with or without drafts, for batches of a similar size."""
+
+    is_on: bool
+    length: int  # in steps
+    steps: int = -SKIPPED_STEPS  # recorded so far; those below 0 are not counted
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class DraftSwitch:
+    def __init__(self) -> None:
+        self._periods: dict[int, SwitchPeriod] = {}  # by size of the batch
+        self._base_rates: dict[int, float] = {}  # tokens per second without drafts
+        self._off_steps: dict[int, int] = {}  # length of the next period without drafts, if drafts do not pay
+
+    def is_on(self, requests: int) -> bool:
+        """Return whether a step with this number of requests should have drafts."""
+        return self._period(requests.bit_length()).is_on
+
+    def record(self, requests: int, tokens: int, seconds: float) -> None:
+        """Record a step: the number of its requests, of the tokens it made, and the seconds since the step before."""
+        size = requests.bit_length()
+        period = self._period(size)
+        period.steps += 1
+        if period.steps > 0:
+            period.tokens += tokens
+            period.seconds += seconds
+        if period.steps >= period.length:
+            self._periods[size] = self._next_period(size, period)
+
+    def _period(self, size: int) -> SwitchPeriod:
+        if size not in self._periods:
+            self._periods[size] = SwitchPeriod(False, BASE_STEPS)
+        return self._periods[size]
+
+    def _next_period(self, size: int, ended: SwitchPeriod) -> SwitchPeriod:
+        rate = ended.tokens / ended.seconds if ended.seconds else 0.0
+        if not ended.is_on:
+            self._base_rates[size] = rate
+            return SwitchPeriod(True, TRIAL_STEPS)
+        if rate > self._base_rates[size]:
+            self._off_steps.pop(size, None)
+            return SwitchPeriod(True, ON_STEPS) if ended.length == TRIAL_STEPS else SwitchPeriod(False, BASE_STEPS)
+        self._off_steps[size] = min(2 * self._off_steps.get(size, MIN_OFF_STEPS // 2), MAX_OFF_STEPS)
+        return SwitchPeriod(False, self._off_steps[size])
