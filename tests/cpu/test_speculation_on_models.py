@@ -55,6 +55,11 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "grammar": {"temperature": 1.0, "grammar": OBJECT},
     "grammar and penalties": {"temperature": 1.0, "grammar": OBJECT, "repetition_penalty": 1.2, "logprobs": 1},
+    "grammar without an end": {
+        "grammar": GrammarSpec("regex", "[a-h ]{1,90}"),
+        "ignore_eos": True,
+        "repetition_penalty": 1.4,
+    },
     "two completions": {"temperature": 1.0, "n": 2},
     "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 1},
 }

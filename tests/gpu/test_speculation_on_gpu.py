@@ -90,4 +90,4 @@ def test_drafts_never_change_the_tokens(checkpoint: Path) -> None:
             e.scheduler.drafter = drafter
             assert run(e, make_submissions()) == alone, (settings, right)
             assert drafter.drafted_tokens > 0
-            assert (drafter.accepted_tokens > 0) == any(right)
+            assert drafter.accepted_tokens > 100 or not any(right)

@@ -38,13 +38,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[dict[str, Server]]:
-    """A server for each value of --speculate."""
+    """A server for each value of --speculate. Drafts are always verified, however busy this machine is."""
+    program = (str(Path(__file__).parents[1] / "drafting_server.py"),)
     started = {}
     try:
         for method in ("off", "suffix", "ngram"):
             log = tmp_path_factory.mktemp(method) / "log"
             arguments = ("--models", f"tiny={model_dir}", "--embedder", "none", "--speculate", method)
-            started[method] = start_server(log, *arguments)
+            started[method] = start_server(log, *arguments, program=program)
         yield started
     finally:
         for server in started.values():
@@ -83,6 +84,7 @@ def test_prediction_is_accepted_where_it_is_right(clients: dict[str, openai.Open
     assert len(set(expected)) > 10
     client = clients[method].chat.completions.with_raw_response
     edited = expected[:60] + "0123" + expected[60:]
+    accepted_counts = {}
     for name, content in (
         ("right", expected),
         ("edited", [{"type": "text", "text": edited[:70]}, {"type": "text", "text": edited[70:]}]),
@@ -91,9 +93,9 @@ def test_prediction_is_accepted_where_it_is_right(clients: dict[str, openai.Open
         body = {**VARIED["extra_body"], "cache_salt": name}  # a tenant without earlier outputs
         prediction: Any = {"type": "content", "content": content}
         raw = client.create(**ASK, temperature=1, extra_body=body, prediction=prediction)
-        text, accepted, _ = text_and_drafts(raw.parse())
+        text, accepted_counts[name], _ = text_and_drafts(raw.parse())
         assert text == expected and IGNORED_FIELDS_HEADER not in raw.headers
-        assert (accepted >= 5) == (name != "wrong"), (name, accepted)
+    assert accepted_counts["right"] > 90 and accepted_counts["edited"] > 70 and accepted_counts["wrong"] < 20
 
 
 def test_prediction_is_listed_as_ignored_without_speculation(clients: dict[str, openai.OpenAI]) -> None:

@@ -103,6 +103,11 @@ class SamplingState:
         """Why the grammar cannot be followed any further, such as a limit that was reached; None if it can."""
         return self.matcher.error if self.matcher is not None else None
 
+    def masker_after(self, masker: TokenMasker, token: int) -> TokenMasker | None:
+        """Return a copy of the request's masker after one more token; None if the token is forbidden."""
+        following = masker.fork()
+        return following if token in self._eos or following.accept(token) else None
+
     def _advance_grammar(self, token: int) -> None:
         if self.matcher is not None and token not in self._eos:
             self.matcher.accept(token)

@@ -258,12 +258,9 @@ def _stage_masks(
     matchers: dict[int, TokenMasker] = {}  # by row
     for i in special_rows:
         matcher = request_rows[i].sampling.matcher
-        if offsets[i] and (before := matchers.get(i - 1)) is not None:
-            matcher = before.fork()
-            if not matcher.accept(work[i].tokens[0]):
-                continue  # it cannot be sampled, so the row is not used
-        elif offsets[i]:
-            continue
+        if offsets[i] and matcher is not None:
+            before = matchers.get(i - 1)  # None: an earlier drafted token cannot be sampled, so the row is not used
+            matcher = before and request_rows[i].sampling.masker_after(before, work[i].tokens[0])
         if matcher is not None:
             matchers[i] = matcher
     masked = [(i, m) for i, m in matchers.items() if not (m.is_complete or m.error)]

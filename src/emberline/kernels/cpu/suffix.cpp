@@ -1,6 +1,7 @@
 #include "suffix.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace ember {
@@ -104,6 +105,24 @@ int32_t token_at(const Candidate& candidate, long offset) {
     return candidate.period ? text[candidate.next + offset % candidate.period] : -1;
 }
 
+// Returns the token that most candidates, by weight, continue with, and its share of their weight; -1: none continues.
+std::pair<int32_t, float> vote(const std::vector<Candidate>& candidates, long offset) {
+    std::vector<std::pair<int32_t, float>> weights;  // of each token; there are few different ones
+    float total = 0;
+    for (const auto& one : candidates) {
+        int32_t token = token_at(one, offset);
+        total += one.weight;
+        if (token < 0) continue;
+        auto at = std::find_if(weights.begin(), weights.end(), [&](const auto& each) { return each.first == token; });
+        if (at == weights.end()) weights.emplace_back(token, one.weight);
+        else at->second += one.weight;
+    }
+    std::pair<int32_t, float> best{-1, 0.0f};
+    for (const auto& each : weights)
+        if (each.second > best.second) best = each;
+    return {best.first, total > 0 ? best.second / total : 0.0f};
+}
+
 }  // namespace
 }  // namespace ember
 
@@ -127,22 +146,13 @@ long ember_suffix_propose(const void* own, const void* shared, long limit, int32
     ember::drop_short_matches(candidates);
     float probability = 1;
     for (long count = 0; count < limit; count++) {
-        int32_t best = -1;
-        float best_weight = 0, total = 0, longest = 0;
-        for (const auto& one : candidates) {  // few: each token's weight is summed anew
-            int32_t token = ember::token_at(one, count);
-            total += one.weight;
-            if (token < 0) continue;
-            float weight = 0;
-            for (const auto& other : candidates)
-                if (ember::token_at(other, count) == token) weight += other.weight;
-            if (weight > best_weight) best = token, best_weight = weight;
-        }
+        auto [best, share] = ember::vote(candidates, count);
         if (best < 0) return count;
-        std::erase_if(candidates, [&](const ember::Candidate& one) { return ember::token_at(one, count) != best; });
+        std::erase_if(candidates, [&, best = best](const auto& one) { return ember::token_at(one, count) != best; });
+        float longest = 0;
         for (const auto& one : candidates) longest = std::max(longest, one.weight);
         float matched = longest + static_cast<float>(count);
-        confidence[count] = best_weight / total * matched / (matched + 2);
+        confidence[count] = share * matched / (matched + 2);
         probability *= confidence[count];
         if (probability < ember::kMinProbability) return count;
         tokens[count] = best;
