@@ -26,7 +26,7 @@ def sample(
     assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None
     sampled, failed = sampler.sample([WorkItem("a", 0, tokens, [0], samples=True)], logits.clone()[None])
     assert not failed
-    return sampled["a"][0]
+    return sampled["a"]
 
 
 def ladder() -> torch.Tensor:

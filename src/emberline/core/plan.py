@@ -86,13 +86,13 @@ class SampledToken:
     token: int
     logprob: TokenLogprob | None = None
     stop: bool = False  # the grammar is complete with this token
+    further: Sequence[SampledToken] = ()  # tokens sampled after it in the same step, while they equalled the draft
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
-    # By request: the next token, or several of them, if drafted tokens were sampled again.
-    sampled: dict[str, list[SampledToken]]
+    sampled: dict[str, SampledToken]
     # By request, one for each computed token: the log-probability of the token after it.
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # request id: why its grammar cannot be followed

@@ -44,7 +44,7 @@ class FakeRunner:
                 at = work.blocks[block] * self._block_size + slot
                 self._memory[at] = self._newest_tokens[work.id] if token == PENDING_TOKEN else token
         sampled = {work.id: self._sample_tokens(work) for work in plan.work if work.samples}
-        self._newest_tokens.update((name, tokens[-1].token) for name, tokens in sampled.items())
+        self._newest_tokens.update((name, [one, *one.further][-1].token) for name, one in sampled.items())
         logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
         for ended in plan.ended_ids:
             del self._admissions[ended]
@@ -59,15 +59,15 @@ class FakeRunner:
     def _slots_of_block(self, block_id: int) -> slice:
         return slice(block_id * self._block_size, (block_id + 1) * self._block_size)
 
-    def _sample_tokens(self, work: WorkItem) -> list[SampledToken]:
-        """Return the next token, and one more after each drafted token that equals the sampled one."""
+    def _sample_tokens(self, work: WorkItem) -> SampledToken:
+        """Return the next token, and with it one more for each drafted token that equals the sampled one."""
         first = work.start + len(work.tokens) - work.num_draft
         sampled = [SampledToken(self._sample_token(work, first))]
         for drafted in work.tokens[len(work.tokens) - work.num_draft :]:
             if sampled[-1].token != drafted:
                 break
             sampled.append(SampledToken(self._sample_token(work, first + len(sampled))))
-        return sampled
+        return SampledToken(sampled[0].token, further=sampled[1:])
 
     def _sample_token(self, work: WorkItem, length: int) -> int:
         """Return the token that follows the first `length` tokens of a request."""

@@ -168,25 +168,28 @@ class Sampler:
         self._states.pop(request_id, None)
         self._penalties.pop(request_id, None)
 
-    def sample(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[dict[str, list[SampledToken]], dict[str, str]]:
+    def sample(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Sample the next tokens of each request. The logits are overwritten.
 
         Return the tokens, and errors of requests that cannot continue, both by request id. `logits`: of each work item
         one row for its last known token, then one for each drafted token. A row is used if all drafted tokens up to it
         were sampled. Each token is sampled after those before it are known, as without a draft."""
+        if len(work) == len(logits):  # there are no drafts
+            return self._sample_rows([w.id for w in work], logits)
         tokens: dict[str, list[SampledToken]] = {}
         failed: dict[str, str] = {}
         ends = list(accumulate(1 + w.num_draft for w in work))
         alive = [(w, end - 1 - w.num_draft) for w, end in zip(work, ends, strict=True)]  # with its next row
         while alive:
-            rows = logits if len(alive) == len(logits) else logits[[row for _, row in alive]]
-            sampled, lost = self._sample_rows([w.id for w, _ in alive], rows)
+            sampled, lost = self._sample_rows([w.id for w, _ in alive], logits[[row for _, row in alive]])
             for name, one in sampled.items():
                 tokens.setdefault(name, []).append(one)
             # After other tokens of this step, a failure is left out: the next step fails again, behind these tokens.
             failed |= {name: why for name, why in lost.items() if name not in tokens}
             alive = [(w, row + 1) for w, row in alive if w.id in sampled and _continues_draft(w, tokens[w.id])]
-        return tokens, failed
+        for first, *further in tokens.values():
+            first.further = further
+        return {name: found[0] for name, found in tokens.items()}, failed
 
     def _sample_rows(
         self, request_ids: Sequence[str], logits: Tensor

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from emberline.core.clock import Clock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
-from emberline.core.plan import PENDING_TOKEN, Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
+from emberline.core.plan import Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.endings import ends_with_stop_token, finish_reason, make_last_output, make_timing
@@ -21,10 +21,10 @@ from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.speculation.drafter import Drafter
+from emberline.engine.work_items import make_work_item
 from emberline.kv.manager import KVManager
 
 MAX_SCORED_TOKENS = 512  # per step, prompt tokens with log-probabilities: each needs a row of logits
-ONE_PENDING = (PENDING_TOKEN,)
 RUNNING, STOP = RequestStatus.RUNNING, FinishReason.STOP  # globals, because they are looked up for every token
 
 
@@ -135,7 +135,8 @@ class Scheduler:
             return None
         self._step += 1
         admissions = self._take_admissions(planned) if self._new_to_runner else ()
-        work = [self._make_work_item(self.requests[i], n, drafts.get(i, ())) for i, n in planned.items()]
+        requests, table = self.requests, self.kv.block_table
+        work = [make_work_item(r := requests[i], n, table(r), drafts) for i, n in planned.items()]
         plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads, self.drafter is not None)
         self._ended_ids = []
         return plan
@@ -158,16 +159,15 @@ class Scheduler:
             if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end_request(request, FinishReason.ERROR, error=why)
                 continue
-            sampled = result.sampled[work.id] if work.samples else []
-            finish = self._append_tokens(request, sampled)
-            if work.num_draft and self.drafter is not None:
-                self.drafter.record_result(request, work, sampled)
+            if work.num_draft:
+                self._apply_draft_result(request, work, result, now)
+                continue
             if work.preemptions == request.preemptions:  # else its blocks were freed since
-                self._record_computed_tokens(request, work, result, len(sampled))
-            if sampled:
+                self._record_computed_tokens(request, work, result, work.start + len(work.tokens))
+            if work.samples:
                 request.num_pending -= 1
-                self.generated_tokens += len(sampled)
-                self._output_tokens(request, sampled, finish, now)
+                self.generated_tokens += 1
+                self._append_token(request, result.sampled[work.id], now)
 
     def should_wait_for_result(self) -> bool:
         """Return whether drafts, which continue the newest tokens, make it worth to wait for these before planning."""
@@ -175,10 +175,24 @@ class Scheduler:
 
     # -- parts of a step ------------------------------------------------------------------------------------------
 
-    def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult, num_sampled: int) -> None:
-        computed = work.start + len(work.tokens)
-        if work.num_draft:
-            request.num_planned = computed = computed - work.num_draft + num_sampled - 1
+    def _apply_draft_result(self, request: Request, work: WorkItem, result: StepResult, now: float) -> None:
+        """Append the sampled tokens of a request with a draft, up to the one that ends it, as if sampled one by one."""
+        assert self.drafter is not None
+        kept, finish, first = [], None, result.sampled[work.id]
+        for one in (first, *first.further):
+            kept.append(one)
+            request.tokens.append(one.token)
+            if (finish := finish_reason(request, self.eos, one.stop)) is not None:
+                break
+        self.drafter.record_result(request, work, kept)
+        if work.preemptions == request.preemptions:
+            request.num_planned = work.start + len(work.tokens) - work.num_draft + len(kept) - 1
+            self._record_computed_tokens(request, work, result, request.num_planned)
+        request.num_pending -= 1
+        self.generated_tokens += len(kept)
+        self._output_tokens(request, kept, finish, now)
+
+    def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult, computed: int) -> None:
         request.num_computed = computed
         if work.start < request.prompt_len:
             self.prompt_tokens += min(computed, request.prompt_len) - work.start
@@ -228,8 +242,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if (result := request.usable_prefill_result) is not None:
                 self.has_early_outputs = True
-                sampled = [SampledToken(result.tokens[0], stop=result.stop)]
-                self._output_tokens(request, sampled, self._append_tokens(request, sampled), self.clock.now())
+                self._append_token(request, SampledToken(result.tokens[0], stop=result.stop), self.clock.now())
 
     def _take_admissions(self, planned: dict[str, int]) -> list[Admission]:
         """Return an Admission for each planned request that is new to the runner.
@@ -291,47 +304,23 @@ class Scheduler:
         self._prompt_logprobs.pop(request.id, None)
         self.waiting.push(request)
 
-    def _make_work_item(self, request: Request, count: int, draft: Sequence[int]) -> WorkItem:
-        """Advance the request by `count` tokens and return the work item, with the draft after these tokens."""
-        start, end = request.num_planned, request.num_planned + count
-        tokens: Sequence[int]
-        if count == 1 and start == len(request.tokens):
-            tokens, samples = ONE_PENDING, True
-        else:
-            tokens, samples = request.tokens[start:end], end == request.num_known
-            if len(tokens) < count:
-                tokens = [*tokens, PENDING_TOKEN]
-        # Positional arguments: keywords take twice as long, and one is made for every token.
-        table, scored = self.kv.block_table(request), request.needs_prompt_logprobs
-        work = WorkItem(request.id, start, tokens, table, samples, scored, request.preemptions)
-        if draft:
-            work.tokens, work.num_draft = [*tokens, *draft], len(draft)
-            request.num_draft = len(draft)
-        request.num_planned = end
-        request.num_pending += samples
-        return work
-
-    def _append_tokens(self, request: Request, sampled: list[SampledToken]) -> FinishReason | None:
-        """Append sampled tokens to the request up to the one that ends it, and return why it ends, if it does.
-
-        The tokens behind that one are removed from `sampled`."""
-        for count, one in enumerate(sampled, 1):
-            request.tokens.append(one.token)
-            if (finish := finish_reason(request, self.eos, one.stop)) is not None:
-                del sampled[count:]
-                return finish
-        return None
+    def _append_token(self, request: Request, sampled: SampledToken, now: float) -> None:
+        """Append a sampled token to the request, add an Output, and end the request if the token is its last."""
+        token = sampled.token
+        request.tokens.append(token)
+        is_special = sampled.stop or token in self.eos or token in request.params.stop_token_ids or sampled.logprob
+        if is_special or len(request.tokens) >= request.max_len or request.first_token_at is None or request.publish:
+            self._output_tokens(request, [sampled], finish_reason(request, self.eos, sampled.stop), now)
+        else:  # the usual case
+            request.token_deadline = now + request.token_timeout
+            self._outputs.append(Output(request.submission_id, request.index, [token]))
 
     def _output_tokens(
         self, request: Request, sampled: Sequence[SampledToken], finish: FinishReason | None, now: float
     ) -> None:
         """Add an Output with the newest tokens of a request, and end the request if `finish` says so."""
         request.token_deadline = now + request.token_timeout
-        ticket, tokens = None, [one.token for one in sampled]
-        first = request.first_token_at is None
-        if not (first or finish or request.publish or sampled[0].logprob):  # the usual case
-            self._outputs.append(Output(request.submission_id, request.index, tokens))
-            return
+        ticket, tokens, first = None, [one.token for one in sampled], request.first_token_at is None
         if first:
             request.first_token_at = now
             request.num_cached = min(request.num_cached, self._first_num_cached.get(request.id, request.num_cached))

@@ -42,8 +42,7 @@ class SimRunner:
         seconds = self._cost.estimate_step_seconds(plan) if plan.work else 0.0
         self._clock.advance(seconds)
         ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
-        sampled = {name: [SampledToken(_token_at(name, end))] for name, end in ends}
-        return StepResult(plan.step, sampled, seconds=seconds)
+        return StepResult(plan.step, {name: SampledToken(_token_at(name, end)) for name, end in ends}, seconds=seconds)
 
 
 class SimWorker:

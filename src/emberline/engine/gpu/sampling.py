@@ -62,7 +62,7 @@ class StepSampling:
         assert self._end_event is not None, "the step was not sampled yet: results must be read in order"
         return self._end_event
 
-    def wait_for_tokens_and_failures(self) -> tuple[dict[str, list[SampledToken]], dict[str, str]]:
+    def wait_for_tokens_and_failures(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Wait for the device; return the sampled tokens, and errors of requests that cannot continue.
 
         Both are dicts by request id."""
@@ -164,13 +164,13 @@ class SamplingOutputs:
 
     def tokens_and_failures(
         self, inputs: SamplingInputs, rows: DeviceRows
-    ) -> tuple[dict[str, list[SampledToken]], dict[str, str]]:
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Return the sampled tokens, and errors of requests that cannot continue, both by request id.
 
         Requests that have ended in the meantime are left out. The token of a draft's row counts only if the draft is
         what was sampled up to there."""
         scores = self._logprobs_by_row(inputs)
-        sampled: dict[str, list[SampledToken]] = {}
+        sampled: dict[str, SampledToken] = {}
         failed: dict[str, str] = {}
         current, offsets = rows.by_request, inputs.draft_offsets
         for i, (w, row, token) in enumerate(zip(inputs.work, inputs.request_rows, self.tokens.tolist(), strict=True)):
@@ -191,9 +191,9 @@ class SamplingOutputs:
                     continue
                 one = SampledToken(token, scores.get(i), stop=state.is_complete)
             if offsets[i]:
-                sampled[w.id].append(one)
+                sampled[w.id].further = [*sampled[w.id].further, one]
             else:
-                sampled[w.id] = [one]
+                sampled[w.id] = one
         return sampled, failed
 
     def _logprobs_by_row(self, inputs: SamplingInputs) -> dict[int, TokenLogprob]:
@@ -217,13 +217,15 @@ def _newest_rows(rows: np.ndarray, offsets: Sequence[int], padding_row: int) -> 
     return np.where(has_draft, padding_row, rows)
 
 
-def _is_accepted(sampled: list[SampledToken] | None, draft_offset: int, drafted: int) -> bool:
+def _is_accepted(first: SampledToken | None, draft_offset: int, drafted: int) -> bool:
     """Return whether a drafted token, and so the row behind it, continues the tokens that were sampled.
 
-    `sampled`: tokens of the request so far in this step. `draft_offset`: position in the draft, from 1."""
-    return (
-        sampled is not None and len(sampled) == draft_offset and sampled[-1].token == drafted and not sampled[-1].stop
-    )
+    `first`: the request's first token of this step, with the further ones so far. `draft_offset`: position in the
+    draft, from 1."""
+    if first is None or len(first.further) != draft_offset - 1:
+        return False
+    newest = first.further[-1] if first.further else first
+    return newest.token == drafted and not newest.stop
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

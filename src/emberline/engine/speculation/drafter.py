@@ -101,7 +101,8 @@ class Drafter:
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
         if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
-            self._switch.record(len(plan.work), sum(map(len, result.sampled.values())), seconds)
+            num_tokens = len(plan.work) + sum(len(one.further) for one in result.sampled.values())
+            self._switch.record(len(plan.work), num_tokens, seconds)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
