@@ -21,7 +21,11 @@ if [ "$1" = -m ]; then
   chmod +x "$3/bin/pip" "$3/bin/python"
 fi
 """
-TOOLS = ("bash", "env", "cat", "cut", "dirname", "sleep", "grep", "mkdir", "chmod", "id", "kill")
+# A sleep of a tenth of the seconds, for the script and for its pip alike.
+SLEEP = """#!/bin/bash
+[ "$1" = 0 ] || exec %s "$(( $1 / 10 )).$(( $1 %% 10 ))"
+"""
+TOOLS = ("bash", "env", "cat", "cut", "dirname", "grep", "mkdir", "chmod", "id", "kill")
 
 
 @pytest.fixture
@@ -35,7 +39,12 @@ def here(tmp_path: Path) -> Path:
         found = shutil.which(name)
         assert found is not None
         (tools / name).symlink_to(found)
-    for name, text in (("python3", PYTHON), ("shasum", "#!/bin/bash\ncat >/dev/null; echo '0123  -'\n")):
+    stand_ins = {
+        "python3": PYTHON,
+        "shasum": "#!/bin/bash\ncat >/dev/null; echo '0123  -'\n",
+        "sleep": SLEEP % shutil.which("sleep"),
+    }
+    for name, text in stand_ins.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     return tmp_path

@@ -12,6 +12,8 @@ from local_gateway import LocalGateway
 from routers import until
 from trace_collector import TraceCollector, about
 
+from emberline.trace import otlp_exporter
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -37,8 +39,12 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory, collecting: TraceCollector) -> Iterator[LocalGateway]:
     process = {"otlp": collecting.url, "otlp_headers": {"x-vendor-key": "k"}, "otlp_payloads": True}
     prices = {"oai/m": {"input": 1_000_000, "output": 2_000_000}}
-    with LocalGateway(tmp_path_factory.mktemp("spans"), ("fake",), provider_settings, process, prices=prices) as made:
-        yield made
+    home = tmp_path_factory.mktemp("spans")
+    with pytest.MonkeyPatch.context() as patch:  # each test waits for its span
+        patch.setattr(otlp_exporter, "BATCH_DELAY_S", 0.05)
+        patch.setattr(otlp_exporter, "RETRY_DELAYS_S", (0.1, 0.2, 0.4))
+        with LocalGateway(home, ("fake",), provider_settings, process, prices=prices) as made:
+            yield made
 
 
 def ask(gateway: LocalGateway, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, str]:
