@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -31,6 +32,14 @@ def pytest_configure() -> None:
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share = len(freeport.PORT_RANGE) // count
     freeport._next_index = number * share + random.SystemRandom().randrange(share // 2)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the 700,000 objects of imported modules and collected tests from garbage collection.
+
+    Scanning them takes 8 % of the CPU time of unit tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
