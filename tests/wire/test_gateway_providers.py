@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -205,21 +206,26 @@ def test_cut_stream_raises(gateway: LocalGateway, client: openai.OpenAI, slug: s
 
 
 @pytest.mark.parametrize("fault", ["bad-event", "stall", "stall-later", "drip", "empty", "wrong-type"])
-@pytest.mark.parametrize("slug", ["aws-bedrock", "cohere", "google-ai-studio", "mistral"])
-def test_provider_faults_raise(gateway: LocalGateway, short_timeouts: LocalGateway, slug: str, fault: str) -> None:
+def test_provider_faults_raise(gateway: LocalGateway, short_timeouts: LocalGateway, fault: str) -> None:
     """Decoders of providers' own formats detect the same faults as streams that pass unchanged."""
     asked = short_timeouts if fault in ("stall", "stall-later", "drip") else gateway
     asked.fakes["fake"].fault = fault
     client = chat_client(asked)
-    model = f"{slug}/{MODELS_AND_PATHS[slug][0]}"
-    with (
-        pytest.raises(openai.APIError),
-        client.chat.completions.create(model=model, messages=HELLO, max_completion_tokens=8, stream=True) as stream,
-    ):
-        list(stream)
-    if fault in ("empty", "wrong-type"):
-        with pytest.raises(openai.APIStatusError):
-            client.chat.completions.create(model=model, messages=HELLO)
+
+    def raises(slug: str) -> None:
+        model = f"{slug}/{MODELS_AND_PATHS[slug][0]}"
+        with (
+            pytest.raises(openai.APIError),
+            client.chat.completions.create(model=model, messages=HELLO, max_completion_tokens=8, stream=True) as stream,
+        ):
+            list(stream)
+        if fault in ("empty", "wrong-type"):
+            with pytest.raises(openai.APIStatusError):
+                client.chat.completions.create(model=model, messages=HELLO)
+
+    slugs = ("aws-bedrock", "cohere", "google-ai-studio", "mistral")
+    with ThreadPoolExecutor(len(slugs)) as pool:  # together, because each waits for the same timeout
+        list(pool.map(raises, slugs))
 
 
 # -- single providers --------------------------------------------------------------------------------------------------
