@@ -34,6 +34,17 @@ def pytest_configure() -> None:
     freeport._next_index = number * share + random.SystemRandom().randrange(share // 2)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of tests/wire evenly among all others.
+
+    They mostly wait, while other files need a whole core: one worker should run the former beside the latter."""
+    files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
+    for item in items:
+        files["wire" in item.path.parts].setdefault(item.path, []).append(item)
+    places = [(i / len(group), tests) for group in files.values() for i, tests in enumerate(group.values())]
+    items[:] = [item for _, tests in sorted(places, key=lambda place: place[0]) for item in tests]
+
+
 def pytest_collection_finish() -> None:
     """Exclude the 700,000 objects of imported modules and collected tests from garbage collection.
 
