@@ -281,6 +281,15 @@ def test_switch_keeps_the_faster_way(seconds_with_drafts: float) -> None:
     assert not switch.is_on(64)  # other sizes of batches are measured on their own
 
 
+def test_switch_ends_a_trial_that_clearly_loses() -> None:
+    switch, trials = DraftSwitch(), []
+    for _ in range(250):
+        if is_on := switch.is_on(5):
+            trials.append(is_on)
+        switch.record(5, 5, 2.0 if is_on else 1.0)
+    assert 4 <= len(trials) <= 7
+
+
 def test_cost_of_a_step_includes_the_time_to_plan_it() -> None:
     drafter = Drafter([], 4)
     plan = StepPlan(1, (), [WorkItem("a", 5, [7], [0], samples=True)], ())

@@ -11,6 +11,7 @@ BASE_STEPS = 8  # without drafts, to measure what drafts must beat
 TRIAL_STEPS = 16  # with drafts, to see whether they do
 ON_STEPS = 512  # with drafts, before both are measured again
 MIN_OFF_STEPS, MAX_OFF_STEPS = 256, 1 << 14  # without drafts, before they are tried again; twice as long each time
+MIN_STEPS, CLEAR_LOSS = 4, 0.85  # a trial ends after 4 steps if its rate is below this share of that without drafts
 SKIPPED_STEPS = 2  # at the beginning of a period, while steps of the other kind are still running
 
 
@@ -43,13 +44,18 @@ class DraftSwitch:
         if period.steps > 0:
             period.tokens += tokens
             period.seconds += seconds
-        if period.steps >= period.length:
+        if period.steps >= period.length or self._is_clear_loss(size, period):
             self._periods[size] = self._next_period(size, period)
 
     def _period(self, size: int) -> SwitchPeriod:
         if size not in self._periods:
             self._periods[size] = SwitchPeriod(False, BASE_STEPS)
         return self._periods[size]
+
+    def _is_clear_loss(self, size: int, period: SwitchPeriod) -> bool:
+        if not period.is_on or period.steps < MIN_STEPS:
+            return False
+        return period.tokens < CLEAR_LOSS * self._base_rates[size] * period.seconds
 
     def _next_period(self, size: int, ended: SwitchPeriod) -> SwitchPeriod:
         rate = ended.tokens / ended.seconds if ended.seconds else 0.0

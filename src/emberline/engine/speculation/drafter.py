@@ -63,6 +63,8 @@ class Drafter:
         """Return whether drafts would pay in the next step, if the tokens that are being sampled were known.
 
         The guess for such a token stands for it here, and a draft may follow."""
+        if any(r.num_draft for r in running):
+            return True  # these cannot be planned before their result is known
         if self._adaptive and not self._switch.is_on(len(running)):
             return False
         pending = [r for r in running if r.num_pending and not (r.publish or r.needs_prompt_logprobs)]
