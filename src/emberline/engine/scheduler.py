@@ -9,6 +9,7 @@ torch, no wall clock and no I/O."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from emberline.core.clock import Clock
 from emberline.core.engine_config import SchedulerConfig
@@ -20,9 +21,11 @@ from emberline.engine.endings import ends_with_stop_token, finish_reason, make_l
 from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
-from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.work_items import make_work_item
 from emberline.kv.manager import KVManager
+
+if TYPE_CHECKING:  # needs numpy, and the memory plan, which imports this module, is made before that is loaded
+    from emberline.engine.speculation.drafter import Drafter
 
 MAX_SCORED_TOKENS = 512  # per step, prompt tokens with log-probabilities: each needs a row of logits
 RUNNING, STOP = RequestStatus.RUNNING, FinishReason.STOP  # globals, because they are looked up for every token

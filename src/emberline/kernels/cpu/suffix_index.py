@@ -15,6 +15,9 @@ class SuffixIndex:
         """`capacity`: tokens to keep at most; the older half is dropped when it is full. 0: no limit."""
         self._library = library
         self._handle = library.ember_suffix_new(capacity)
+        # Results of `propose`, with their addresses, which take longer to find than a proposal.
+        self._tokens, self._confidence = (ctypes.c_int32 * MAX_PROPOSAL)(), (ctypes.c_float * MAX_PROPOSAL)()
+        self._addresses = ctypes.addressof(self._tokens), ctypes.addressof(self._confidence)
 
     def __del__(self) -> None:
         self._library.ember_suffix_free(self._handle)
@@ -28,8 +31,6 @@ class SuffixIndex:
         """Return how this text may continue, from earlier places in it and in `shared`: at most `limit` tokens.
 
         With each token comes an estimate of its probability, if the tokens before it are right."""
-        limit = min(limit, MAX_PROPOSAL)
-        tokens, confidence = (ctypes.c_int32 * limit)(), (ctypes.c_float * limit)()
         handle = None if shared is None else shared._handle
-        count = self._library.ember_suffix_propose(self._handle, handle, limit, tokens, confidence)
-        return tokens[:count], confidence[:count]
+        count = self._library.ember_suffix_propose(self._handle, handle, min(limit, MAX_PROPOSAL), *self._addresses)
+        return self._tokens[:count], self._confidence[:count]
