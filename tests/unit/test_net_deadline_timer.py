@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import uvloop
+
 from emberline.net.deadline_timer import DeadlineTimer
 
 
@@ -110,3 +112,22 @@ def test_cancelled_timer_does_not_keep_its_owner() -> None:
     finally:
         gc.enable()
         loop.close()
+
+
+def test_deadline_in_the_past_can_be_moved_before_it_is_handled() -> None:
+    """uvloop has no TimerHandle for it."""
+    fired: list[float] = []
+
+    async def set_twice() -> None:
+        loop = asyncio.get_running_loop()
+        timer = DeadlineTimer(loop, lambda: fired.append(loop.time()))
+        timer.set(loop.time() - 1)
+        timer.set(loop.time() + 0.01)
+        timer.set(loop.time() - 1)
+        await asyncio.sleep(0.05)
+        timer.cancel()
+
+    for loop_factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(set_twice())
+    assert len(fired) == 2

@@ -14,17 +14,19 @@ class DeadlineTimer:
     again for the remaining time.
     """
 
-    __slots__ = ("_loop", "_on_deadline", "_timer", "deadline")
+    __slots__ = ("_fires_at", "_loop", "_on_deadline", "_timer", "deadline")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_deadline: Callable[[], None]) -> None:
         self._loop = loop
         self._on_deadline = on_deadline
-        self._timer: asyncio.TimerHandle | None = None
+        # For a time that has passed, uvloop returns a plain Handle, which does not know its time.
+        self._timer: asyncio.Handle | None = None
+        self._fires_at = math.inf
         self.deadline = math.inf  # time of the event loop; infinity: no deadline is set
 
     def set(self, deadline: float) -> None:
         self.deadline = deadline
-        if deadline < math.inf and (self._timer is None or deadline < self._timer.when()):
+        if deadline < math.inf and (self._timer is None or deadline < self._fires_at):
             self._start_timer()
 
     def clear(self) -> None:
@@ -41,7 +43,7 @@ class DeadlineTimer:
     def _start_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self.deadline, self._on_timer)
+        self._timer, self._fires_at = self._loop.call_at(self.deadline, self._on_timer), self.deadline
 
     def _on_timer(self) -> None:
         self._timer = None
