@@ -16,7 +16,7 @@ def engine() -> int:
 
 
 def main() -> int:
-    if "serve" not in sys.argv:
+    if not {"serve", "worker"} & set(sys.argv):
         return engine()
     from emberline.cli.__main__ import main as cli
     from emberline.engine.async_engine import AsyncEngine

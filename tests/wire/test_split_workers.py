@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ STORY = "Once upon a time there was a cache of keys and values that everybody wa
 TOKENS = 120
 LONG: Any = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
 ROLES = {"p": "prefill", "d": "decode", "e": "decode"}
+OWN_OPTIONS = {"p": ("--kv-checksums",), "d": ("--speculate", "suffix")}
+DRAFTING = Path(__file__).parents[1] / "drafting_server.py"
 
 
 class Cluster:
@@ -36,8 +39,9 @@ class Cluster:
         settings = ("--served-name", "tiny", "--embedder", "none", "--threads", "1", "--kv-memory", "32M")
         before = self.rows()
         for name in names:
-            command = ("-m", "emberline.cli", "worker", str(self.model), "--router", self.url, "--worker-name", name)
-            own = ("--role", ROLES[name], "--port", str(self.ports[name]), *(["--kv-checksums"] if name == "p" else []))
+            program = (str(DRAFTING),) if name == "d" else ("-m", "emberline.cli")
+            command = (*program, "worker", str(self.model), "--router", self.url, "--worker-name", name)
+            own = ("--role", ROLES[name], "--port", str(self.ports[name]), *OWN_OPTIONS.get(name, ()))
             self.workers[name] = spawn(self.home / f"{name}.log", *command, *settings, *own)
         old = {before[name]["incarnation"] for name in names if name in before}
         until(lambda: self.paired() and not old & {row["incarnation"] for row in self.rows().values()}, 120)
@@ -60,7 +64,17 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("roles")
-    router = start_router(home / "router.log", "--split-tokens", "32", "--split-patience", "60", "--lost-after", "3")
+    router = start_router(
+        home / "router.log",
+        "--split-tokens",
+        "32",
+        "--split-patience",
+        "60",
+        "--lost-after",
+        "3",
+        "--ticket-timeout",
+        "3",
+    )
     made = Cluster(home, router)
     made.start(*ROLES)
     yield made
@@ -140,6 +154,35 @@ def test_decode_worker_death_moves_stream(cluster: Cluster, client: openai.OpenA
     finally:
         wait_for_restart(cluster, victim, sign)
     until(cluster.wait_until_idle)
+
+
+def test_death_in_a_run_of_accepted_drafts_keeps_the_tokens(cluster: Cluster, client: openai.OpenAI) -> None:
+    """Worker d drafts, and e, on which the stream goes on, does not. Two allowed tokens make the text repetitive."""
+    two_tokens = {"ignore_eos": True, "allowed_token_ids": [40, 41], "temperature": 0}
+    body: Any = {"model": "tiny", "max_tokens": 400, "prompt": long_prompt(50)}
+    expected = get(f"http://127.0.0.1:{cluster.ports['e']}/v1/completions", body | two_tokens)["choices"][0]["text"]
+    is_killed = False
+    for _ in range(20):
+        raw = client.completions.with_raw_response.create(**body, extra_body=two_tokens, stream=True)
+        text, is_drafting = "", raw.headers["x-emberline-worker"] == "d"
+        for chunk in raw.parse():
+            text += chunk.choices[0].text
+            if is_drafting and not is_killed and accepted_tokens(cluster) > 0:
+                os.kill(cluster.workers["d"].pid, signal.SIGKILL)
+                is_killed = True
+        assert text == expected
+        if is_killed:
+            break
+    assert is_killed
+    wait_for_restart(cluster, "d", signal.SIGKILL)
+    until(cluster.wait_until_idle)
+
+
+def accepted_tokens(cluster: Cluster) -> int:
+    """How many drafted tokens of worker d became output."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.ports['d']}/metrics", timeout=10) as reply:
+        found = re.search(r"vllm:spec_decode_num_accepted_tokens_total\{.*\} (\d+)", reply.read().decode())
+    return int(found[1]) if found else 0
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])

@@ -49,11 +49,11 @@ class DraftSwitch:
 
     def _period(self, size: int) -> SwitchPeriod:
         if size not in self._periods:
-            self._periods[size] = SwitchPeriod(False, BASE_STEPS)
+            self._periods[size] = SwitchPeriod(True, TRIAL_STEPS)  # a first request may come with a prediction
         return self._periods[size]
 
     def _is_clear_loss(self, size: int, period: SwitchPeriod) -> bool:
-        if not period.is_on or period.steps < MIN_STEPS:
+        if not period.is_on or period.steps < MIN_STEPS or size not in self._base_rates:
             return False
         return period.tokens < CLEAR_LOSS * self._base_rates[size] * period.seconds
 
@@ -62,6 +62,8 @@ class DraftSwitch:
         if not ended.is_on:
             self._base_rates[size] = rate
             return SwitchPeriod(True, TRIAL_STEPS)
+        if size not in self._base_rates:
+            return SwitchPeriod(False, BASE_STEPS)
         if rate > self._base_rates[size]:
             self._off_steps.pop(size, None)
             return SwitchPeriod(True, ON_STEPS) if ended.length == TRIAL_STEPS else SwitchPeriod(False, BASE_STEPS)
