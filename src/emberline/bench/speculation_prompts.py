@@ -1,4 +1,4 @@
-"""Prompts for measuring speculative decoding: edits of this repository's own code, and questions of a chat."""
+"""Prompts for measuring speculative decoding: edits of this repository's own code, and chat questions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTIONS = (
 def make_edits(count: int) -> list[str]:
     """Return prompts that each ask for a small change of a function or class of this package.
 
-    They are taken at equal distances from all pieces of a suitable length, so the same version gives the same prompts.
+    Those of a suitable length are picked at even intervals, so the same version of the package gives the same prompts.
     """
     pieces = list(_iter_pieces())
     step = max(1, len(pieces) // count)

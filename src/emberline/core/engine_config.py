@@ -88,7 +88,7 @@ class SpeculationConfig:
     speculate: str = option(
         "off",
         "How to guess the next tokens, which never changes the output. ngram: from the request; suffix: also from"
-        " earlier outputs of the same tenant; auto: the best of these.",
+        " earlier outputs of the same tenant; auto: suffix if there is a C++ compiler, otherwise ngram.",
         choices=SPECULATION_METHODS,
     )
     max_draft: int = option(8, "Maximum guessed tokens of a request in one step; fewer are used where more do not pay.")

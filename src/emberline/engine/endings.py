@@ -1,4 +1,4 @@
-"""When and why a request ends, and the times of its life that its outputs report."""
+"""When and why a request ends, and the timestamps that its outputs report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emberline.core.request import FinishReason, Request
 def finish_reason(request: Request, eos: frozenset[int], is_grammar_complete: bool = False) -> FinishReason | None:
     """Return why the request ends with its newest token; None if it continues.
 
-    `is_grammar_complete`: whether the request's grammar is complete."""
+    `is_grammar_complete`: whether the output matches the request's whole grammar, so that no token may follow."""
     if is_grammar_complete or ends_with_stop_token(request, eos):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.tokens) >= request.max_len else None

@@ -13,11 +13,11 @@ from emberline.kv.manager import KVManager
 def choose_victim(
     request: Request, running: Sequence[Request], rank: Callable[[Request], tuple[Any, ...]], kv: KVManager
 ) -> Request:
-    """Return the request to preempt, so that `request` gets more KV blocks. `running` is sorted by `rank`.
+    """Return the request to preempt, so that `request` gets more KV blocks.
 
-    Only requests that rank behind `request` are chosen: batch requests first, then the one that loses the fewest
-    computed blocks. If there is none, `request` itself is preempted, so the request that ranks first always makes
-    progress."""
+    `running` is sorted by `rank`, and the request with the lowest rank runs first. Only requests with a higher rank
+    than `request` can be chosen: those with the priority BATCH first, then the one that loses the fewest computed
+    blocks. If there is none, `request` itself is returned, so the first request always makes progress."""
     candidates = [
         (-r.priority, blocks, -rank(r)[0], i, r)
         for i, r in enumerate(running[bisect_right(running, rank(request), key=rank) :])

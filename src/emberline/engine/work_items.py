@@ -1,4 +1,4 @@
-"""make_work_item: a request's share of the next step."""
+"""make_work_item: what one request computes in the next step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ONE_PENDING = (PENDING_TOKEN,)
 def make_work_item(
     request: Request, count: int, blocks: Sequence[int], drafts: Mapping[str, Sequence[int]]
 ) -> WorkItem:
-    """Advance the request by `count` tokens and return the work item, with the request's draft after these tokens.
+    """Mark the next `count` tokens of the request as planned, and return a work item with them and its draft, if any.
 
-    `blocks`: the request's block table. `drafts`: by request id."""
+    `blocks`: the request's block table. `drafts`: drafted tokens by request id."""
     start, end = request.num_planned, request.num_planned + count
     tokens: Sequence[int]
     if count == 1 and start == len(request.tokens):

@@ -1,4 +1,4 @@
-"""AcceptanceEstimate: how probable it is that the drafts of a request are right, from its newest drafts."""
+"""AcceptanceEstimate: the probability that drafted tokens of a request are accepted, from its recent drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the
 
 @dataclass(slots=True)
 class RecentDrafts:
-    """Drafted tokens of one request, where older ones count less."""
+    """Counts of tried and accepted tokens of one request's drafts, in which older drafts count less."""
 
     position: int  # number of the request's tokens when the counts were last updated
     tried: float = 0.0  # tokens that were compared: those that were right, and the first that was wrong
@@ -31,9 +31,9 @@ class AcceptanceEstimate:
         counts.accepted = counts.accepted * decay + num_accepted
 
     def probabilities(self, request_id: str, position: int, confidence: Sequence[float]) -> list[float]:
-        """Return for each drafted token the probability that it and all before it are right.
+        """Return for each drafted token the probability that it and all before it are accepted.
 
-        `confidence`: the proposer's estimate for each token, given that those before it are right."""
+        `confidence`: the proposer's estimate for each token, given that those before it are accepted."""
         tried = accepted = 0.0
         if (counts := self._counts.get(request_id)) is not None:
             decay = DECAY_PER_TOKEN ** (position - counts.position)

@@ -12,11 +12,11 @@ MIN_GAIN = 1.02  # a step must make at least this many times as many tokens per 
 def choose_lengths(
     probabilities: Mapping[str, Sequence[float]], rows: int, room: int, seconds: np.ndarray
 ) -> dict[str, int]:
-    """Return the lengths of the drafts that make the most tokens per second, by request id.
+    """Return the draft length of each request, by request id, that gives the most expected tokens per second.
 
-    `probabilities`: by request, for each drafted token, that it and those before it are right. `rows`: requests in the
-    step, each of which gets one token in any case. `room`: drafted tokens that the step can take. `seconds`: of a step
-    with 0, 1, ..., `room` drafted tokens."""
+    `probabilities`: by request id, for each drafted token, the probability that it and all before it are accepted.
+    `rows`: number of requests in the step; each gets one token without a draft too. `room`: maximum number of drafted
+    tokens in the step. `seconds`: estimated duration of the step with 0, 1, ..., `room` drafted tokens."""
     if not probabilities or room <= 0:
         return {}
     values = np.concatenate([np.asarray(each) for each in probabilities.values()])

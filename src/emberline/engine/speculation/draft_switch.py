@@ -1,7 +1,8 @@
 """DraftSwitch: turns drafting on and off for each size of batch, by the measured tokens per second of both.
 
-Estimates of a draft's gain leave out what drafting costs the host: guessing, and waiting for each result before the
-next step is planned. On a loaded server that can be more than drafts gain. So both ways are measured in turns."""
+The estimate of `choose_lengths` leaves out what drafting costs the host: proposing tokens, and waiting for each result
+before the next step is planned. On a loaded server that can be more than drafts gain. So, for each range of batch
+sizes, short periods with and without drafts are measured, and the faster way is used in between."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SKIPPED_STEPS = 2  # at the beginning of a period, while steps of the other kind
 
 @dataclass(slots=True)
 class SwitchPeriod:
-    """A number of steps with or without drafts, for batches of a similar size."""
+    """The tokens and seconds of consecutive steps, all with or all without drafts, for one range of batch sizes."""
 
     is_on: bool
     length: int  # in steps
@@ -37,7 +38,7 @@ class DraftSwitch:
         return self._period(requests.bit_length()).is_on
 
     def record(self, requests: int, tokens: int, seconds: float) -> None:
-        """Record a step: the number of its requests, of the tokens it made, and the seconds since the step before."""
+        """Record a step: its number of requests, the tokens it sampled, and the seconds since the previous result."""
         size = requests.bit_length()
         period = self._period(size)
         period.steps += 1

@@ -1,8 +1,8 @@
 """Drafter: decides which guessed tokens a step verifies, and learns from the results.
 
-The scheduler adds the draft of a request to its next work item. The runner samples after each drafted token as if that
-token had been sampled before, and stops at the first that differs. So the output is the same with and without drafts,
-and a wrong draft costs only time."""
+The scheduler adds the draft of a request to its next work item. The runner samples a token at each drafted position,
+and stops at the first that differs from the draft: that token is kept, and the rest of the draft is discarded. So the
+output is the same with and without drafts (on a GPU up to rounding), and a rejected draft costs only time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Drafter:
     ) -> None:
         """`proposers`: those to ask for each request, the best first. `max_draft`: maximum tokens of a draft.
 
-        `max_rows`: maximum tokens that requests without prompt chunks may have together in a step; None: no limit.
-        `adaptive`: verify only as many drafted tokens as pay; otherwise, all that are proposed."""
+        `max_rows`: maximum tokens of all decoding requests of a step together, with their drafts; None: no limit.
+        `adaptive`: verify only as many drafted tokens as increase the expected tokens per second; otherwise, all."""
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self._accepted_per_position = [0] * max_draft
         self._proposers = proposers
@@ -48,7 +48,8 @@ class Drafter:
     def plan_drafts(self, requests: Sequence[Request], room: int, kv: KVManager) -> dict[str, Sequence[int]]:
         """Return drafts for some of a step's requests, by request id, and allocate blocks for them.
 
-        `requests`: those that compute one token in this step. `room`: drafted tokens that the step can take."""
+        A draft for which too few blocks are free is dropped. `requests`: the decoding requests of the step, with one
+        token each. `room`: maximum number of drafted tokens in the step."""
         drafts: dict[str, Sequence[int]] = {}
         if self._adaptive and not self._switch.is_on(len(requests)):
             return drafts
@@ -60,9 +61,10 @@ class Drafter:
         return drafts
 
     def expects_draft(self, running: Sequence[Request]) -> bool:
-        """Return whether drafts would pay in the next step, if the tokens that are being sampled were known.
+        """Return whether the next step should wait for the running step's result, so that it can have drafts.
 
-        The guess for such a token stands for it here, and a draft may follow."""
+        A draft continues a request's newest token, which is still being sampled. Here the proposers guess that token
+        too, and the answer is True if drafts behind it would increase the tokens per second."""
         if any(r.num_draft for r in running):
             return True  # these cannot be planned before their result is known
         if self._adaptive and not self._switch.is_on(len(running)):
@@ -76,7 +78,7 @@ class Drafter:
         return bool(later and self._choose_lengths({r.id: r for r in pending}, later, len(running), len(later)))
 
     def record_result(self, request: Request, work: WorkItem, sampled: Sequence[SampledToken]) -> None:
-        """Count how many drafted tokens of a work item were right."""
+        """Update the acceptance statistics with the result of a work item's draft. `sampled`: its sampled tokens."""
         drafted = work.tokens[len(work.tokens) - work.num_draft :]
         accepted = sum(one.token == token for one, token in zip(sampled, drafted, strict=False))
         request.num_draft = 0
@@ -91,10 +93,11 @@ class Drafter:
         self._acceptance.record(request.id, num_known, work.num_draft, accepted)
 
     def record_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Take the tokens that grammars force next, and learn how long a step takes, if it has no prompt chunks.
+        """Keep the tokens that grammars force next as drafts, and record how long the step took.
 
-        A step takes from the result before it to its own, including the time to plan it: without drafts that is hidden
-        behind the step before. If the engine was idle in between, the interval says nothing beyond the step itself."""
+        The duration is the time between the previous result and this one, so it includes planning, which without
+        drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
+        are not recorded. `now`: time of this result in seconds."""
         if self._forced:
             for work in plan.work:
                 self._forced.pop(work.id, None)

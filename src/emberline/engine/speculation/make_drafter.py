@@ -19,7 +19,8 @@ def make_drafter(
 ) -> Drafter | None:
     """Return the drafter of an engine; None if speculation is off. `max_rows`: see Drafter.
 
-    `find_library`: returns the native library. Without that, auto uses n-grams, and suffix raises InvalidRequest."""
+    `find_library`: returns the native library, or None if it cannot be built; then the method auto uses n-grams, and
+    suffix raises InvalidRequest."""
     if config.speculate == "off":
         return None
     proposer: Proposer = NgramProposer()

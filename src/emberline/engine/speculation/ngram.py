@@ -31,9 +31,10 @@ class NgramProposer:
 
 
 class NgramIndex:
-    """The tokens of a request, with the newest position of each sequence of 2 to 4 of them.
+    """The newest position of each sequence of 2 to 4 tokens of a request.
 
-    The sequences that end the text are left out. The prediction of the request comes before its tokens."""
+    The sequences at the very end are not indexed, so that a lookup finds only earlier occurrences. The indexed text is
+    the request's prediction, then its tokens."""
 
     def __init__(self, prediction: Sequence[int] = ()) -> None:
         self._text = [*prediction, END_OF_PREDICTION] if prediction else []
@@ -50,7 +51,7 @@ class NgramIndex:
         self._size = max(self._size, len(self._text))
 
     def propose(self, limit: int) -> Proposal:
-        """Return what followed the newest earlier occurrence of the last tokens."""
+        """Return at most `limit` tokens that followed the newest earlier occurrence of the last tokens, if any."""
         end, length = self._find_continuation()
         if not length:
             return EMPTY_PROPOSAL
@@ -62,7 +63,9 @@ class NgramIndex:
         return Proposal(tokens, [CONFIDENCE[length]] * len(tokens))
 
     def _find_continuation(self) -> tuple[int, int]:
-        """Return the position after the newest earlier occurrence of the last tokens, and how many match; 0: none."""
+        """Return the position after the newest earlier occurrence of the last tokens, and how many of them match.
+
+        Return (0, 0) if there is none."""
         for length in range(min(MAX_LENGTH, len(self._text) - self._start), MIN_LENGTH - 1, -1):
             if (end := self._ends.get(tuple(self._text[-length:]))) is not None:
                 return end, length

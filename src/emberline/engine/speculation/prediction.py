@@ -9,9 +9,9 @@ CONFIDENCE = 0.8  # before anything is known about the request
 
 
 class PredictionProposer:
-    """Continues the prediction for as long as the whole output is its beginning.
+    """Proposes the rest of the prediction while the output so far is a prefix of it.
 
-    Once the output differs, other proposers find the places in the prediction that it returns to."""
+    After the output differs, the other proposers look for later matches in the prediction."""
 
     def __init__(self) -> None:
         self._matched: dict[str, int] = {}  # by request: output tokens that equal the beginning of its prediction

@@ -39,8 +39,8 @@ class StepCost:
     def estimate(self, start: int, count: int) -> np.ndarray:
         """Return the estimated seconds of steps with `start`, `start` + 1, ... tokens, `count` of them.
 
-        A step takes a time between those of the next smaller and larger known steps. If nothing is known yet, all
-        steps take 1 s."""
+        Between measured sizes the estimate is interpolated. Smaller steps take as long as the smallest measured one,
+        and larger ones a little longer than the largest. Before any measurement, all steps take 1 s."""
         tokens = np.arange(start, start + count)
         if not self._tokens:
             return np.ones(count)

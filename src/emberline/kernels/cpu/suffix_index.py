@@ -12,7 +12,7 @@ MAX_PROPOSAL = 64  # tokens
 
 class SuffixIndex:
     def __init__(self, library: ctypes.CDLL, capacity: int = 0) -> None:
-        """`capacity`: tokens to keep at most; the older half is dropped when it is full. 0: no limit."""
+        """`capacity`: maximum number of tokens; when it is reached, the older half is dropped. 0: no limit."""
         self._library = library
         self._handle = library.ember_suffix_new(capacity)
         # Results of `propose`, with their addresses, which take longer to find than a proposal.
