@@ -133,6 +133,13 @@ def test_config_survives_the_way_to_the_engine_process() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
+@pytest.mark.parametrize("settings", [{"max_draft": 0}, {"max_draft": 65}, {"speculate": "eagle9"}])
+def test_invalid_speculation_settings_are_rejected_by_name(settings: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        EngineConfig.build("m", **settings)
+    assert refused.value.param == next(iter(settings))
+
+
 def test_nested_configs_are_found_by_type() -> None:
     names = ["scheduler", "gpu", "speculation", "kv_cache", "tiers", "network"]
     assert list(nested_config_classes(EngineConfig)) == names

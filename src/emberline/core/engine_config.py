@@ -83,15 +83,15 @@ class GPUConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Settings of speculative decoding: guessed tokens are computed together, and those that are right are kept."""
+    """Settings of speculative decoding: drafted tokens are computed in one step, and the accepted ones are kept."""
 
     speculate: str = option(
         "off",
-        "How to guess the next tokens, which never changes the output. ngram: from the request; suffix: also from"
+        "How to draft tokens, which changes only the speed. ngram: from the request; suffix: also from"
         " earlier outputs of the same tenant; auto: suffix if there is a C++ compiler, otherwise ngram.",
         choices=SPECULATION_METHODS,
     )
-    max_draft: int = option(8, "Maximum guessed tokens of a request in one step; fewer are used where more do not pay.")
+    max_draft: int = option(8, "Maximum drafted tokens of a request in one step; fewer are used where more do not pay.")
 
     def __post_init__(self) -> None:
         _check_choice(self, "speculate", SPECULATION_METHODS)

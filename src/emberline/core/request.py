@@ -137,9 +137,14 @@ class Request:
         return self.prefill_result if plain and self.prefill_result is not None and self.prefill_result.tokens else None
 
     @property
+    def allows_drafts(self) -> bool:
+        """Whether the request may have drafts. It has none while it only computes or scores its prompt."""
+        return not (self.publish or self.needs_prompt_logprobs)
+
+    @property
     def can_draft(self) -> bool:
         """Whether the next step may verify a draft, which continues the request's tokens: none may be pending."""
-        return not (self.num_pending or self.publish or self.needs_prompt_logprobs)
+        return not self.num_pending and self.allows_drafts
 
     @property
     def num_schedulable(self) -> int:

@@ -140,7 +140,8 @@ class Scheduler:
         admissions = self._take_admissions(planned) if self._new_to_runner else ()
         requests, table = self.requests, self.kv.block_table
         work = [make_work_item(r := requests[i], n, table(r), drafts) for i, n in planned.items()]
-        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads, self.drafter is not None)
+        reports_forced = self.drafter is not None and self.drafter.is_on(len(work))
+        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads, reports_forced)
         self._ended_ids = []
         return plan
 

@@ -36,8 +36,10 @@ def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
     return expanded
 
 
-def draft_offsets(work: Sequence[WorkItem]) -> list[int]:
+def draft_offsets(work: Sequence[WorkItem], has_drafts: bool) -> list[int]:
     """Return the position in its draft of each expanded work item, from 1; 0: it is not drafted."""
+    if not has_drafts:
+        return [0] * len(work)
     offsets: list[int] = []
     previous = None
     for w in work:

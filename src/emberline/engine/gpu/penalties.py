@@ -120,6 +120,8 @@ def prepare_draft_penalties(
     `draft_rows`: indexes in `work` of drafted tokens whose requests may have penalties. `offsets`: see `draft_offsets`.
     The device counts the whole draft, so the counts of these requests are rebuilt before their next step."""
     found: list[DraftPenalties] = []
+    if not draft_rows:
+        return found
     drafted = np.array([w.tokens[0] for w in work], np.int64)
     for offset in sorted({offsets[i] for i in draft_rows}):
         penalised = prepare_penalised_rows(rows, [i for i in draft_rows if offsets[i] == offset], inputs)

@@ -143,12 +143,14 @@ class GPURunner:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
         table_indexes, table_blocks = self._rows.take_block_table_updates(work)
-        singles, chunks = DeviceBatch.split(expand_drafts(work))
+        expanded = expand_drafts(work)
+        singles, chunks = DeviceBatch.split(expanded)
         model_step = self._prepare_model_step(singles, chunks)
         staged = self._extra_inputs.new_inputs()
         device_indexes, device_blocks = staged.put(table_indexes), staged.put(table_blocks)
         reset = self._penalties.prepare_reset(self._rows.rows_of(work), staged)
-        sampled = StepSampling([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
+        sampling_work = [*singles, *(w for w in chunks if w.samples)]
+        sampled = StepSampling(sampling_work, self._rows, self._penalties, has_drafts=expanded is not work)
         waits = sampled.waits_for_tokens()
         if not waits:
             sampled.prepare(self.vocab_size, staged)

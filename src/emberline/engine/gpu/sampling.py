@@ -31,11 +31,14 @@ from emberline.kernels import ops
 class StepSampling:
     """The sampling of one step: prepared by the host, launched after the model, and read later."""
 
-    def __init__(self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties) -> None:
+    def __init__(
+        self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties, *, has_drafts: bool
+    ) -> None:
         self.logits: Tensor | None = None  # one row for each work item, after the model is launched
         self._work = work
         self._rows = rows
         self._penalties = penalties
+        self._has_drafts = has_drafts
         self._inputs: SamplingInputs | None = None
         self._outputs: SamplingOutputs | None = None
         self._end_event: DeviceEvent | None = None
@@ -49,7 +52,8 @@ class StepSampling:
 
     def prepare(self, vocab_size: int, staged: StagedInputs) -> None:
         if self._work:
-            self._inputs = prepare_sampling(self._work, self._rows, vocab_size, staged)
+            offsets = draft_offsets(self._work, self._has_drafts)
+            self._inputs = prepare_sampling(self._work, offsets, self._rows, vocab_size, staged)
 
     def launch(self, stream: DeviceStream) -> None:
         if self._inputs is not None and self.logits is not None:
@@ -98,11 +102,11 @@ def words_per_mask(vocab_size: int) -> int:
 
 
 def prepare_sampling(
-    work: Sequence[WorkItem], rows: DeviceRows, vocab_size: int, staged: StagedInputs
+    work: Sequence[WorkItem], offsets: Sequence[int], rows: DeviceRows, vocab_size: int, staged: StagedInputs
 ) -> SamplingInputs:
+    """Stage the inputs of sampling. `offsets`: see `draft_offsets`."""
     request_rows = rows.rows_of(work)
     index = np.array([p.index for p in request_rows], np.int64)
-    offsets = draft_offsets(work)
     known = np.array([w.start + len(w.tokens) for w in work], np.int32)
     special = [i for i, p in enumerate(request_rows) if not p.is_plain]
     scored = [i for i in special if request_rows[i].sampling.params.logprobs is not None]
@@ -176,6 +180,9 @@ class SamplingOutputs:
         for i, (w, row, token) in enumerate(zip(inputs.work, inputs.request_rows, self.tokens.tolist(), strict=True)):
             if current.get(w.id) is not row:
                 continue
+            if row.is_plain and not offsets[i]:  # the usual case
+                sampled[w.id] = SampledToken(token)
+                continue
             if offsets[i] and not _is_accepted(sampled.get(w.id), offsets[i], w.tokens[0]):
                 continue
             if row.is_plain:
@@ -212,6 +219,8 @@ def _newest_rows(rows: np.ndarray, offsets: Sequence[int], padding_row: int) -> 
     """Return where each sampled token is stored for the next step.
 
     For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row."""
+    if not any(offsets):
+        return rows
     offset = np.array([*offsets, 0])
     has_draft = (offset[:-1] > 0) | (offset[1:] > 0)
     return np.where(has_draft, padding_row, rows)

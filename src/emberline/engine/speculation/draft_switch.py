@@ -12,7 +12,8 @@ BASE_STEPS = 8  # without drafts, to measure what drafts must beat
 TRIAL_STEPS = 16  # with drafts, to see whether they do
 ON_STEPS = 512  # with drafts, before both are measured again
 MIN_OFF_STEPS, MAX_OFF_STEPS = 256, 1 << 14  # without drafts, before they are tried again; twice as long each time
-MIN_STEPS, CLEAR_LOSS = 4, 0.85  # a trial ends after 4 steps if its rate is below this share of that without drafts
+# A period with drafts ends early, after this many steps, if its rate is below this share of the rate without drafts.
+MIN_STEPS, CLEAR_LOSS = 4, 0.85
 SKIPPED_STEPS = 2  # at the beginning of a period, while steps of the other kind are still running
 
 

@@ -45,13 +45,17 @@ class Drafter:
         self._forced: dict[str, list[int]] = {}  # by request: tokens that its grammar forces next
         self._last_result_at = -math.inf
 
+    def is_on(self, num_requests: int) -> bool:
+        """Return whether a step with this number of requests should have drafts."""
+        return not self._adaptive or self._switch.is_on(num_requests)
+
     def plan_drafts(self, requests: Sequence[Request], room: int, kv: KVManager) -> dict[str, Sequence[int]]:
         """Return drafts for some of a step's requests, by request id, and allocate blocks for them.
 
         A draft for which too few blocks are free is dropped. `requests`: the decoding requests of the step, with one
         token each. `room`: maximum number of drafted tokens in the step."""
         drafts: dict[str, Sequence[int]] = {}
-        if self._adaptive and not self._switch.is_on(len(requests)):
+        if not self.is_on(len(requests)):
             return drafts
         by_id = {r.id: r for r in requests if r.can_draft}
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
@@ -67,9 +71,9 @@ class Drafter:
         too, and the answer is True if drafts behind it would increase the tokens per second."""
         if any(r.num_draft for r in running):
             return True  # these cannot be planned before their result is known
-        if self._adaptive and not self._switch.is_on(len(running)):
+        if not self.is_on(len(running)):
             return False
-        pending = [r for r in running if r.num_pending and not (r.publish or r.needs_prompt_logprobs)]
+        pending = [r for r in running if r.num_pending and r.allows_drafts]
         later = {
             r.id: Proposal(found.tokens[1:], found.confidence[1:])
             for r in pending

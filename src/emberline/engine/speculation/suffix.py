@@ -13,7 +13,7 @@ from emberline.core.request import Request
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal
 from emberline.kernels.cpu.suffix_index import END_OF_TEXT, SuffixIndex
 
-TENANT_TOKENS = 1 << 18  # tokens of earlier outputs that are kept for each tenant
+TENANT_TOKENS = 1 << 16  # tokens of earlier outputs that are kept for each tenant, in 1.5 MB
 MAX_TENANTS = 64  # whose outputs are kept; those of the tenant without a request for the longest time are dropped
 MIN_OUTPUT = 16  # tokens of an output that is worth keeping
 
