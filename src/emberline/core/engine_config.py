@@ -16,7 +16,9 @@ WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GP
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix")
+DRAFT_MODEL_METHODS = ("draft", "eagle3")  # these need a model, as in draft:MODEL
 MAX_DRAFT_TOKENS = 64
+DEFAULT_DRAFT_TOKENS, DEFAULT_MODEL_DRAFT_TOKENS = 8, 4  # each token of a draft model takes a pass of that model
 # Scheduler settings whose default on a GPU differs from SchedulerConfig's, which is the CPU's.
 GPU_SCHEDULER_DEFAULTS = {"block_size": 64, "max_batch_tokens": 8192, "max_running": 256}
 # Scheduler settings whose default depends on the device or the model.
@@ -88,14 +90,37 @@ class SpeculationConfig:
     speculate: str = option(
         "off",
         "How to draft tokens, which changes only the speed. ngram: from the request; suffix: also from"
-        " earlier outputs of the same tenant; auto: suffix if there is a C++ compiler, otherwise ngram.",
-        choices=SPECULATION_METHODS,
+        " earlier outputs of the same tenant; auto: suffix if there is a C++ compiler, otherwise ngram; draft:MODEL:"
+        " with a smaller model that has the same tokens; eagle3:DIR: with an EAGLE-3 head of the model.",
+        metavar="METHOD",
     )
-    max_draft: int = option(8, "Maximum drafted tokens of a request in one step; fewer are used where more do not pay.")
+    max_draft: int | None = option(
+        None,
+        "Maximum drafted tokens of a request in one step; fewer are used where more do not pay.",
+        default_text=f"{DEFAULT_DRAFT_TOKENS}; {DEFAULT_MODEL_DRAFT_TOKENS} with a draft model",
+    )
+
+    @property
+    def method(self) -> str:
+        """The method without its model, such as `draft`."""
+        return self.speculate.partition(":")[0]
+
+    @property
+    def draft_source(self) -> str | None:
+        """The name or directory of the draft model; None if the method needs none."""
+        return self.speculate.partition(":")[2] if self.method in DRAFT_MODEL_METHODS else None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """`max_draft`, or its default for the method."""
+        default = DEFAULT_DRAFT_TOKENS if self.draft_source is None else DEFAULT_MODEL_DRAFT_TOKENS
+        return self.max_draft or default
 
     def __post_init__(self) -> None:
-        _check_choice(self, "speculate", SPECULATION_METHODS)
-        if not 1 <= self.max_draft <= MAX_DRAFT_TOKENS:
+        if self.speculate not in SPECULATION_METHODS and not self.draft_source:
+            choices = ", ".join([*SPECULATION_METHODS, "draft:MODEL or eagle3:DIR"])
+            raise InvalidRequest(f"speculate is {self.speculate!r}; it must be one of {choices}", param="speculate")
+        if self.max_draft is not None and not 1 <= self.max_draft <= MAX_DRAFT_TOKENS:
             message = f"max_draft is {self.max_draft}; it must be from 1 to {MAX_DRAFT_TOKENS}"
             raise InvalidRequest(message, param="max_draft")
 

@@ -21,7 +21,7 @@ class Admission:
     seed: int
 
 
-PENDING_TOKEN = -1  # stands for a token that the previous step samples
+PENDING_TOKEN = -1  # stands for a token that the previous step samples or drafts
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
@@ -31,7 +31,8 @@ class WorkItem:
 
     id: str
     start: int
-    tokens: Sequence[int]  # known tokens, of which the last may be PENDING_TOKEN; then the draft
+    # Known tokens, of which the last may be PENDING_TOKEN; then the draft, in which all may be PENDING_TOKEN.
+    tokens: Sequence[int]
     # The request's whole block table: position p is in blocks[p // block_size]. The scheduler appends to it later.
     blocks: Sequence[int]
     samples: bool  # all known tokens are computed with these: sample the next one
@@ -40,6 +41,8 @@ class WorkItem:
     # Number of drafted tokens at the end of `tokens`. The step samples after each of them, up to the first token that
     # differs from the draft.
     num_draft: int = 0
+    # Number of tokens that the draft model proposes behind the sampled ones. The block table has room for them.
+    num_propose: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class StepPlan:
     saves: Sequence[BlockCopy] = ()
     loads: Sequence[BlockCopy] = ()
     reports_forced: bool = False  # the result contains the tokens that grammars force next
+    runs_draft_model: bool = False  # the draft model, if any, computes this step's tokens too
 
     @property
     def num_tokens(self) -> int:
@@ -100,3 +104,5 @@ class StepResult:
     # By request, if the plan asks for it: tokens that its grammar forces next, as far as the tokenizer's usual split
     # of the forced text predicts them.
     forced: dict[str, list[int]] = field(default_factory=dict)
+    # By request: tokens that the draft model proposes next. PENDING_TOKEN stands for one that only the device has.
+    drafted: dict[str, Sequence[int]] = field(default_factory=dict)

@@ -92,6 +92,7 @@ class Request:
     num_planned: int = 0
     num_pending: int = 0
     num_draft: int = 0  # drafted tokens that the running step verifies
+    num_proposing: int = 0  # tokens that the draft model proposes in the running step
     num_cached: int = 0
     num_drafted: int = 0  # drafted tokens that were verified so far
     num_accepted: int = 0  # drafted tokens that became output
@@ -147,10 +148,15 @@ class Request:
         return not self.num_pending and self.allows_drafts
 
     @property
+    def awaits_draft(self) -> bool:
+        """Whether the running step verifies or proposes a draft: its result determines how the request continues."""
+        return self.num_draft > 0 or self.num_proposing > 0
+
+    @property
     def num_schedulable(self) -> int:
         """Number of known tokens that are not planned yet and that the next step may compute."""
         known = len(self.tokens) + self.num_pending
-        if self.num_pending and (self.needs_sync_steps or self.num_draft or known >= self.max_len):
+        if self.num_pending and (self.needs_sync_steps or self.awaits_draft or known >= self.max_len):
             return 0  # the host must see the sampled tokens first, or the pending one is the last
         return known - self.num_planned
 

@@ -21,6 +21,7 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.runner import TorchRunner, allocate_cache
+from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -43,7 +44,10 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_loader import load_draft_model
+from emberline.models.draft_model import make_draft_cache
 from emberline.models.loader import DTYPES, load_decoder
+from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -144,6 +148,9 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     model = load_decoder(Path(config.model), config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
+    draft_model = load_draft_model(
+        config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, model.dtype)
+    )
     cache = allocate_cache(
         model,
         dtype=_parse_dtype("kv_dtype", config.kv_cache.kv_dtype) or model.dtype,
@@ -155,7 +162,10 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         uses_shared_memory=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
-    runner = TorchRunner(model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config))
+    draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
+    runner = TorchRunner(
+        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner
+    )
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:

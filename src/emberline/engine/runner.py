@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.engine.batch import build_forward_batch
 from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
+from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
@@ -28,7 +30,9 @@ class TorchRunner:
         cache: KVCache,
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler] | None = None,
+        draft_runner: DraftRunner | None = None,
     ) -> None:
+        """`draft_runner`: proposes tokens for speculative decoding; None: there is no draft model."""
         self.model = model
         self.cache = cache
         self.num_blocks = cache.num_blocks
@@ -39,6 +43,7 @@ class TorchRunner:
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
         self._copier = HostBlockCopier(cache)
+        self._draft_runner = draft_runner
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -47,16 +52,23 @@ class TorchRunner:
         self._copier.load(plan.loads)
         for request_id in plan.ended_ids:
             self._sampler.forget(request_id)
+            if self._draft_runner is not None:
+                self._draft_runner.forget(request_id)
         failed = {a.id: why for a in plan.admitted if (why := self._sampler.admit(a)) is not None}
         work = [w for w in plan.work if w.id not in failed]
         if not work:
             return StepResult(plan.step, {}, failed=failed)
-        logits = self.model.forward(build_forward_batch(work, self.cache))
+        draft_runner = self._draft_runner if plan.runs_draft_model else None
+        if self._draft_runner is not None:
+            self._draft_runner.note_work(work)
+        capture = None if draft_runner is None else draft_runner.make_capture(plan)
+        logits = self.model.forward(replace(build_forward_batch(work, self.cache), capture=capture))
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
         forced = self._sampler.forced_tokens(sampled) if plan.reports_forced else {}
+        drafted = {} if draft_runner is None else draft_runner.propose(work, sampled, capture, self._sampler.tokens_of)
         seconds = time.perf_counter() - began
-        return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, seconds, forced)
+        return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, seconds, forced, drafted)
 
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor

@@ -90,6 +90,11 @@ class SamplingState:
         self._advance_grammar(token)
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether the host must know each token before the next one is sampled, for a mask or a penalty."""
+        return self.matcher is not None or self.params.has_penalties
+
+    @property
     def is_complete(self) -> bool:
         """Whether the grammar allows no further token."""
         return self.matcher is not None and self.matcher.is_complete
@@ -226,6 +231,10 @@ class Sampler:
             else:
                 failed[request_id] = row.error
         return sampled, failed
+
+    def tokens_of(self, request_id: str) -> Sequence[int]:
+        """Return the request's prompt and all tokens sampled so far."""
+        return self._states[request_id].tokens
 
     def forced_tokens(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """Return the tokens that grammars force next, by request id. Requests without any are left out."""

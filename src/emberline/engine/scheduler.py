@@ -139,9 +139,13 @@ class Scheduler:
         self._step += 1
         admissions = self._take_admissions(planned) if self._new_to_runner else ()
         requests, table = self.requests, self.kv.block_table
-        work = [make_work_item(r := requests[i], n, table(r), drafts) for i, n in planned.items()]
-        reports_forced = self.drafter is not None and self.drafter.is_on(len(work))
-        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads, reports_forced)
+        proposals: Mapping[str, int] = {}
+        if self.drafter is not None and self.drafter.uses_draft_model:
+            proposals = self.drafter.plan_proposals([(requests[i], n) for i, n in planned.items()], drafts, self.kv)
+        work = [make_work_item(r := requests[i], n, table(r), drafts, proposals) for i, n in planned.items()]
+        plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads)
+        if self.drafter is not None:
+            plan = self.drafter.complete_plan(plan)
         self._ended_ids = []
         return plan
 
@@ -163,6 +167,8 @@ class Scheduler:
             if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end_request(request, FinishReason.ERROR, error=why)
                 continue
+            if work.num_propose:
+                request.num_proposing = 0
             if work.num_draft:
                 self._apply_draft_result(request, work, result, now)
                 continue
@@ -188,7 +194,7 @@ class Scheduler:
             request.tokens.append(one.token)
             if (finish := finish_reason(request, self.eos, one.stop)) is not None:
                 break
-        self.drafter.record_result(request, work, kept)
+        self.drafter.record_result(request, work, first, len(kept))
         if work.preemptions == request.preemptions:
             request.num_planned = work.start + len(work.tokens) - work.num_draft + len(kept) - 1
             self._record_computed_tokens(request, work, result, request.num_planned)

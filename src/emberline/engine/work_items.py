@@ -11,11 +11,16 @@ ONE_PENDING = (PENDING_TOKEN,)
 
 
 def make_work_item(
-    request: Request, count: int, blocks: Sequence[int], drafts: Mapping[str, Sequence[int]]
+    request: Request,
+    count: int,
+    blocks: Sequence[int],
+    drafts: Mapping[str, Sequence[int]],
+    proposals: Mapping[str, int],
 ) -> WorkItem:
     """Mark the next `count` tokens of the request as planned, and return a work item with them and its draft, if any.
 
-    `blocks`: the request's block table. `drafts`: drafted tokens by request id."""
+    `blocks`: the request's block table. `drafts`: drafted tokens by request id. `proposals`: how many tokens the draft
+    model proposes, by request id."""
     start, end = request.num_planned, request.num_planned + count
     tokens: Sequence[int]
     if count == 1 and start == len(request.tokens):
@@ -29,6 +34,8 @@ def make_work_item(
     if drafts and (draft := drafts.get(request.id)):
         work.tokens, work.num_draft = [*tokens, *draft], len(draft)
         request.num_draft = len(draft)
+    if proposals:
+        work.num_propose = request.num_proposing = proposals.get(request.id, 0)
     request.num_planned = end
     request.num_pending += samples
     return work

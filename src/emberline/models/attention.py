@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,6 +11,19 @@ from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import load_linear
 from emberline.models.weights import Weights
+
+
+def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> ops.AttentionLayer:
+    """Return the shape and the rotary embedding of a layer's attention, without norms of queries and keys."""
+    return ops.AttentionLayer(
+        q_heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=float(config.head_dim**-0.5),
+        cos_sin=cos_sin,
+        window=config.windows[layer],
+        eps=config.norm_eps,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +41,10 @@ class Attention:
         return Attention(
             qkv=load_linear(weights, names, config.hidden, bias=config.qkv_bias, norm=norm, eps=eps),
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
-            layer=ops.AttentionLayer(
-                q_heads=config.heads,
-                kv_heads=config.kv_heads,
-                head_dim=dim,
-                scale=float(dim**-0.5),
-                cos_sin=cos_sin,
-                window=config.windows[layer],
+            layer=replace(
+                make_attention_layer(config, layer, cos_sin),
                 q_norm=weights.load_vector(f"{at}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
                 k_norm=weights.load_vector(f"{at}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
-                eps=eps,
             ),
         )
 

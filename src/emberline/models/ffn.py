@@ -23,7 +23,11 @@ class FeedForward:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> FeedForward:
-        at = f"model.layers.{layer}"
+        return FeedForward.load_from(config, weights, f"model.layers.{layer}")
+
+    @staticmethod
+    def load_from(config: ModelConfig, weights: Weights, at: str) -> FeedForward:
+        """Load the network of a layer. `at`: how the names of the layer's tensors begin."""
         names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
         return FeedForward(
             gate_up=ops.LinearLayer(

@@ -57,6 +57,16 @@ class Weights:
         """Return a norm or bias as a float32 copy, because kernels compute with it in float32."""
         return self._mark_used(name, self._view_tensor(name, (size,)).to(torch.float32, copy=True))
 
+    def load_integers(self, name: str, size: int) -> Tensor:
+        """Return a vector of 64-bit integers as a copy in host memory."""
+        info = self.checkpoint.tensor_info(name)
+        if info.shape != (size,) or info.dtype != "I64":
+            raise ModelFileError(
+                f"tensor {name!r} in {info.file} has the dtype {info.dtype} and the shape {info.shape}; "
+                f"config.json requires I64 and {(size,)}"
+            )
+        return self._mark_used(name, self._view_raw_bytes(name, info).clone().view(torch.int64))
+
     def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a matrix, which the caller must pack or copy.
 

@@ -32,7 +32,9 @@ def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
             continue
         assert len(w.tokens) == 1 + w.num_draft and w.samples and not w.prompt_logprobs
         for offset, token in enumerate(w.tokens):
-            expanded.append(WorkItem(w.id, w.start + offset, (token,), w.blocks, True, False, w.preemptions))
+            expanded.append(
+                WorkItem(w.id, w.start + offset, (token,), w.blocks, True, False, w.preemptions, 0, w.num_propose)
+            )
     return expanded
 
 
@@ -57,7 +59,7 @@ class DeviceBatch:
     tokens: np.ndarray  # [T] int64; PENDING_TOKEN where only the device has the token
     positions: np.ndarray  # [T] int32
     slots: np.ndarray  # [T] int64
-    token_rows: np.ndarray  # [T] int64: row of each token's request in DeviceRows
+    newest_index: np.ndarray  # [T] int64: where DeviceRows.newest has the token, if only the device has it
     logit_rows: np.ndarray  # [S] int64: indexes of the tokens whose logits are computed
     used_logit_rows: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
 
@@ -73,8 +75,14 @@ class DeviceBatch:
 
     @staticmethod
     def from_work(
-        singles: Sequence[WorkItem], chunks: Sequence[WorkItem], rows: DeviceRows, block_size: int
+        singles: Sequence[WorkItem],
+        chunks: Sequence[WorkItem],
+        rows: DeviceRows,
+        block_size: int,
+        *,
+        has_drafts: bool = False,
     ) -> DeviceBatch:
+        """`has_drafts`: whether consecutive singles may be a request's known token and its draft."""
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
         index = np.array([row.index for row in rows.rows_of(work)], np.int64)
@@ -96,8 +104,11 @@ class DeviceBatch:
         ]
         logit_rows = np.concatenate([np.arange(len(singles)), *scored]).astype(np.int64)
         wanted = np.arange(len(logit_rows))
+        newest_index = token_rows * (1 + rows.max_draft)
+        if has_drafts:
+            newest_index[: len(singles)] += draft_offsets(singles, has_drafts)
         return DeviceBatch(
-            len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted
+            len(singles), index, starts, counts, tokens, positions, slots, newest_index, logit_rows, wanted
         )
 
     def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
@@ -135,7 +146,7 @@ class DeviceBatch:
             pad_tokens(self.tokens, 0),
             pad_tokens(self.positions, 0),
             pad_tokens(self.slots, -1),
-            pad_tokens(self.token_rows, padding_row),
+            pad_tokens(self.newest_index, 0),
             logit_rows,
             wanted,
         )

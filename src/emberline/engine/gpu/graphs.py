@@ -19,7 +19,7 @@ class StepInputs:
     """The inputs of the model for one step, on the device."""
 
     tokens: Tensor
-    token_rows: Tensor
+    newest_index: Tensor
     slots: Tensor
     positions: Tensor
     context: Tensor

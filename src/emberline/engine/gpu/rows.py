@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 
 from emberline.core.plan import WorkItem
 from emberline.engine.sampler import SamplingState
+
+
+class HostDrafts:
+    """Drafts of the requests of a step, which are copied from the device. Read them after the copy has ended."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @cached_property
+    def values(self) -> list[list[int]]:
+        return cast("list[list[int]]", self._tensor.tolist())
 
 
 @dataclass(slots=True)
@@ -25,13 +38,19 @@ class RequestRow:
     num_blocks: int = 0  # blocks of its table that the device has
     preemptions: int = 0  # preemptions of the request when these were sent
     has_counts: bool = False  # whether the device has its token counts, for penalties
+    drafts: tuple[HostDrafts, int] | None = None  # the newest draft of the draft model, and its index
+    has_draft_gap: bool = False  # whether the draft model has not computed all of its tokens
+    draft_preemptions: int = 0  # preemptions of the request when that was last determined
 
 
 class DeviceRows:
-    def __init__(self, capacity: int, width: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, width: int, device: torch.device, max_draft: int = 0) -> None:
+        """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most."""
+        self.max_draft = max_draft
         self.padding_row = capacity
         self.tables = torch.zeros(capacity + 1, width, dtype=torch.int32, device=device)
-        self.newest = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        # For each row its newest token, then its draft.
+        self.newest = torch.zeros((capacity + 1) * (1 + max_draft), dtype=torch.int64, device=device)
         self.host_tables = np.zeros((capacity + 1, width), np.int32)  # the tables with all updates that will be sent
         self.temperature = np.zeros(capacity + 1, np.float32)
         self.top_k = np.zeros(capacity + 1, np.int32)

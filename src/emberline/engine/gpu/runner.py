@@ -22,6 +22,7 @@ from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.engine.gpu.batch import DeviceBatch, expand_drafts
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs
 from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.rows import DeviceRows
@@ -33,6 +34,7 @@ from emberline.engine.sampler import SamplingStateFactory, split_logit_rows, tok
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel, make_draft_cache
 from emberline.models.forward import ForwardBatch
 
 log = logging.getLogger("emberline.engine")
@@ -50,6 +52,7 @@ class GPURunner:
         settings: EngineConfig,
         device: Device,
         max_context: int,
+        draft_model: DraftModel | None = None,
     ) -> None:
         limits = settings.scheduler
         self.model = model
@@ -60,7 +63,9 @@ class GPURunner:
         self.prepare = make_state.prepare
         self._make_state = make_state
         self._block_size = cache.shape.block_size
-        self._rows = DeviceRows(limits.max_running, -(-max_context // self._block_size), device.torch_device)
+        max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
+        width = -(-max_context // self._block_size)
+        self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running, widened = (
             limits.max_running,
@@ -81,6 +86,19 @@ class GPURunner:
         masks = limits.max_running * words_per_mask(self.vocab_size) * 4
         self._extra_inputs = InputStaging(size + masks, device)  # a step's inputs other than the model's
         self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
+        self._drafting: DeviceDrafting | None = None
+        if draft_model is not None:
+            self._drafting = DeviceDrafting(
+                draft_model,
+                make_draft_cache(draft_model, cache, str(device.torch_device)),
+                self._rows,
+                device,
+                max_running=running,
+                max_batch_tokens=limits.max_batch_tokens,
+                target_heads=heads,
+                dtype=model.dtype,
+                graphs=settings.gpu.graphs,
+            )
 
     @property
     def layout(self) -> str:
@@ -120,6 +138,8 @@ class GPURunner:
         self._attention_planner.drop_tensor_maps()
         if self.copier is not None:
             self.copier.drop_device_addresses()
+        if self._drafting is not None:
+            self._drafting.drop_device_addresses()
 
     def device_buffers(self) -> list[Tensor]:
         """Return all tensors that stay on the device between steps, except weights.
@@ -129,7 +149,8 @@ class GPURunner:
         state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._extra_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
-        return [*state, *staged, *self._attention_planner.scratch_buffers(), *copying]
+        drafting = self._drafting.device_buffers() if self._drafting is not None else []
+        return [*state, *staged, *self._attention_planner.scratch_buffers(), *copying, *drafting]
 
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:
@@ -145,7 +166,9 @@ class GPURunner:
         table_indexes, table_blocks = self._rows.take_block_table_updates(work)
         expanded = expand_drafts(work)
         singles, chunks = DeviceBatch.split(expanded)
-        model_step = self._prepare_model_step(singles, chunks)
+        batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, has_drafts=expanded is not work)
+        shape = self._choose_captured_shape(singles, chunks)
+        model_step = self._prepare_model_step(batch, shape)
         staged = self._extra_inputs.new_inputs()
         device_indexes, device_blocks = staged.put(table_indexes), staged.put(table_blocks)
         reset = self._penalties.prepare_reset(self._rows.rows_of(work), staged)
@@ -155,6 +178,11 @@ class GPURunner:
         if not waits:
             sampled.prepare(self.vocab_size, staged)
         staged.send()
+        drafts = None
+        if self._drafting is not None and plan.runs_draft_model and not waits:
+            drafts = self._drafting.prepare(singles, chunks, batch, shape)
+        elif self._drafting is not None:
+            self._drafting.skip_step(work)
         if len(table_indexes):
             self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
         if reset is not None:
@@ -166,6 +194,12 @@ class GPURunner:
             self._unsampled = sampled
         else:
             sampled.launch(self._graphs.stream)
+        read_drafts: Callable[[], dict[str, Sequence[int]]] = dict
+        if self._drafting is not None and drafts is not None:
+            tokens_on_device = (
+                sampled.device_tokens if sampled.device_tokens is not None else logits.new_empty(0).long()
+            )
+            read_drafts = self._drafting.launch(drafts, model_step.inputs, tokens_on_device)
 
         def finish() -> StepResult:
             tokens, lost = sampled.wait_for_tokens_and_failures()
@@ -173,7 +207,8 @@ class GPURunner:
             prompts = {name: score() for name, score in scores.items()}
             forced = self._rows.forced_tokens(tokens) if plan.reports_forced else {}
             seconds = sampled.end_event.seconds_since(began)
-            return StepResult(plan.step, tokens, prompts, failures_by_request | lost, seconds, forced)
+            drafted = read_drafts()
+            return StepResult(plan.step, tokens, prompts, failures_by_request | lost, seconds, forced, drafted)
 
         return finish
 
@@ -195,11 +230,9 @@ class GPURunner:
         )
         return StepShape.for_work(singles, chunks, self._grid) if can_capture else None
 
-    def _prepare_model_step(self, singles: list[WorkItem], chunks: list[WorkItem]) -> ModelStep:
+    def _prepare_model_step(self, batch: DeviceBatch, shape: StepShape | None) -> ModelStep:
         """Queue the copy of the model's inputs to the device, and return the step to run."""
         graphs = self._graphs
-        shape = self._choose_captured_shape(singles, chunks)
-        batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size)
         if shape is not None:
             batch = batch.pad_to(shape, self._rows.padding_row)
         staged = graphs.inputs.new_inputs()
@@ -300,7 +333,7 @@ class GPURunner:
         )
         return StepInputs(
             tokens=staged.put(batch.tokens),
-            token_rows=staged.put(batch.token_rows),
+            newest_index=staged.put(batch.newest_index),
             slots=staged.put(batch.slots),
             positions=staged.put(batch.positions),
             context=staged.put(batch.starts),
@@ -317,7 +350,7 @@ class GPURunner:
         rows = self._rows
         return self.model.forward(
             ForwardBatch(
-                tokens=ops.fill_newest_tokens(inputs.tokens, inputs.token_rows, rows.newest),
+                tokens=ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest),
                 attention=ops.AttentionMetadata(
                     positions=inputs.positions,
                     slots=inputs.slots,
@@ -330,6 +363,7 @@ class GPURunner:
                 values=self.cache.values,
                 plan=inputs.tiles.with_block_tables(),
                 unpacker=inputs.weight_unpacker.begin_step(),
+                capture=None if self._drafting is None else self._drafting.capture,
             ),
             out=out,
         )

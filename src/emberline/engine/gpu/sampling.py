@@ -5,7 +5,7 @@ log-probabilities are copied to the host with the results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from emberline.engine.gpu.penalties import (
     prepare_draft_penalties,
     prepare_penalised_rows,
 )
-from emberline.engine.gpu.rows import DeviceRows, RequestRow
+from emberline.engine.gpu.rows import DeviceRows, HostDrafts, RequestRow
 from emberline.engine.gpu.staging import StagedInputs
 from emberline.engine.token_rules import TokenMasker, fill_masks
 from emberline.kernels import ops
@@ -56,10 +56,16 @@ class StepSampling:
             self._inputs = prepare_sampling(self._work, offsets, self._rows, vocab_size, staged)
 
     def launch(self, stream: DeviceStream) -> None:
+        """Queue the sampling, and record an event behind it."""
         if self._inputs is not None and self.logits is not None:
             self._outputs = launch_sampling(self._inputs, self.logits, self._rows.newest, self._penalties)
         self.logits = None
         self._end_event = stream.record_event()
+
+    @property
+    def device_tokens(self) -> Tensor | None:
+        """The sampled tokens on the device; None before the launch, or if there are none."""
+        return None if self._outputs is None else self._outputs.device_tokens
 
     @property
     def end_event(self) -> DeviceEvent:
@@ -85,7 +91,7 @@ class SamplingInputs:
     work: Sequence[WorkItem]
     request_rows: Sequence[RequestRow]
     draft_offsets: Sequence[int]
-    newest_rows: Tensor  # [S] int64: row of DeviceRows.newest to which each token is written
+    newest_rows: Tensor  # [S] int64: index in DeviceRows.newest to which each token is written
     position: Tensor  # [S] int32: position of the token to be sampled
     settings: ops.SamplingTensors
     seed: Tensor
@@ -94,6 +100,15 @@ class SamplingInputs:
     edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
     mask: tuple[Tensor, Tensor] | None  # bits, rows
     scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of requests with log-probabilities, on host and device
+    pending_drafts: Mapping[str, tuple[HostDrafts, int]]  # by request: the draft, where the host did not know it
+
+    def drafted_token(self, index: int) -> int:
+        """Return the drafted token of a work item. Drafts that were on the device only have been copied since."""
+        token = self.work[index].tokens[0]
+        if token != PENDING_TOKEN:
+            return token
+        drafts, at = self.pending_drafts[self.work[index].id]
+        return drafts.values[at][self.draft_offsets[index] - 1]
 
 
 def words_per_mask(vocab_size: int) -> int:
@@ -114,7 +129,7 @@ def prepare_sampling(
         work,
         request_rows,
         offsets,
-        staged.put(_newest_rows(index, offsets, rows.padding_row)),
+        staged.put(_newest_rows(index, offsets, rows.padding_row) * (1 + rows.max_draft)),
         staged.put(known),
         ops.SamplingTensors(
             staged.put(rows.temperature[index]),
@@ -128,6 +143,13 @@ def prepare_sampling(
         _stage_logit_edits(request_rows, special, known, staged),
         _stage_masks(work, request_rows, special, offsets, vocab_size, staged),
         (scored, staged.put(np.array(scored, np.int64))) if scored else None,
+        {
+            w.id: row.drafts
+            for w, row, offset in zip(work, request_rows, offsets, strict=True)
+            if offset and w.tokens[0] == PENDING_TOKEN and row.drafts is not None
+        }
+        if any(offsets)
+        else {},
     )
 
 
@@ -155,12 +177,13 @@ def launch_sampling(
     if inputs.scored is not None and raw is not None:
         max_top = max(inputs.request_rows[i].sampling.params.logprobs or 0 for i in inputs.scored[0])
         parts += ops.log_probs(raw, tokens.index_select(0, inputs.scored[1]), max_top)
-    return SamplingOutputs(*map(_copy_to_host, parts))
+    return SamplingOutputs(tokens, *map(_copy_to_host, parts))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOutputs:
-    tokens: Tensor
+    device_tokens: Tensor
+    tokens: Tensor  # on the host
     chosen: Tensor | None = None
     top_ids: Tensor | None = None
     top: Tensor | None = None
@@ -183,7 +206,7 @@ class SamplingOutputs:
             if row.is_plain and not offsets[i]:  # the usual case
                 sampled[w.id] = SampledToken(token)
                 continue
-            if offsets[i] and not _is_accepted(sampled.get(w.id), offsets[i], w.tokens[0]):
+            if offsets[i] and not _is_accepted(sampled.get(w.id), offsets[i], inputs.drafted_token(i)):
                 continue
             if row.is_plain:
                 one = SampledToken(token)

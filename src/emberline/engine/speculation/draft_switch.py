@@ -38,6 +38,11 @@ class DraftSwitch:
         """Return whether a step with this number of requests should have drafts."""
         return self._period(requests.bit_length()).is_on
 
+    def is_measuring(self, requests: int) -> bool:
+        """Return whether steps with this number of requests have no drafts for a short time, to be measured."""
+        period = self._period(requests.bit_length())
+        return not period.is_on and period.length == BASE_STEPS
+
     def record(self, requests: int, tokens: int, seconds: float) -> None:
         """Record a step: its number of requests, the tokens it sampled, and the seconds since the previous result."""
         size = requests.bit_length()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from emberline.core.events import SpeculationStats
-from emberline.core.plan import SampledToken, StepPlan, StepResult, WorkItem
+from emberline.core.plan import PENDING_TOKEN, SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request
 from emberline.engine.speculation.acceptance import AcceptanceEstimate
 from emberline.engine.speculation.draft_length import choose_lengths
@@ -22,15 +23,23 @@ from emberline.engine.speculation.step_cost import StepCost
 from emberline.kv.manager import KVManager
 
 FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its tokenizer does
+MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the request
 MAX_GAP = 3.0  # a longer time between two results, as a multiple of the step's own, means that the engine was idle
 
 
 class Drafter:
     def __init__(
-        self, proposers: Sequence[Proposer], max_draft: int, *, max_rows: int | None = None, adaptive: bool = True
+        self,
+        proposers: Sequence[Proposer],
+        max_draft: int,
+        *,
+        max_rows: int | None = None,
+        adaptive: bool = True,
+        uses_draft_model: bool = False,
     ) -> None:
         """`proposers`: those to ask for each request, the best first. `max_draft`: maximum tokens of a draft.
 
+        `uses_draft_model`: the runner has a draft model, whose proposals are used where `proposers` have none.
         `max_rows`: maximum tokens of all decoding requests of a step together, with their drafts; None: no limit.
         `adaptive`: verify only as many drafted tokens as increase the expected tokens per second; otherwise, all."""
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
@@ -42,7 +51,9 @@ class Drafter:
         self._acceptance = AcceptanceEstimate()
         self._cost = StepCost()
         self._switch = DraftSwitch()
-        self._forced: dict[str, list[int]] = {}  # by request: tokens that its grammar forces next
+        self.uses_draft_model = uses_draft_model
+        self._forced: dict[str, Sequence[int]] = {}  # by request: tokens that its grammar forces next
+        self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
 
     def is_on(self, num_requests: int) -> bool:
@@ -64,12 +75,41 @@ class Drafter:
                 drafts[name] = proposals[name].tokens[:count]
         return drafts
 
+    def plan_proposals(
+        self, planned: Sequence[tuple[Request, int]], drafts: Mapping[str, Sequence[int]], kv: KVManager
+    ) -> dict[str, int]:
+        """Return how many tokens the draft model proposes for each request that samples in this step, by request id.
+
+        Blocks for these tokens are allocated; a request for which too few are free is left out. `planned`: the step's
+        requests, each with its number of tokens. `drafts`: what the step verifies, by request id."""
+        proposals: dict[str, int] = {}
+        if not self.is_on(len(planned)):
+            return proposals
+        for request, count in planned:
+            known = request.num_known + len(drafts.get(request.id, ()))
+            length = min(self._max_draft, request.max_len - known)
+            if request.num_planned + count < request.num_known or not request.allows_drafts or length <= 0:
+                continue
+            if kv.extend_block_table(request, known + length, reserved_blocks=len(planned)):
+                proposals[request.id] = length
+        return proposals
+
+    def complete_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with what its result must contain for later drafts.
+
+        While drafts are off only for a short time, the draft model computes the step's tokens too, so that it can
+        continue from them."""
+        rows = len(plan.work)
+        is_on = self.is_on(rows)
+        runs = self.uses_draft_model and (is_on or self._switch.is_measuring(rows))
+        return replace(plan, reports_forced=is_on, runs_draft_model=runs) if is_on or runs else plan
+
     def expects_draft(self, running: Sequence[Request]) -> bool:
         """Return whether the next step should wait for the running step's result, so that it can have drafts.
 
         A draft continues a request's newest token, which is still being sampled. Here the proposers guess that token
         too, and the answer is True if drafts behind it would increase the tokens per second."""
-        if any(r.num_draft for r in running):
+        if any(r.awaits_draft for r in running):
             return True  # these cannot be planned before their result is known
         if not self.is_on(len(running)):
             return False
@@ -81,10 +121,16 @@ class Drafter:
         }
         return bool(later and self._choose_lengths({r.id: r for r in pending}, later, len(running), len(later)))
 
-    def record_result(self, request: Request, work: WorkItem, sampled: Sequence[SampledToken]) -> None:
-        """Update the acceptance statistics with the result of a work item's draft. `sampled`: its sampled tokens."""
+    def record_result(self, request: Request, work: WorkItem, first: SampledToken, num_kept: int) -> None:
+        """Update the acceptance statistics with the result of a work item's draft.
+
+        `first`: the request's first sampled token, with the further ones. `num_kept`: how many became output."""
         drafted = work.tokens[len(work.tokens) - work.num_draft :]
-        accepted = sum(one.token == token for one, token in zip(sampled, drafted, strict=False))
+        if PENDING_TOKEN in drafted:  # of the sampled tokens, only the last differs from the draft
+            accepted = min(num_kept, len(first.further))
+        else:
+            kept = [first, *first.further][:num_kept]
+            accepted = sum(one.token == token for one, token in zip(kept, drafted, strict=False))
         request.num_draft = 0
         request.num_drafted += work.num_draft
         request.num_accepted += accepted
@@ -102,10 +148,12 @@ class Drafter:
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
         are not recorded. `now`: time of this result in seconds."""
-        if self._forced:
-            for work in plan.work:
-                self._forced.pop(work.id, None)
+        for proposed in (self._forced, self._drafted):
+            if proposed:
+                for work in plan.work:
+                    proposed.pop(work.id, None)
         self._forced.update(result.forced)
+        self._drafted.update(result.drafted)
         interval, self._last_result_at = now - self._last_result_at, now
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
         if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
@@ -117,6 +165,7 @@ class Drafter:
         """Drop the state of a request that has ended."""
         self._acceptance.forget(request.id)
         self._forced.pop(request.id, None)
+        self._drafted.pop(request.id, None)
         for proposer in self._proposers:
             proposer.forget(request)
 
@@ -133,6 +182,8 @@ class Drafter:
             for proposer in self._proposers:
                 if (proposal := proposer.propose(request, limit)).tokens:
                     return proposal
+            if drafted := self._drafted.get(request.id):
+                return Proposal(drafted[:limit], [MODEL_CONFIDENCE] * min(limit, len(drafted)))
         return EMPTY_PROPOSAL
 
     def _choose_lengths(

@@ -23,10 +23,12 @@ def make_drafter(
     suffix raises InvalidRequest."""
     if config.speculate == "off":
         return None
+    if config.draft_source is not None:
+        return Drafter([PredictionProposer()], config.max_draft_tokens, max_rows=max_rows, uses_draft_model=True)
     proposer: Proposer = NgramProposer()
     if config.speculate != "ngram" and (library := find_library()) is not None:
         proposer = SuffixProposer(library)
     elif config.speculate == "suffix":
         message = "speculate is suffix, which needs the native library, and that library could not be built"
         raise InvalidRequest(message, param="speculate", hint="install a C++ compiler, or use --speculate ngram")
-    return Drafter([PredictionProposer(), proposer], config.max_draft, max_rows=max_rows)
+    return Drafter([PredictionProposer(), proposer], config.max_draft_tokens, max_rows=max_rows)

@@ -1,0 +1,264 @@
+"""DeviceDrafting: runs a draft model on the device behind each step, without waiting for the host.
+
+The device compares the sampled tokens with the draft that the step verified, and the draft model continues behind the
+last accepted one. The new draft stays on the device, where the next step finds it: meanwhile the host reads the sampled
+tokens and plans that step. The host needs a draft's tokens only for grammars and penalties.
+
+The draft model has a KV cache of its own with the same blocks as the target model's: a token is at the same place in
+both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from emberline.core.plan import PENDING_TOKEN, WorkItem
+from emberline.engine.gpu.batch import DeviceBatch
+from emberline.engine.gpu.device import Device, DeviceEvent
+from emberline.engine.gpu.draft_inputs import DraftInputs, DraftRows, stage_draft_inputs
+from emberline.engine.gpu.graphs import StepInputs
+from emberline.engine.gpu.rows import DeviceRows, HostDrafts
+from emberline.engine.gpu.shape import StepShape, max_step_rows, pad_row_count
+from emberline.engine.gpu.staging import InputStaging
+from emberline.kernels import ops
+from emberline.kv.cache import KVCache
+from emberline.models.draft_model import DraftModel
+from emberline.models.forward import ForwardBatch, HiddenCapture
+
+MAX_GRAPHS = 256  # captured chains; the oldest half is dropped when there are more
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDrafting:
+    """The drafting of one step, whose inputs are on their way to the device."""
+
+    inputs: DraftInputs
+    rows: DraftRows
+    key: tuple[StepShape, int, int] | None  # of its captured graph; None: it cannot be captured
+
+
+class DeviceDrafting:
+    def __init__(
+        self,
+        model: DraftModel,
+        cache: KVCache,
+        rows: DeviceRows,
+        device: Device,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        target_heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        graphs: bool,
+    ) -> None:
+        """`target_heads`, `dtype`: query heads, KV heads and head size of the target model, and of its activations."""
+        self.cache = cache
+        self.model = model
+        self._rows = rows
+        self._stream = device.step_stream
+        heads = model.config.heads, model.config.kv_heads, model.config.head_dim
+        self._shares_plans = heads == target_heads  # then the attention of both is split in the same way
+        max_rows = max_step_rows(2 * max_running)
+        self._planner = ops.AttentionPlanner(heads, cache.keys, dtype, max_rows)
+        plan_bytes = self._planner.max_plan_bytes(max_rows, max_batch_tokens)
+        per_row, per_token = 96 + 32 * rows.max_draft, 24
+        size = 2 * (max_rows * per_row + max_batch_tokens * per_token + 2 * plan_bytes) + (1 << 20)
+        self._staging = InputStaging(size, device)
+        self._sampled = torch.zeros(max_step_rows(max_running) + max_batch_tokens, dtype=torch.int64).to(
+            device.torch_device
+        )
+        self._drafts = torch.zeros(max_rows, rows.max_draft, dtype=torch.int64, device=device.torch_device)
+        self._captured = _allocate_captured_states(model, max_batch_tokens + max_step_rows(max_running), dtype, device)
+        self._graphs = graphs and self._planner.has_static_shapes
+        self._replays: dict[tuple[StepShape, int, int], Callable[[], None]] = {}
+        self._seen: set[tuple[StepShape, int, int]] = set()
+
+    @property
+    def capture(self) -> HiddenCapture | None:
+        """Where the target model copies its hidden states in each step."""
+        return None if self._captured is None else HiddenCapture(self.model.captured_layers, self._captured)
+
+    def device_buffers(self) -> list[Tensor]:
+        captured = [] if self._captured is None else [self._captured]
+        scratch = self._planner.scratch_buffers()
+        kept = [self._sampled, self._drafts, self._staging.device]
+        return [self.cache.keys, self.cache.values, *kept, *captured, *scratch]
+
+    def drop_device_addresses(self) -> None:
+        self._replays.clear()
+        self._seen.clear()
+        self._staging.forget_views()
+        self._planner.drop_tensor_maps()
+
+    def skip_step(self, work: Sequence[WorkItem]) -> None:
+        """Note that a step runs without the draft model, which then cannot continue these requests."""
+        for row in self._rows.rows_of(work):
+            row.has_draft_gap = True
+
+    def prepare(
+        self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem], batch: DeviceBatch, shape: StepShape | None
+    ) -> PreparedDrafting:
+        """Copy the inputs of drafting to the device. `batch`: the step's work without padding."""
+        rows = DraftRows.select(singles, chunks, self._rows)
+        padded = pad_row_count(len(rows.work)) if rows.work else 0
+        staged = self._staging.new_inputs()
+        reads_states = self._captured is not None
+        tokens = len(batch.tokens) if shape is None else shape.singles + shape.tokens
+        inputs = stage_draft_inputs(
+            rows, padded, staged, self._rows, self._planner, chunks, batch, tokens if reads_states else 0
+        )
+        if not self._shares_plans and (reads_states or chunks):
+            padded_batch = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
+            min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
+            plan = self._planner.plan(
+                padded_batch.starts, padded_batch.counts, padded_batch.singles, staged.put, min_tiles=min_tiles
+            )
+            inputs = replace(inputs, step_plan=plan)
+        staged.send()
+        key = None if shape is None or not self._graphs or chunks else (shape, padded, inputs.length)
+        return PreparedDrafting(inputs, rows, key)
+
+    def launch(
+        self, prepared: PreparedDrafting, step: StepInputs, sampled: Tensor
+    ) -> Callable[[], dict[str, Sequence[int]]]:
+        """Queue the drafting of a step; return a function that returns the drafts by request id.
+
+        Tokens that the host does not need are returned as PENDING_TOKEN. `sampled`: the sampled tokens."""
+        self._sampled[: len(sampled)].copy_(sampled)
+        self._run_or_replay(prepared, step)
+        if not prepared.inputs.length:
+            return dict
+        drafts = HostDrafts(_copy_to_host(self._drafts[: len(prepared.rows.work), : prepared.inputs.length]))
+        for i, row in enumerate(prepared.rows.request_rows):
+            row.drafts = drafts, i
+        event = self._stream.record_event()
+        return lambda: _read_drafts(prepared.rows, drafts, event)
+
+    def _run_or_replay(self, prepared: PreparedDrafting, step: StepInputs) -> None:
+        key, run = prepared.key, partial(self._run, prepared.inputs, step)
+        if key is None or (key not in self._replays and key not in self._seen):
+            run()  # the first time uncaptured, so that all kernels are compiled
+            if key is not None:
+                self._seen.add(key)
+            return
+        if key not in self._replays:
+            if len(self._replays) >= MAX_GRAPHS:
+                for old in list(self._replays)[: MAX_GRAPHS // 2]:
+                    del self._replays[old]
+            self._replays[key] = self._stream.capture(run)
+        self._replays[key]()
+
+    def _run(self, inputs: DraftInputs, step: StepInputs) -> None:
+        """Compute the step's tokens, and store new drafts if any are wanted."""
+        plan = step.tiles if inputs.step_plan is None else inputs.step_plan
+        rows, model = self._rows, self.model
+        accepted, hidden = None, None
+        if inputs.length:
+            drafted = ops.fill_newest_tokens(inputs.drafts, inputs.draft_index, rows.newest)
+            matches = self._sampled[inputs.sampled_index].view(-1) == drafted
+            accepted = matches.view(len(inputs.rows), -1).cumprod(1).sum(1)
+        if self._captured is not None:
+            assert inputs.next_tokens is not None and inputs.next_index is not None
+            tokens = ops.fill_newest_tokens(inputs.next_tokens, inputs.next_index, self._sampled)
+            hidden = model.combine(self._captured[: len(tokens)])
+            chosen = inputs.step_rows[:0] if accepted is None else inputs.step_rows + accepted
+            token, hidden = model.forward(self._step_batch(step, tokens, chosen, plan), hidden)
+        elif inputs.has_chunks:
+            tokens = ops.fill_newest_tokens(step.tokens, step.newest_index, rows.newest)
+            model.forward(self._step_batch(step, tokens, step.rows[:0], plan), None)
+        if accepted is None:
+            return
+        newest = self._sampled[inputs.first + accepted]
+        position, tables = inputs.starts + accepted.int(), rows.tables.index_select(0, inputs.rows)
+        if self._captured is None:
+            token = self._compute_last_two(inputs, drafted, accepted, newest, position, tables)
+            position = position + 1
+        found = [newest, token]
+        for _ in range(1, inputs.length):
+            position = position + 1
+            batch = self._chain_batch(found[-1], position, inputs.limits, tables, inputs.query_start, inputs.plan)
+            token, hidden = model.forward(batch, hidden)
+            found.append(token)
+        values = torch.stack(found, dim=1)
+        newest_rows = rows.newest.view(-1, 1 + rows.max_draft)
+        newest_rows[:, : 1 + inputs.length].index_copy_(0, inputs.rows, values)
+        self._drafts[: len(values), : inputs.length].copy_(values[:, 1:])
+
+    def _step_batch(
+        self, step: StepInputs, tokens: Tensor, logit_rows: Tensor, plan: ops.AttentionPlan
+    ) -> ForwardBatch:
+        """Return the first pass: all tokens of the target model's step, at the same positions."""
+        metadata = ops.AttentionMetadata(
+            step.positions, step.slots, step.query_start, step.context, self._rows.tables.index_select(0, step.rows)
+        )
+        return ForwardBatch(
+            tokens, metadata, logit_rows, self.cache.keys, self.cache.values, plan=plan.with_block_tables()
+        )
+
+    def _compute_last_two(
+        self, inputs: DraftInputs, drafted: Tensor, accepted: Tensor, newest: Tensor, position: Tensor, tables: Tensor
+    ) -> Tensor:
+        """Return the first drafted token of a model that reads tokens, after its pass over the last two known tokens.
+
+        The newest token is missing in its cache, and the one before it too if the whole draft was accepted."""
+        drafts = drafted.view(len(inputs.rows), -1)
+        before = drafts.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
+        before = torch.where(accepted > 0, before, inputs.known)
+        assert inputs.pair_plan is not None and inputs.pair_query_start is not None
+        batch = self._chain_batch(
+            torch.cat([before, newest]),
+            torch.cat([position, position + 1]),
+            inputs.limits.repeat(2),
+            tables.repeat(2, 1),
+            inputs.pair_query_start,
+            inputs.pair_plan,
+        )
+        count = len(inputs.rows)
+        rows = torch.arange(count, 2 * count, device=newest.device)
+        return self.model.forward(replace(batch, logit_rows=rows), None)[0]
+
+    def _chain_batch(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        limits: Tensor,
+        tables: Tensor,
+        query_start: Tensor,
+        plan: ops.AttentionPlan,
+    ) -> ForwardBatch:
+        """Return a pass over one token of each request. Rows with a limit of 0 are padding."""
+        size = self.cache.shape.block_size
+        at = torch.minimum(position, limits - 1).clamp_(min=0)
+        blocks = tables.gather(1, (at // size).long()[:, None]).squeeze(1).long()
+        slots = torch.where(limits > 0, blocks * size + at % size, -1)
+        metadata = ops.AttentionMetadata(at, slots, query_start, at, tables)
+        return ForwardBatch(tokens, metadata, None, self.cache.keys, self.cache.values, plan=plan.with_block_tables())
+
+
+def _allocate_captured_states(model: DraftModel, tokens: int, dtype: torch.dtype, device: Device) -> Tensor | None:
+    if not model.captured_layers:
+        return None
+    width = len(model.captured_layers) * model.config.hidden
+    kept = torch.float32 if device.torch_device.type == "cpu" else dtype  # activations on a CPU are float32
+    return torch.zeros(tokens, width, dtype=kept, device=device.torch_device)
+
+
+def _read_drafts(rows: DraftRows, drafts: HostDrafts, event: DeviceEvent) -> dict[str, Sequence[int]]:
+    """Return the drafts by request id, with tokens only for requests whose rules need them on the host."""
+    needed = [not row.is_plain and row.sampling.reads_tokens for row in rows.request_rows]
+    if any(needed):
+        event.wait()
+    return {
+        w.id: drafts.values[i][: w.num_propose] if needed[i] else [PENDING_TOKEN] * w.num_propose
+        for i, w in enumerate(rows.work)
+    }
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

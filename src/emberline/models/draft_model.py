@@ -1,0 +1,74 @@
+"""DraftModel: a model that guesses the next tokens of a request, from its tokens or from the target model's states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from emberline.kv.cache import KVCache
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.forward import ForwardBatch
+
+
+class DraftModel(Protocol):
+    """Drafts are chains: each pass adds one token, which is the input of the next pass.
+
+    The first pass has the tokens of the target model's step. A model with `captured_layers` continues from the hidden
+    states of the target model: at position i it reads the target's states of position i and the token of position
+    i + 1. Any other model reads the token of position i there."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape, which determines the size of its KV cache."""
+        ...
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers of the target model whose inputs it reads; empty if it reads tokens only."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def combine(self, captured: Tensor) -> Tensor:
+        """Return the hidden states for the first pass, from those of the target model's `captured_layers`."""
+        ...
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return for each of `batch.logit_rows` the likeliest next token, and hidden states for the next pass.
+
+        `hidden`: the hidden states of all rows, which are overwritten; None if the model reads tokens only. The tokens
+        are ids of the target model's vocabulary. Keys and values of all rows are written to the batch's cache."""
+        ...
+
+
+def make_draft_cache(model: DraftModel, target: KVCache, device: str = "cpu") -> KVCache:
+    """Return a KV cache for a draft model with the blocks of the target model's cache."""
+    c, shape = model.config, target.shape
+    return KVCache(replace(shape, layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim), target.num_blocks, device)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderDraftModel:
+    """A smaller model with the vocabulary of the target model."""
+
+    model: DecoderModel
+    target_vocab: int  # tokens that the target model knows; ids from there on are padding
+    weight_bytes: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def combine(self, captured: Tensor) -> Tensor:
+        raise NotImplementedError("this draft model reads no hidden states")
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.model.forward(batch)[:, : self.target_vocab].argmax(dim=-1), None

@@ -1,0 +1,209 @@
+"""Draft models on tiny models: their drafts, and tokens that equal those without drafts, to the bit.
+
+The pipelined runner is that of GPUs, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
+from eagle3_head import draft_by_definition, write_eagle3_head
+from gpu_settings import gpu_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_speculation_on_models import SETTINGS, make_params, run
+
+from emberline.core.engine_config import SchedulerConfig, SpeculationConfig
+from emberline.core.params import SamplingParams
+from emberline.core.plan import StepPlan, StepResult
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.grammar import GrammarCompiler
+from emberline.engine.runner import TorchRunner
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.draft_runner import DraftRunner
+from emberline.engine.speculation.drafter import Drafter
+from emberline.kv.cache import KVCache, KVShape
+from emberline.models.decoder import DecoderModel
+from emberline.models.draft_loader import load_draft_model
+from emberline.models.draft_model import DraftModel, make_draft_cache
+from emberline.models.loader import load_decoder
+from emberline.models.weights import Weights
+
+CONTEXT = 128
+CONFIG = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, max_position_embeddings=CONTEXT)
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tokenizer_file(tiny.write(made, CONFIG))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> DecoderModel:
+    return load_decoder(directory, "float32")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_eagle3_head(tmp_path_factory.mktemp("eagle3"), CONFIG, draft_vocab=100)
+
+
+@pytest.fixture(scope="module")
+def drafts(
+    model: DecoderModel, directory: Path, head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, DraftModel]:
+    """The target model itself as a draft model, a smaller one, and an EAGLE-3 head."""
+    made = tmp_path_factory.mktemp("drafts")
+    smaller = tiny.write(made / "smaller", {**CONFIG, "num_hidden_layers": 1, "num_attention_heads": 4}, seed=5)
+    tokenizer_file(smaller)
+    sources = {"same": f"draft:{directory}", "smaller": f"draft:{smaller}", "eagle3": f"eagle3:{head}"}
+    found = {}
+    for name, source in sources.items():
+        loaded = load_draft_model(
+            SpeculationConfig(speculate=source), model, directory, lambda checkpoint: Weights(checkpoint, model.dtype)
+        )
+        assert loaded is not None
+        found[name] = loaded
+    return found
+
+
+@pytest.fixture(scope="module")
+def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
+    c, eos = model.config, frozenset({EOS})
+    compiler = partial(GrammarCompiler, directory / "tokenizer.json", c.vocab, [EOS])
+
+    def make(
+        draft: DraftModel | None,
+        *,
+        pipelined: bool = False,
+        graphs: bool = False,
+        blocks: int = 96,
+        budget: int = 256,
+        max_draft: int = 4,
+        drafter: Drafter | None = None,
+    ) -> Engine:
+        cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.float32), blocks)
+        config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=12, max_context=CONTEXT)
+        if draft is not None and drafter is None:
+            drafter = Drafter([], max_draft, max_rows=12, adaptive=False, uses_draft_model=True)
+        if not pipelined:
+            draft_runner = None if draft is None else DraftRunner(draft, make_draft_cache(draft, cache))
+            return Engine(config, TorchRunner(model, cache, eos, compiler, draft_runner), drafter=drafter)
+        gpu = gpu_config(max_running=12, max_batch_tokens=budget, graphs=graphs)
+        gpu = replace(gpu, speculation=SpeculationConfig(max_draft=max_draft))
+        runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), gpu, HostDevice(), CONTEXT, draft)
+        return Engine(config, runner, drafter=drafter)
+
+    return make
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 60)), min_size=1, max_size=4),
+    kind=st.sampled_from(["same", "smaller", "eagle3"]),
+    pipelined=st.booleans(),
+    graphs=st.booleans(),
+    blocks=st.sampled_from([26, 96]),
+    budget=st.sampled_from([16, 256]),
+    gap=st.integers(0, 3),
+    max_draft=st.integers(1, 6),
+    seed=st.integers(0, 3),
+)
+def test_tokens_equal_those_without_drafts(
+    make_engine: MakeEngine,
+    drafts: dict[str, DraftModel],
+    chosen: list[tuple[str, int]],
+    kind: str,
+    pipelined: bool,
+    graphs: bool,
+    blocks: int,
+    budget: int,
+    gap: int,
+    max_draft: int,
+    seed: int,
+) -> None:
+    submissions = [
+        Submission(f"r{i}", encode(f"{name} {'x' * length}"), make_params(name, max_tokens=24, seed=seed))
+        for i, (name, length) in enumerate(chosen)
+    ]
+    expected = {key: one for s in submissions for key, one in run(make_engine(None), [s]).items()}
+    e = make_engine(drafts[kind], pipelined=pipelined, graphs=graphs, blocks=blocks, budget=budget, max_draft=max_draft)
+    assert run(e, submissions, gap) == expected
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("budget", [16, 256])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    make_engine: MakeEngine, drafts: dict[str, DraftModel], pipelined: bool, budget: int
+) -> None:
+    """Prompts in one or several chunks, several requests of different lengths, and a cached prefix."""
+    texts = ["some text", "some text that is quite a lot longer than one chunk of a prompt", "x", "some text that is"]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    submissions = [Submission(f"r{i}", encode(text), params) for i, text in enumerate(texts)]
+    expected = run(make_engine(None), submissions)
+    e = make_engine(drafts["same"], pipelined=pipelined, budget=budget)
+    assert run(e, submissions[:2], 3) | run(e, submissions[2:], 3) == expected
+    drafter = e.scheduler.drafter
+    assert drafter is not None
+    assert drafter.accepted_tokens == drafter.drafted_tokens > 100
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("budget", [16, 256])
+def test_drafts_of_an_eagle3_head_are_what_its_definition_says(
+    make_engine: MakeEngine,
+    drafts: dict[str, DraftModel],
+    directory: Path,
+    head: Path,
+    pipelined: bool,
+    budget: int,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    e = make_engine(drafts["eagle3"], pipelined=pipelined, budget=budget)
+    proposed: dict[str, dict[int, list[int]]] = {"a": {}, "b": {}}  # by request: drafts by number of known tokens
+    record_drafts(e, proposed)
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True)
+    prompts = {"a": encode("some text"), "b": encode("another one, of more than sixteen bytes")}
+    outputs = run(e, [Submission(name, tokens, params) for name, tokens in prompts.items()], 2)
+    for name, prompt in prompts.items():
+        tokens = [*prompt, *outputs[name, 0][0]]
+        states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        joined = torch.cat([state[0] for state in states[:3]], dim=1)
+        embedding = reference.get_input_embeddings().weight
+        assert len(proposed[name]) > 10
+        for known, draft in proposed[name].items():
+            if known >= len(tokens):
+                continue
+            wanted = draft_by_definition(head, embedding, joined[: known - 1], tokens[1:known], len(draft))
+            assert draft == wanted, (name, known)
+
+
+def record_drafts(e: Engine, proposed: dict[str, dict[int, list[int]]]) -> None:
+    """Record all drafts of an engine's runner. Those that only the device has are read from it."""
+    scheduler, update = e.scheduler, e.scheduler.update
+
+    def wrapped(plan: StepPlan, result: StepResult) -> None:
+        update(plan, result)
+        for request_id, draft in result.drafted.items():
+            if (request := scheduler.requests.get(request_id)) is not None:
+                values = list(draft)
+                if values[0] < 0:
+                    drafts, at = e.runner._rows[request_id].drafts  # type: ignore[attr-defined]
+                    values = drafts.values[at][: len(values)]
+                proposed[request.submission_id][len(request.tokens)] = values
+
+    scheduler.update = wrapped  # type: ignore[method-assign]
