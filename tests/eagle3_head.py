@@ -70,7 +70,8 @@ def draft_by_definition(
         angle = torch.arange(len(x))[:, None] * config["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
         cos, sin = angle.cos().repeat(1, 2)[:, None], angle.sin().repeat(1, 2)[:, None]
         turned = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
-        return x * cos + turned * sin
+        rotated: Tensor = x * cos + turned * sin
+        return rotated
 
     hidden, tokens, draft = F.linear(states, w["fc.weight"]), list(following), []
     for _ in range(length):

@@ -26,14 +26,14 @@ def write_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def make_engine(checkpoint: Path, **settings: object) -> Engine:
+def make_engine(checkpoint: Path, *, dtype: torch.dtype = torch.float32, **settings: object) -> Engine:
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     chosen = {"max_running": 16, "max_batch_tokens": 256, "max_context": 512, "kv_tokens": 16 * 1024} | settings
     return boot_from_checkpoint(
         checkpoint,
         gpu_config(**chosen),
-        dtype=torch.float32,
+        dtype=dtype,
         make_compiler=lambda folder, config: GrammarCompiler(folder / "tokenizer.json", config.vocab, config.eos),
     ).engine
 

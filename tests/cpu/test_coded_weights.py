@@ -29,6 +29,7 @@ from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedMod
 from emberline.engine import memory
 from emberline.engine.engine_group_boot import WeightEstimate, plan_time_sharing
 from emberline.engine.gpu import boot
+from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
@@ -368,7 +369,7 @@ def test_stand_in_weights_while_loading(record_settled_weights: list[PackedWeigh
     checkpoint = Checkpoint.open(write_tensors(tmp_path, TIED, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=True)
     decoder = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
-    other = boot._zero_weight_model(decoder)
+    other = make_zero_weight_model(decoder)
     assert len(record_settled_weights) == 5 and all(
         not weight.data.any() for weight in record_settled_weights
     )  # one of each shape

@@ -29,12 +29,13 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.draft_cache import make_draft_cache
+from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import DecoderModel
-from emberline.models.draft_loader import load_draft_model
-from emberline.models.draft_model import DraftModel, make_draft_cache
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
 from emberline.models.weights import Weights
 

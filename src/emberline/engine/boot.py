@@ -21,6 +21,8 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.runner import TorchRunner, allocate_cache
+from emberline.engine.speculation.draft_cache import make_draft_cache
+from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.kernels import ops
@@ -44,8 +46,6 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.draft_loader import load_draft_model
-from emberline.models.draft_model import make_draft_cache
 from emberline.models.loader import DTYPES, load_decoder
 from emberline.models.weights import Weights
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
-from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes
+from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
@@ -35,6 +35,22 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 READABLE_DTYPES = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py supports
 # Stacked to the first matrix.
 FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What a draft model adds to the memory of an engine."""
+
+    weight_bytes: int = 0
+    kv_token_values: int = 0  # numbers that its KV cache stores for each token
+    state_values: int = 0  # numbers of the target model's hidden states that it reads for each token
+
+    @staticmethod
+    def of(weight_bytes: int, config: ModelConfig, num_captured_layers: int) -> DraftMemory:
+        return DraftMemory(weight_bytes, kv_token_bytes(config, 1), num_captured_layers * config.hidden)
+
+
+NO_DRAFT_MODEL = DraftMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +96,15 @@ class MemoryPlan:
 
 
 def plan_engine_memory(
-    config: ModelConfig, settings: EngineConfig, total_bytes: int, dtype: str, *, packed: bool = False
+    config: ModelConfig,
+    settings: EngineConfig,
+    total_bytes: int,
+    dtype: str,
+    *,
+    packed: bool = False,
+    draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> MemoryPlan:
-    """Return the plan of an engine with these settings and weights of this dtype.
+    """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_mixture_of_experts(config)
@@ -104,6 +126,7 @@ def plan_engine_memory(
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
+        draft=draft,
     )
 
 
@@ -181,6 +204,7 @@ def plan_memory(
     both: bool = False,
     tiers: bool = False,
     transfer: bool = False,
+    draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
@@ -189,7 +213,7 @@ def plan_memory(
     all step shapes are included."""
     grid = shape_grid_for(config, max_batch_tokens)
     graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
-    block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
+    block_bytes = (kv_token_bytes(config, kv_dtype_bytes) + draft.kv_token_values * kv_dtype_bytes) * block_size
     scratch = _scratch_bytes(config, block_size, max_running, max_context) + packed * _unpacked_bytes(config)
     scratch += _vocab_table_bytes(config, max_running)
     if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
@@ -200,8 +224,9 @@ def plan_memory(
         transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
     )
     fixed = {
-        "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both),
-        "activations": _activation_bytes(config, dtype_bytes, max(max_batch_tokens, max_running)),
+        "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
+        "activations": _activation_bytes(config, dtype_bytes, max(max_batch_tokens, max_running))
+        + draft.state_values * dtype_bytes * (max_batch_tokens + max_step_rows(max_running)),
         "scratch": scratch,
         "logits": LOGIT_COPIES * F32_BYTES * (max_running + MAX_SCORED_TOKENS) * config.vocab,
         "graphs": graphs * GRAPH_BYTES + _activation_bytes(config, dtype_bytes, grid.max_tokens + grid.coarse_grain),

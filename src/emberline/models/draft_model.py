@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from emberline.kv.cache import KVCache
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch
@@ -43,12 +42,6 @@ class DraftModel(Protocol):
         `hidden`: the hidden states of all rows, which are overwritten; None if the model reads tokens only. The tokens
         are ids of the target model's vocabulary. Keys and values of all rows are written to the batch's cache."""
         ...
-
-
-def make_draft_cache(model: DraftModel, target: KVCache, device: str = "cpu") -> KVCache:
-    """Return a KV cache for a draft model with the blocks of the target model's cache."""
-    c, shape = model.config, target.shape
-    return KVCache(replace(shape, layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim), target.num_blocks, device)
 
 
 @dataclass(frozen=True, slots=True)

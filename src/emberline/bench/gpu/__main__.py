@@ -23,7 +23,7 @@ from emberline.bench.report import BenchReport, BenchResult
 
 KERNEL_BENCHES = ("linear", "decode", "prefill", "elementwise", "sample")
 DEADLINE_S = 460.0
-BENCHES = ("engine", "open", "cold", "handoff", "kernels", "all")
+BENCHES = ("engine", "speculation", "open", "cold", "handoff", "kernels", "all")
 PEER_FIGURES_NOTE = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
 
 
@@ -72,6 +72,10 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     ):
         work = partial(engine.measure, name_patterns=only, settings=settings, rounds=rounds)
         selected.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
+    if args.what == "speculation":
+        from emberline.bench.gpu import speculation
+
+        selected.append(BenchPart("speculation", 200.0, partial(speculation.measure, settings=settings)))
     if args.what in ("open", "all") and any(
         engine.is_measurement_selected(name, only) for name in openloop.measurement_names(rates)
     ):

@@ -52,6 +52,7 @@ LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 WEIGHT_STD = 0.02  # standard deviation of every matrix
+EMBEDDING_SEED, EMBEDDING_STD = 1, 100.0  # of SuccessorWeights
 SHARDS = 4
 PIECE_BYTES = 64 << 20  # copied through pinned memory at a time
 
@@ -73,6 +74,9 @@ class GPURandomWeights(Weights):
 
     def load_vector(self, name: str, size: int) -> Tensor:
         return self._add_to_loaded_bytes(torch.ones(size, device=self.device))
+
+    def load_integers(self, name: str, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64)
 
     def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         drawn = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
@@ -107,6 +111,29 @@ class GPURandomWeights(Weights):
     def _add_to_loaded_bytes(self, tensor: Tensor) -> Tensor:
         self.loaded_bytes += tensor.nbytes
         return tensor
+
+
+class SuccessorWeights(GPURandomWeights):
+    """Random weights with which the next token is the one with the next higher id, so the output is known.
+
+    A token's embedding is so large that the layers, which compute as usual, hardly change its direction. The output
+    head finds the token whose row is that direction."""
+
+    def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        if "embed_tokens" not in name and "lm_head" not in name:
+            return super().load_matrix(name, rows, columns)
+        same = torch.Generator(device=self.device).manual_seed(EMBEDDING_SEED)
+        drawn = torch.empty(rows, columns, dtype=self.dtype, device=self.device).normal_(generator=same)
+        if "embed_tokens" in name:
+            return self._add_to_loaded_bytes(drawn.mul_(EMBEDDING_STD))
+        return self._add_to_loaded_bytes(drawn.roll(1, 0).mul_(WEIGHT_STD))
+
+
+class HeadWeights(GPURandomWeights):
+    """Random weights of an EAGLE-3 head, which uses the embedding of the target model."""
+
+    def has_tensor(self, name: str) -> bool:
+        return "embed_tokens" not in name and super().has_tensor(name)
 
 
 def list_tensor_shapes(config: ModelConfig) -> Shapes:

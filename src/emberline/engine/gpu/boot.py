@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,9 +27,11 @@ from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
+from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
+from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
@@ -42,6 +44,7 @@ from emberline.kv.transfer.endpoint import TransferEndpoint
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import IGNORABLE_TENSORS, compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
@@ -57,6 +60,7 @@ KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": tor
 WARM_UP_TOKENS = 16
 CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
 MakeTiers = Callable[[str, KVShape], TierStack]  # called with the layout and shape of the cache
+LoadDraftModel = Callable[[DecoderModel], DraftModel | None]  # called with the target model
 MakeTransferEndpoint = Callable[[DeviceRegion], TransferEndpoint | None]
 SWITCH_INTERVAL_S = 5e-4  # Python's thread switch interval while several threads load the weights
 
@@ -93,11 +97,13 @@ def boot_gpu(
     device: Device | None = None,
     build_tiers: MakeTiers | None = None,
     build_endpoint: MakeTransferEndpoint | None = None,
+    load_draft: LoadDraftModel = lambda target: None,
 ) -> BootedGPUEngine:
     """Build the engine while the weights are being loaded.
 
     `weights`: tensors that are still being loaded; this function waits for them. `compute_fingerprint`: returns the
-    checkpoint's fingerprint. `build_tiers`, `build_endpoint`: needed if the settings have KV tiers or transfers."""
+    checkpoint's fingerprint. `build_tiers`, `build_endpoint`: needed if the settings have KV tiers or transfers.
+    `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
@@ -107,13 +113,15 @@ def boot_gpu(
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
-    plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed)
+    draft = load_draft(model)
+    extra = memory.NO_DRAFT_MODEL if draft is None else measure_draft_model(draft)
+    plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
     can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs
     tuned = _tune_matrix_products(model, settings) if can_tune else 0.0  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
     eos = frozenset(config.eos)
-    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, make_compiler), settings, device, context)
+    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, make_compiler), settings, device, context, draft)
     seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
     seconds |= _load_weights(weights, runner)
     if settings.gpu.weights == "both":
@@ -188,6 +196,7 @@ def boot_from_checkpoint(
         device=device,
         build_tiers=build_tiers,
         build_endpoint=build_endpoint,
+        load_draft=lambda target: load_on_device(settings.speculation, target, directory, device),
     )
     return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
 
@@ -260,7 +269,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     def compile_and_warm_up() -> float:
         try:
             # Packed weights are allocated only when they are loaded.
-            runner.model = _zero_weight_model(model) if late else model
+            runner.model = make_zero_weight_model(model) if late else model
             return compile_kernels(runner) + warm_up(runner)
         finally:
             runner.model = model
@@ -294,35 +303,6 @@ def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
     )
     warm_up(runner)
     return time.perf_counter() - began
-
-
-def _zero_weight_model(model: DecoderModel) -> DecoderModel:
-    """Return a model with zero weights that runs the same kernels. Weights of equal shape share one tensor."""
-    device = model.layers[0].attention.layer.cos_sin.device
-
-    @cache
-    def zero_weight(n: int, k: int, gated: bool) -> ops.PackedWeight:
-        weight = ops.empty_weight(n, k, torch.bfloat16, device, gated=gated)
-        ops.fill_weight(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
-        return weight
-
-    parts = {name: _with_zero_weights(getattr(model, name), zero_weight) for name in ("embedding", "layers", "head")}
-    return replace(model, **parts)
-
-
-def _with_zero_weights(part: Any, make_zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
-    """Return a part of a model with its weights replaced by zeros.
-
-    `make_zero_weight`: returns a zero weight for the arguments n, k and gated. This is not a nested function, since a
-    recursive closure would keep the zero weights in memory until the next garbage collection."""
-    if isinstance(part, ops.PackedWeight):
-        return make_zero_weight(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
-    if isinstance(part, tuple):
-        return tuple(_with_zero_weights(one, make_zero_weight) for one in part)
-    if not is_dataclass(part) or isinstance(part, type):
-        return part
-    changes = {field.name: _with_zero_weights(getattr(part, field.name), make_zero_weight) for field in fields(part)}
-    return replace(part, **changes)
 
 
 def _load_codec(checkpoint: Checkpoint) -> None:

@@ -31,10 +31,11 @@ from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory, split_logit_rows, token_logprobs
+from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import DecoderModel
-from emberline.models.draft_model import DraftModel, make_draft_cache
+from emberline.models.draft_model import DraftModel
 from emberline.models.forward import ForwardBatch
 
 log = logging.getLogger("emberline.engine")
@@ -86,6 +87,7 @@ class GPURunner:
         masks = limits.max_running * words_per_mask(self.vocab_size) * 4
         self._extra_inputs = InputStaging(size + masks, device)  # a step's inputs other than the model's
         self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
+        self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
             self._drafting = DeviceDrafting(

@@ -1,0 +1,165 @@
+"""Measures speculative decoding of an 8B model with an EAGLE-3 head, both with random weights, on one GPU.
+
+The target model's next token is known (SuccessorWeights), and the head's tokens, which take as long to compute as
+those of a trained head, are replaced by the right ones with a fixed probability. So the acceptance length is given,
+everything else is as in production, and every output is checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from emberline.bench import workload
+from emberline.bench.gpu.engine import CONFIG, MAX_WAITING, SETTINGS, VOCAB, compute_token_cost, make_submission
+from emberline.bench.gpu.engine import H200 as LIMITS
+from emberline.bench.gpu.model import LLAMA_8B, HeadWeights, SuccessorWeights
+from emberline.bench.machine_limits import TokenCost
+from emberline.bench.report import BenchReport
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError
+from emberline.engine.speculation.drafter import Drafter
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.eagle3 import Eagle3Config, Eagle3Head, default_captured_layers
+from emberline.models.forward import ForwardBatch
+
+if TYPE_CHECKING:
+    from emberline.engine.engine import Engine
+    from emberline.engine.gpu.boot import BootedGPUEngine
+
+BATCHES = (1, 8, 32, 64)
+MAX_DRAFT, ACCEPTANCE_LENGTH = 4, 3.08  # what the same measurement of vLLM uses
+RIGHT_PROBABILITY = 0.7216  # 1 + p + p^2 + p^3 + p^4 is the acceptance length
+DRAFT_VOCAB = 32_000
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 129
+TABLE_SIZE = 1 << 20
+ROUNDS = 3
+TIMEOUT_S = 60.0
+# vLLM 0.26.0 on the same machine, with the same acceptance length
+VLLM_MS = {1: 2.26, 8: 2.54, 32: 3.15, 64: 4.57}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAcceptance:
+    """A draft model that computes everything, and then proposes the right token with a fixed probability."""
+
+    head: Eagle3Head
+    is_right: Tensor  # [TABLE_SIZE] bool: whether the token is right, by a number made from its input and position
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.head.config
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        return self.head.captured_layers
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.head.weight_bytes
+
+    def combine(self, captured: Tensor) -> Tensor:
+        return self.head.combine(captured)
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        tokens, following = self.head.forward(batch, hidden)
+        inputs, positions = batch.tokens, batch.attention.positions
+        if batch.logit_rows is not None:
+            inputs, positions = inputs[batch.logit_rows], positions[batch.logit_rows]
+        right = self.is_right[(inputs * 31 + positions) % TABLE_SIZE]
+        return torch.where(right, (inputs + 1) % CONFIG.vocab, tokens), following
+
+
+def make_head(target: DecoderModel) -> KnownAcceptance:
+    """Return a head for the target model."""
+    config = Eagle3Config(
+        ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": 1}),
+        DRAFT_VOCAB,
+        default_captured_layers(target.config.layers),
+        norm_before_residual=False,
+    )
+    weights = HeadWeights("cuda", torch.bfloat16, seed=7)
+    head = Eagle3Head.load(config, weights, target.context, target.embedding)
+    random = torch.rand(TABLE_SIZE, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda")
+    return KnownAcceptance(replace(head, weight_bytes=weights.loaded_bytes), random < RIGHT_PROBABILITY)
+
+
+def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
+    from emberline.engine.gpu.boot import boot_gpu
+
+    weights = SuccessorWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
+    chosen = {"max_waiting": MAX_WAITING, "max_draft": MAX_DRAFT, "speculate": "eagle3:random", **settings}
+    config = EngineConfig.build("", **chosen).with_gpu_defaults()
+    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, load_draft=make_head)
+
+
+def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES) -> None:
+    """Measure the milliseconds per token at several batch sizes, and add them to the report."""
+    chosen = SETTINGS | {"max_running": 512, "max_batch_tokens": 16_384, "max_context": 16_384} | (settings or {})
+    booted = boot_engine(chosen)
+    name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
+    engine, cost = booted.engine, compute_token_cost(chosen)
+    drafters = {"spec": Drafter([], MAX_DRAFT, max_rows=chosen["max_running"], adaptive=False, uses_draft_model=True)}
+    assert booted.runner.draft_model is not None
+    report.config |= {
+        "settings": chosen,
+        "max_draft": MAX_DRAFT,
+        "right_probability": RIGHT_PROBABILITY,
+        "head_bytes": booted.runner.draft_model.weight_bytes,
+        "rounds": ROUNDS,
+    }
+    for batch in batches:
+        for kind, drafter in ({"plain": None} | drafters).items():
+            engine.scheduler.drafter = drafter
+            times, steps = [], 0
+            for seed in range(ROUNDS + 1):
+                _, _ = run_batch(engine, batch, 1, seed)
+                short, _ = run_batch(engine, batch, 1, seed)
+                long, steps = run_batch(engine, batch, OUTPUT_TOKENS, seed)
+                times.append(1e3 * (long - short) / (OUTPUT_TOKENS - 1))
+            if kind == "plain":
+                report.add(f"off_{name}_b{batch}_ms", times[1:], "ms a token")
+            else:
+                limit = min_token_ms(batch, cost, report.config["head_bytes"])
+                report.add(f"spec_{name}_b{batch}_ms", times[1:], "ms a token", peer=VLLM_MS.get(batch), limit=limit)
+                report.add(f"acceptance_{name}_b{batch}", (OUTPUT_TOKENS - 1) / (steps - 1), "tokens per step")
+
+
+def min_token_ms(batch: int, cost: TokenCost, head_bytes: int) -> float:
+    """Return the shortest possible time per token in milliseconds, with drafts and the given acceptance length.
+
+    A step reads all weights, keys and values once and the head's weights for each drafted token, or is limited by the
+    arithmetic of all verified tokens."""
+    context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
+    read = cost.weight_bytes + batch * context * cost.kv_bytes + MAX_DRAFT * head_bytes
+    rows = batch * (1 + MAX_DRAFT)
+    arithmetic = rows / cost.max_prefill_rate(LIMITS, max(rows, PROMPT_TOKENS))
+    return 1e3 * max(read / LIMITS.bandwidth, arithmetic) / ACCEPTANCE_LENGTH
+
+
+def run_batch(engine: Engine, batch: int, max_tokens: int, seed: int) -> tuple[float, int]:
+    """Complete prompts at the same time, check the outputs, and return the seconds and the engine's steps."""
+    job = workload.make_job([(PROMPT_TOKENS, max_tokens)] * batch, VOCAB - PROMPT_TOKENS, seed)
+    submissions = [make_submission(f"{time.perf_counter_ns()}-{i}", p, max_tokens) for i, p in enumerate(job.prompts)]
+    outputs: dict[str, list[int]] = {s.id: [] for s in submissions}
+    steps, began = engine.stats().step, time.perf_counter()
+    for submission in submissions:
+        engine.add(submission)
+    while not engine.idle:
+        for output in engine.step():
+            outputs[output.id].extend(output.tokens)
+        if time.perf_counter() - began > TIMEOUT_S:
+            raise EmberlineError(f"the batch took more than {TIMEOUT_S:g} s", hint="use fewer requests")
+    seconds = time.perf_counter() - began
+    for submission in submissions:
+        last = submission.prompt[-1]
+        expected = [(last + 1 + i) % CONFIG.vocab for i in range(max_tokens)]
+        if outputs[submission.id] != expected:
+            wrong = next(i for i, (a, b) in enumerate(zip(outputs[submission.id], expected, strict=False)) if a != b)
+            raise EmberlineError(f"the output of a request is wrong from token {wrong} on", hint="report this as a bug")
+    return seconds, engine.stats().step - steps

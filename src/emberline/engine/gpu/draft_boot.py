@@ -1,0 +1,32 @@
+"""Loads the draft model of an engine on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from emberline.core.engine_config import SpeculationConfig
+from emberline.engine.gpu.device import Device
+from emberline.engine.memory import DraftMemory, reject_mixture_of_experts
+from emberline.engine.speculation.draft_loader import load_draft_model
+from emberline.models.decoder import DecoderModel
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.draft_model import DraftModel
+
+
+def load_on_device(
+    settings: SpeculationConfig, target: DecoderModel, target_directory: Path, device: Device
+) -> DraftModel | None:
+    """Return the draft model that the settings name, with plain weights on the device; None if they name none."""
+    draft = load_draft_model(
+        settings,
+        target,
+        target_directory,
+        lambda checkpoint: DeviceWeights(checkpoint, target.dtype, device.torch_device),
+    )
+    if draft is not None:
+        reject_mixture_of_experts(draft.config)
+    return draft
+
+
+def measure_draft_model(draft: DraftModel) -> DraftMemory:
+    return DraftMemory.of(draft.weight_bytes, draft.config, len(draft.captured_layers))
