@@ -3,9 +3,9 @@
 The host makes the plan, because it knows the length of every row without waiting for the GPU. A row is one sequence of
 the batch.
 
-Rows [0, decode_rows) have one new token each; their work is split along the cached keys. The remaining rows are chunks
-of prompts (prefill); their work is split along the queries, into tiles. On a CPU the plan is empty, because the CPU
-kernels split the work themselves.
+Rows [0, decode_rows) have one new token each, or up to `max_queries`; their work is split along the cached keys. The
+remaining rows are chunks of prompts (prefill); their work is split along the queries, into tiles. On a CPU the plan is
+empty, because the CPU kernels split the work themselves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class WidenedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    decode_rows: int  # number of rows with one token each
+    decode_rows: int  # number of rows with at most max_queries tokens each
+    max_queries: int = 1  # selects the decode kernel, so a captured graph holds for one value only
     decode_work: decode.DeviceWorkList | None = None  # work list of the decode rows
     decode_scratch: decode.DecodeScratch | None = None
     prefill_tiles: Tensor | None = None  # [n, 2] int32: row, and first query in its chunk
@@ -92,12 +93,13 @@ class AttentionPlanner:
         max_rows: int,
         *,
         max_widened_blocks: int = 0,
+        max_queries: int = 1,
     ) -> None:
         """Prepare to plan forward passes of at most `max_rows` sequences.
 
         `heads` is (query heads, KV heads, head size). `keys` is the key cache of all layers. `dtype` is the dtype of
         the activations. `max_widened_blocks` limits how many float8 blocks can be copied as bf16 for prefill in one
-        forward pass.
+        forward pass. `max_queries` is the largest value of `plan`'s parameter, up to `worklist.max_row_queries`.
         """
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
@@ -118,7 +120,8 @@ class AttentionPlanner:
             if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
                 self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, max_widened_blocks), True
             if self._has_decode_kernel:
-                self._scratch = decode.DecodeScratch(max_rows, self._work_item_capacity(max_rows), *heads, keys.device)
+                capacity = self._work_item_capacity(max_rows)
+                self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=max_queries)
 
     @property
     def has_static_shapes(self) -> bool:
@@ -144,15 +147,18 @@ class AttentionPlanner:
         *,
         min_tiles: int = 0,
         logit_tokens: np.ndarray | None = None,
+        max_queries: int = 1,
     ) -> AttentionPlan:
         """Return the plan of one forward pass.
 
         `context` has the number of cached keys of each row, and `new_token_counts` its number of new tokens.
-        `to_device` copies an array to the device. The shapes of tensors for decode rows depend only on `decode_rows`.
-        Prefill tiles are padded to `min_tiles`. `logit_tokens` are the ascending indices of the new tokens whose logits
-        are needed.
+        Each decode row has at most `max_queries` new tokens, or none if it is padding; `worklist.split_decode_rows`
+        splits sequences with more. `to_device` copies an array to the device. The shapes of tensors for decode rows
+        depend only on `decode_rows`. Prefill tiles are padded to `min_tiles`. `logit_tokens` are the ascending indices
+        of the new tokens whose logits are needed.
         """
-        plan = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
+        assert (new_token_counts[:decode_rows] <= max_queries).all(), "a decode row has too many new tokens"
+        plan = AttentionPlan(decode_rows, max_queries, prefill_counters=self._counters, tensor_maps=self._maps)
         if self._device.type != "cuda":
             return plan
         first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
@@ -172,8 +178,8 @@ class AttentionPlanner:
             sms = choose_prefill_sms(prefill_tiles, context, new_token_counts, self._heads, read_bytes, self._sms)
             plan = replace(plan, prefill_sms=to_device(np.array([sms], np.int32)))
         if first_prefill:
-            lengths = (context[:first_prefill] + 1) * new_token_counts[:first_prefill]
-            work = self._plan_decode(lengths, to_device, overlaps_prefill=prefill_tiles is not None)
+            lengths = count_decode_keys(context[:first_prefill], new_token_counts[:first_prefill])
+            work = self._plan_decode(lengths, to_device, max_queries, overlaps_prefill=prefill_tiles is not None)
             plan = replace(plan, decode_work=work, decode_scratch=self._scratch)
         if prefill_tiles is not None:
             widened = (
@@ -243,14 +249,24 @@ class AttentionPlanner:
         return 4 * worklist.num_data_ints(rows, self._work_item_capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _plan_decode(
-        self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], *, overlaps_prefill: bool
+        self,
+        lengths: np.ndarray,
+        to_device: Callable[[np.ndarray], Tensor],
+        max_queries: int,
+        *,
+        overlaps_prefill: bool,
     ) -> decode.DeviceWorkList:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
-        rows = len(lengths)
+        rows, (q_heads, kv_heads, _) = len(lengths), self._heads
         items = worklist.plan_decode_work(
-            lengths, self._heads[1], self._sms, self._work_item_capacity(rows), overlaps_prefill=overlaps_prefill
+            lengths,
+            kv_heads,
+            self._sms,
+            self._work_item_capacity(rows),
+            overlaps_prefill=overlaps_prefill,
+            ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries),
         )
         return decode.DeviceWorkList(to_device(items.data), rows, items.capacity)
 
@@ -258,6 +274,12 @@ class AttentionPlanner:
         from emberline.kernels import worklist
 
         return worklist.max_work_items(rows, self._heads[1], self._sms)
+
+
+def count_decode_keys(context: np.ndarray, new_token_counts: np.ndarray) -> np.ndarray:
+    """Return the number of keys that each decode row reads, which is 0 for padding."""
+    keys: np.ndarray = np.where(new_token_counts > 0, context + new_token_counts, 0)
+    return keys
 
 
 def choose_prefill_sms(

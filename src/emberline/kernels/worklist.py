@@ -1,10 +1,10 @@
 """plan_decode_work: splits the attention of decode rows into work items for the GPU.
 
-It runs on the host. A decode row is a sequence with one new token. Its keys are cut at multiples of TILE_KEYS into
-parts, whose sizes differ by at most one tile and do not exceed the maximum part size. That maximum is chosen for each
-forward pass by estimated time: small parts balance the load among CTAs, but each part has a fixed cost, and the parts
-of a row must be merged. The last bits of a row's result may depend on where its keys are cut, and so on the other rows
-of the batch.
+It runs on the host. A decode row is a sequence with one new token, or with a few new tokens, whose queries share one
+read of the keys. A row's keys are cut at multiples of TILE_KEYS into parts, whose sizes differ by at most one tile and
+do not exceed the maximum part size. That maximum is chosen for each forward pass by estimated time: small parts balance
+the load among CTAs, but each part has a fixed cost, and the parts of a row must be merged. The last bits of a row's
+result may depend on where its keys are cut, and so on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ IntArray = NDArray[np.int32]
 
 TILE_KEYS = 64
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
+MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
+MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
+MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
 # Costs in tiles, fitted to timings of 26 batches on an H200: the fixed cost of a part; the merge of one more partial
@@ -58,6 +61,40 @@ class WorkList:
         return self.data[HEADER_INTS + 4 * self.capacity :]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Decode rows of the kernel, in the order of their tokens."""
+
+    sequences: NDArray[np.int64]  # index of the row's sequence
+    context: IntArray  # keys before the row's tokens; for a later row of a sequence, these include new tokens
+    counts: IntArray  # number of new tokens; 0 for padding
+
+
+def max_row_queries(group: int) -> int:
+    """Return the number of queries that a decode row may have, for `group` query heads per KV head."""
+    return max(1, MAX_ROW_HEADS // group)
+
+
+def split_decode_rows(context: ArrayLike, counts: ArrayLike, max_queries: int) -> DecodeRows:
+    """Return decode rows of at most `max_queries` queries each for sequences with `counts` new tokens.
+
+    `context` has the number of keys of each sequence before its new tokens. A sequence without new tokens gets one row
+    without queries.
+    """
+    before, tokens = np.asarray(context, np.int32), np.asarray(counts, np.int32)
+    assert not len(tokens) or tokens.max() <= MAX_NEW_TOKENS, f"a sequence has more than {MAX_NEW_TOKENS} new tokens"
+    pieces = np.maximum(1, -(-tokens // max_queries))
+    sequences = np.repeat(np.arange(len(tokens)), pieces)
+    first = (np.arange(len(sequences)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_queries
+    row_counts = np.minimum(tokens[sequences] - first, max_queries)
+    return DecodeRows(sequences, (before[sequences] + first).astype(np.int32), row_counts.astype(np.int32))
+
+
+def ctas_per_sm(group: int, max_queries: int) -> int:
+    """Return how many CTAs an SM computes at the same time if rows have up to `max_queries` queries."""
+    return CTAS_PER_SM if group * max_queries <= MAX_HEADS_OF_SMALL_CTA else CTAS_PER_SM // 2
+
+
 def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     """Return an upper bound of the work items of `rows` rows of any lengths.
 
@@ -80,19 +117,20 @@ def plan_decode_work(
     *,
     overlaps_prefill: bool = False,
     part_tiles: int | None = None,
+    ctas_per_sm: int = CTAS_PER_SM,
 ) -> WorkList:
-    """Return the work items for rows that attend to `lengths` keys, including that of the new token.
+    """Return the work items for rows of `lengths` keys, including those of all new tokens of a row.
 
     A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
     same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size
-    for benchmarks.
+    for benchmarks. `ctas_per_sm`: see the function of this name.
     """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
     size = (
         PART_SIZES.index(part_tiles)
         if part_tiles
-        else _choose_part_size(tiles, kv_heads, CTAS_PER_SM * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP)
+        else _choose_part_size(tiles, kv_heads, ctas_per_sm * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP)
     )
     parts = -(-tiles // PART_SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only if `capacity` is less than `max_work_items`

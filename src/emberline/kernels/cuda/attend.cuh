@@ -1,8 +1,12 @@
 // attend: one warp's attention over its own 16 keys of a tile, with an online softmax. decode.cu fetches the tiles.
 //
-// The query heads of a KV head are the rows of 16-row fragments; the other rows are zero. HALVES: lane l has rows l / 4
-// (half 0) and l / 4 + 8 (half 1); up to 8 heads need only the first half. fp8 keys and values are converted to fp16
-// before the products, so queries and softmax weights are fp16 too; otherwise all are bf16.
+// The rows of 16-row fragments are the query heads of a KV head, for one query or for several, one query after the
+// other; the remaining rows are zero. HALVES: lane l has rows l / 4 (half 0) and l / 4 + 8 (half 1); up to 8 rows need
+// only the first half. fp8 keys and values are converted to fp16 before the products, so queries and softmax weights
+// are fp16 too; otherwise all are bf16.
+//
+// A row's sums do not depend on the other rows: mma computes each row by itself, and a key that is hidden from a row
+// has the weight 0 there and leaves the row's largest score unchanged.
 #pragma once
 #include "common.cuh"
 
@@ -10,14 +14,16 @@
 
 constexpr int TILE = 64, COMPUTE_WARPS = 4, WARP_KEYS = TILE / COMPUTE_WARPS;
 
-template <int HEAD_DIM_, int BYTES>
-struct Shape {  // sizes of a layer's cache
-  static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1;
+template <int HEAD_DIM_, int BYTES, int FRAGMENTS_, bool SEVERAL_>
+struct Shape {  // sizes of a layer's cache, number of fragments, and whether rows have several queries
+  static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1, FRAGMENTS = FRAGMENTS_;
+  static constexpr bool SEVERAL = SEVERAL_;
   static constexpr int ROW_BYTES = HEAD_DIM * BYTES, TILE_BYTES = TILE * ROW_BYTES;
   // Bytes of a row in one copy: the width of the swizzle.
   static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;
   static constexpr int BOX = LINE / BYTES;                        // columns of one copy
-  static constexpr int MAX_STAGES = (96 << 10) / (2 * TILE_BYTES), STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
+  static constexpr int MAX_STAGES = (96 << 10) / (2 * TILE_BYTES);
+  static constexpr int STAGES = FRAGMENTS * (MAX_STAGES < 6 ? MAX_STAGES : 6);
   static constexpr int STEPS = HEAD_DIM / 16;  // steps of 16 columns
 };
 
@@ -76,19 +82,16 @@ DEVICE u32 load_l2(const u32* at) {
   return v;
 }
 
-// Loads queries as fragments. With fp8 keys they are fp16, and columns 4j .. 4j+3 of 16 are permuted to 2j, 2j+1, 2j+8,
-// 2j+9, which matches the four bytes of keys that a lane holds.
-template <class S, int HALVES>
-DEVICE void load_queries(u32 (&q)[S::STEPS][4], const bf16* heads, int group, int lane) {
-  UNROLL for (int h = 0; h < 2; h++) {
-    int row = lane / 4 + 8 * h;
-    bool is_head = h < HALVES && row < group;
-    const u32* from = reinterpret_cast<const u32*>(heads + row * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
-    UNROLL for (int s = 0; s < S::STEPS; s++) {
-      u32 a = is_head ? load_l2(from + 8 * s) : 0, b = is_head ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
-      q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
-      q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;
-    }
+// Loads a query head as the lane's row in half `h` of a fragment, or zeros instead. With fp8 keys the queries are fp16,
+// and columns 4j .. 4j+3 of 16 are permuted to 2j, 2j+1, 2j+8, 2j+9, which matches the four bytes of keys that a lane
+// holds.
+template <class S>
+DEVICE void load_row(u32 (&q)[S::STEPS][4], int h, const bf16* heads, int head, bool is_head, int lane) {
+  const u32* from = reinterpret_cast<const u32*>(heads + head * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
+  UNROLL for (int s = 0; s < S::STEPS; s++) {
+    u32 a = is_head ? load_l2(from + 8 * s) : 0, b = is_head ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
+    q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
+    q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;
   }
 }
 
@@ -124,11 +127,27 @@ DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int w
     UNROLL for (int i = 0; i < 4; i++) s[t][i] += odd[t][i];
 }
 
-// Sets scores of keys outside [low, high) to -inf. `key`: the key of the lane's first score.
-DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high) {
+// What a lane's rows see of the keys outside [low, high), which are visible to all rows: nothing.
+struct SameForAllRows {};
+// A row sees `window` keys, the last of which is newest[half]. No window is 2^31 - 1.
+template <int HALVES>
+struct RowWindows {
+  u32 window;
+  int newest[HALVES];
+};
+
+// Sets scores of hidden keys to -inf. `key`: the key of the lane's first score.
+DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high, SameForAllRows) {
   UNROLL for (int i = 0; i < 8; i++) {
     int at = key + i / 4 * 8 + i % 2;
     if (at < low || at >= high) s[i / 4][i % 4] = minus_infinity();
+  }
+}
+template <int HALVES>
+DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high, const RowWindows<HALVES>& rows) {
+  UNROLL for (int i = 0; i < 8; i++) {
+    int at = key + i / 4 * 8 + i % 2, half = i % 4 / 2;
+    if (half < HALVES && u32(rows.newest[half] - at) >= rows.window) s[i / 4][i % 4] = minus_infinity();
   }
 }
 
@@ -180,13 +199,13 @@ DEVICE void add_values(State<S, HALVES>& state, const float (&s)[2][4], u32 tile
   }
 }
 
-// Adds one tile to the running sums. `key`: this warp's first key; only keys in [low, high) are visible.
-template <class S, int HALVES>
+// Adds one tile to the running sums. `key`: this warp's first key; the keys [low, high) are visible to all rows.
+template <class S, int HALVES, class Rows>
 DEVICE void attend(State<S, HALVES>& state, const u32 (&q)[S::STEPS][4], u32 keys, u32 values, int key, int low,
-                   int high, float scale, int warp, int lane) {
+                   int high, const Rows& rows, float scale, int warp, int lane) {
   float s[2][4];
   score<S>(s, q, keys, warp, lane);
-  if (key < low || key + WARP_KEYS > high) mask_scores(s, key + lane % 4 * 2, low, high);
+  if (key < low || key + WARP_KEYS > high) mask_scores(s, key + lane % 4 * 2, low, high, rows);
   update_softmax(state, s, scale);
   add_values(state, s, values, warp, lane);
 }

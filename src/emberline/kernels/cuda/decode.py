@@ -1,7 +1,8 @@
-"""decode_attention: attention of rows with one new token each over the paged KV cache.
+"""decode_attention: attention of rows with one or a few new tokens each over the paged KV cache.
 
-`decode.cu` has the kernel, and `worklist` splits the work. A row's result depends, bit for bit, only on its keys and on
-the positions at which the work list cuts them.
+`decode.cu` has the kernel, and `worklist` splits the work. All queries of a row share one read of its keys and values.
+The result of a query depends, bit for bit, only on its keys and on the positions at which the work list cuts them: it
+is the same if the query is a row of its own with the same cuts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, mak
 from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 
 FILE = "decode.cu"
-VARIANTS = tuple(f"decode<{dim}, {size}, {halves}>" for dim in (64, 128) for size in (1, 2) for halves in (1, 2))
-CTAS_PER_SM = 2
-COMPUTE_WARPS = 4
+# Query heads of a row for which a variant has space, and whether rows may have several queries.
+ROW_KINDS = ("8, false", "16, false", "8, true", "16, true", "32, true")
+VARIANTS = tuple(f"decode<{dim}, {size}, {rows}>" for dim in (64, 128) for size in (1, 2) for rows in ROW_KINDS)
+COMPUTE_WARPS = 4  # warps of a team, which computes up to 16 query heads
 WARP_KEYS = TILE_KEYS // COMPUTE_WARPS  # keys of a tile that each computing warp takes
-THREADS = 32 * (COMPUTE_WARPS + 1)
 MAX_GROUP_HEADS = 16  # query heads per KV head: the rows of an mma fragment
-RING_BYTES = 96 << 10
-MAX_STAGES = 6
+RING_BYTES = 96 << 10  # tiles in flight, per team
+MAX_STAGES = 6  # per team
 
 
 class DecodeTensorMaps:
@@ -70,15 +71,23 @@ class DeviceWorkList:
 class DecodeScratch:
     """Scratch memory of `decode_attention`: partial results, and counters that are zero between launches.
 
-    Launches that share this memory must not overlap.
+    It is enough for rows of up to `max_queries` queries each. Launches that share this memory must not overlap.
     """
 
     def __init__(
-        self, rows: int, capacity: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device
+        self,
+        rows: int,
+        capacity: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        *,
+        max_queries: int = 1,
     ) -> None:
-        self.rows, self.capacity, self.heads = rows, capacity, q_heads
-        self.partials = torch.empty(capacity, q_heads, head_dim, device=device)
-        self.max_and_sum = torch.empty(capacity, q_heads, 2, device=device)
+        self.rows, self.capacity, self.heads, self.max_queries = rows, capacity, q_heads, max_queries
+        self.partials = torch.empty(capacity, q_heads * max_queries, head_dim, device=device)
+        self.max_and_sum = torch.empty(capacity, q_heads * max_queries, 2, device=device)
         self.counters = torch.zeros(2 + rows * kv_heads, dtype=torch.int32, device=device)
 
 
@@ -91,6 +100,8 @@ class _DecodeArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("qkv_stride", "table_width", "block_shift", "group", "kv_heads")),
         *((name, ctypes.c_int) for name in ("window", "pdl", "beside_prefill")),
         ("scale", ctypes.c_float),
+        ("slot_rows", ctypes.c_int),
+        ("query_start", ctypes.c_void_p),
     )
 
 
@@ -124,16 +135,22 @@ def decode_attention(
     scratch: DecodeScratch,
     pdl: bool = True,
     overlaps_prefill: bool = False,
+    query_start: Tensor | None = None,
+    max_queries: int = 1,
 ) -> Tensor:
     """Write the attention of each row into `out` and return it.
 
-    Row b attends to the keys [0, context[b]], or to the last `window` of these keys. `work` must cover all of them; it
-    may also have been planned for longer rows or without the window, which only costs time.
+    If `max_queries` is 1, the only query of row b is token b. Otherwise the queries of row b are the tokens
+    [query_start[b], query_start[b + 1]), at most `max_queries` and possibly none. Query j of row b attends to the keys
+    [0, context[b] + j], or to the last `window` of these keys. `work` must cover all of them; it may also have been
+    planned for longer rows or without the window, which only costs time.
 
     With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
-    `work`, `block_tables`, `context` and all keys except the newest of each row. These must be written before the
-    first kernel that is launched with `pdl`. `overlaps_prefill` says that the preceding launch in the stream is
-    `prefill_attention` of the same forward pass, and that both run at the same time.
+    `work`, `block_tables`, `context`, `query_start` and all keys except the newest of each row. These must be written
+    before the first kernel that is launched with `pdl`. The newest keys are the last one, or the last
+    `worklist.MAX_NEW_TOKENS` if `max_queries` is more than 1. So the tokens of a sequence may be in several rows only
+    in the latter case. `overlaps_prefill` says that the preceding launch in the stream is `prefill_attention` of the
+    same forward pass, and that both run at the same time.
     """
     assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MAX_GROUP_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
@@ -141,22 +158,32 @@ def decode_attention(
     assert block_tables.dtype is context.dtype is torch.int32
     assert work.rows <= min(len(qkv), scratch.rows) and work.capacity <= scratch.capacity and q_heads == scratch.heads
     group = q_heads // kv_heads
+    assert 1 <= max_queries <= min(scratch.max_queries, worklist.max_row_queries(group))
+    if max_queries > 1:
+        assert query_start is not None and query_start.dtype is torch.int32 and len(query_start) == work.rows + 1
     arguments = _DecodeArguments(
         *(t.data_ptr() for t in (qkv, out, work.items, work.partial_starts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.max_and_sum, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cache_maps.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(pdl), int(overlaps_prefill), scale * math.log2(math.e)),
+        *(window, int(pdl), int(overlaps_prefill), scale * math.log2(math.e), max_queries * group),
+        None if query_start is None else query_start.data_ptr(),
     )
-    grid = min(CTAS_PER_SM * count_sms(qkv.device), work.capacity * kv_heads)
-    kernel = _get_kernel(head_dim, cache_maps.item_bytes, 1 if group <= 8 else 2)
-    kernel((grid, 1, 1), THREADS, (*cache_maps.maps, arguments), pdl=pdl)
+    ctas = worklist.ctas_per_sm(group, max_queries)
+    grid = min(ctas * count_sms(qkv.device), work.capacity * kv_heads)
+    kernel = _get_kernel(head_dim, cache_maps.item_bytes, group * max_queries, max_queries > 1)
+    threads = 32 * (COMPUTE_WARPS * _count_teams(group * max_queries) + 1)
+    kernel((grid, 1, 1), threads, (*cache_maps.maps, arguments), pdl=pdl)
     return out
 
 
-def shared_bytes(head_dim: int, item_bytes: int) -> int:
+def shared_bytes(head_dim: int, item_bytes: int, teams: int = 1) -> int:
     """Return the kernel's shared memory in bytes: tiles of keys and values, sums, barriers, work items."""
     stage = 2 * TILE_KEYS * head_dim * item_bytes
-    return stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896
+    return teams * (stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896)
+
+
+def _count_teams(row_heads: int) -> int:
+    return 1 if row_heads <= worklist.MAX_HEADS_OF_SMALL_CTA else 2
 
 
 @cache
@@ -174,7 +201,8 @@ def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
 
 
 @cache
-def _get_kernel(head_dim: int, item_bytes: int, halves: int) -> CudaKernel:
-    """Return the kernel of this shape. It is compiled on first use, because a model uses only one shape."""
-    variant = f"decode<{head_dim}, {item_bytes}, {halves}>"
-    return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))
+def _get_kernel(head_dim: int, item_bytes: int, row_heads: int, several: bool) -> CudaKernel:
+    """Return the kernel of this shape. It is compiled on first use, because a model uses only a few shapes."""
+    space = next(heads for heads in (8, 16, 32) if row_heads <= heads)
+    variant = f"decode<{head_dim}, {item_bytes}, {space}, {str(several).lower()}>"
+    return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes, _count_teams(row_heads)))

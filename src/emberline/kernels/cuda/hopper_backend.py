@@ -180,13 +180,15 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     """Compute attention of the plan's decode rows into `out`."""
     assert plan.decode_work is not None and plan.decode_scratch is not None
     qkv, layer, keys, values, metadata = inputs
-    rows_, maps, address = plan.decode_rows, plan.tensor_maps.decode, keys.data_ptr()
+    rows_, queries, maps, address = plan.decode_rows, plan.max_queries, plan.tensor_maps.decode, keys.data_ptr()
     if address not in maps:
         maps[address] = decode.DecodeTensorMaps(keys, values)
+    # The queries are the first tokens of the step. How many they are is known to the device only, by `query_start`.
     decode.decode_attention(
-        qkv[:rows_], maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work,
-        layer.scale, layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out[:rows_],
-        scratch=plan.decode_scratch, overlaps_prefill=overlaps_prefill,
+        qkv, maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work, layer.scale,
+        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out, scratch=plan.decode_scratch,
+        overlaps_prefill=overlaps_prefill, max_queries=queries,
+        query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
     )  # fmt: skip
 
 
