@@ -34,6 +34,15 @@ class DenseStack:
         assert len({weight.layout for layer in layers for weight in layer.weights}) == 1
         self.layers = tuple(layers)
         self.native = (NativeLayer * len(layers))(*map(_to_native_layer, layers))
+        self._parts: dict[tuple[int, int], DenseStack] = {}
+
+    def select_layers(self, begin: int, end: int) -> DenseStack:
+        """Return a stack of the layers [begin, end)."""
+        if (begin, end) == (0, len(self.layers)):
+            return self
+        if (begin, end) not in self._parts:
+            self._parts[begin, end] = DenseStack(self.layers[begin:end])
+        return self._parts[begin, end]
 
 
 def _to_native_layer(layer: DenseLayer) -> NativeLayer:

@@ -87,6 +87,10 @@ class OpBackend(ABC):
         return x
 
     @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Write the RMS norm of each row of x into `out`, whose rows may be parts of longer rows, and return it."""
+
+    @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
         """Add the output of the mixture-of-experts network to x in place and return x."""
 

@@ -58,6 +58,7 @@ __all__ = [
     "pack_linear",
     "paged_attention",
     "progress_count",
+    "rms_norm",
     "rope_and_cache",
     "run_dense_layers",
     "run_mixture",
@@ -142,6 +143,11 @@ def run_dense_layers(
 ) -> Tensor:
     """Run x through the stack's layers, overwriting x, and return `rows` of the last layer's output."""
     return backend_of(x).run_dense_layers(x, stack, keys, values, metadata, rows)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    """Write the RMS norm of each row of x into `out`, whose rows may be parts of longer rows, and return it."""
+    return backend_of(x).rms_norm(x, weight, eps, out)
 
 
 def run_mixture(x: Tensor, mixture: Mixture) -> Tensor:

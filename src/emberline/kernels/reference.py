@@ -54,6 +54,9 @@ class ReferenceBackend(OpBackend):
         y = F.linear(x, layer.weight.data, layer.bias)
         return _store_result(output.out, y) if output.add_to is None else output.add_to.add_(y)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return out.copy_(rms_norm(x, weight, eps))
+
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:

@@ -102,12 +102,25 @@ class DecoderModel:
         return ops.WeightUnpacker(order, same_rows, compute_stream, unpack_stream)
 
     def _run_stack(self, stack: ops.DenseStack, x: Tensor, batch: ForwardBatch) -> Tensor:
-        rows = torch.arange(len(x)) if batch.logit_rows is None else batch.logit_rows
-        return ops.run_dense_layers(x, stack, batch.keys, batch.values, batch.attention, rows)
+        all_rows = torch.arange(len(x))
+        rows = all_rows if batch.logit_rows is None else batch.logit_rows
+        capture, begin = batch.capture, 0
+        for end in () if capture is None else capture.layers:
+            if end > begin:
+                keys, values = batch.keys[begin:end], batch.values[begin:end]
+                x = ops.run_dense_layers(x, stack.select_layers(begin, end), keys, values, batch.attention, all_rows)
+            if capture is not None:
+                capture.copy_input(end, x)
+            begin = end
+        rest = stack.select_layers(begin, len(self.layers))
+        return ops.run_dense_layers(x, rest, batch.keys[begin:], batch.values[begin:], batch.attention, rows)
 
     def _run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         last = self.layers[-1]
-        for layer, keys, values in zip(self.layers, batch.keys.unbind(), batch.values.unbind(), strict=True):
+        parts = zip(self.layers, batch.keys.unbind(), batch.values.unbind(), strict=True)
+        for index, (layer, keys, values) in enumerate(parts):
+            if batch.capture is not None:
+                batch.capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
             x = layer.attention(x, keys, values, batch, batch.logit_rows if layer is last else None)
             if not len(x):

@@ -10,6 +10,20 @@ from emberline.kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenCapture:
+    """Where a forward pass copies hidden states for a draft model that continues from them."""
+
+    layers: tuple[int, ...]  # ascending; the input of each of these layers is copied
+    out: Tensor  # [at least T, len(layers) * hidden]: for each token, the inputs of these layers side by side
+
+    def copy_input(self, layer: int, x: Tensor) -> None:
+        """Copy the input of a layer if it is one of `layers`."""
+        if layer in self.layers:
+            width, at = x.shape[1], self.layers.index(layer)
+            self.out[: len(x), at * width : (at + 1) * width].copy_(x)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The T new tokens of all requests of a forward pass, and the KV cache that it reads and writes."""
 
@@ -20,3 +34,4 @@ class ForwardBatch:
     values: Tensor
     plan: ops.AttentionPlan | None = None  # how the attention is split into work for a GPU
     unpacker: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed
+    capture: HiddenCapture | None = None

@@ -85,6 +85,9 @@ class HopperBackend(OpBackend):
             y = _matmul(x, rows_) if bias is None else F.linear(x, rows_, bias.to(x.dtype))
         return y if out is None else out.copy_(y)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return norm.rms_norm(x, weight, eps, out, pdl=True)
+
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
