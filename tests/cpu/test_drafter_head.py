@@ -162,6 +162,6 @@ def test_default_sizes() -> None:
     assert default_layer_ids(30) == (2, 15, 27) and default_layer_ids(7) == (2, 3, 4)
     for layers in range(1, 40):
         ids = default_layer_ids(layers)
-        assert sorted(ids) == list(ids) and 0 <= ids[0] and ids[-1] < layers
+        assert sorted(ids) == list(ids) and ids[0] >= 0 and ids[-1] < layers
         assert layers < 3 or len(set(ids)) == 3
     assert [default_draft_vocab(size) for size in (131, 49152, 128256)] == [131, 16384, 32000]

@@ -27,7 +27,7 @@ from emberline.drafter.vocabulary import DraftVocabulary
 from emberline.engine.llm import LLM
 from emberline.models.loader import load_decoder
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
 SMALL = ["--max-prompt=24", "--max-answer=20", "--passes=3", "--draft-vocab=64", "--batch-tokens=128", "--quiet"]
 
 
@@ -177,7 +177,7 @@ def test_batches_hold_every_answer_once() -> None:
     answers = [Answer(np.zeros(size, np.int32), 1, 0.0) for size in range(10, 60)]
     for epoch in (0, 1):
         batches = order_batches(answers, 200, 5, epoch)
-        assert sorted(sum(batches, [])) == list(range(50))
+        assert sorted(index for each in batches for index in each) == list(range(50))
         assert all(len(each) * max(10 + index for index in each) <= 200 for each in batches)
     assert order_batches(answers, 200, 5, 0) != order_batches(answers, 200, 5, 1)
     assert order_batches(answers, 200, 5, 1) == order_batches(answers, 200, 5, 1)

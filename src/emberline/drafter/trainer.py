@@ -55,7 +55,7 @@ class HeadTrainer:
         batch = make_batch(answers, self.target, self.settings.passes, self.vocabulary)
         loss, metrics = self._compute_loss(batch)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
         self.step += 1
@@ -89,7 +89,7 @@ class HeadTrainer:
 
     def _initialize_head(self) -> None:
         """Set the head's first weights from the seed, the target's LM head and the states of the first answers."""
-        tokens, first = 0, []
+        tokens, first = 0, list[Answer]()
         for each in self._answers:
             if first and tokens + len(each.tokens) > self.settings.batch_tokens:
                 break
