@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from emberline.core.errors import ModelFileError
+from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.drafter.checkpoint import read_head, write_head
-from emberline.drafter.head import Eagle3Head
+from emberline.drafter.head import TrainableHead
 from emberline.drafter.head_config import HeadConfig, default_draft_vocab, default_layer_ids
 from emberline.drafter.target import TargetStates
 from emberline.drafter.vocabulary import DraftVocabulary
@@ -24,9 +24,9 @@ CONFIG = HeadConfig.for_model(ModelConfig.from_hf(tiny.CONFIGS["llama"]), 40)
 LENGTH, PASSES = 11, 4
 
 
-def random_head(seed: int = 0) -> Eagle3Head:
+def random_head(seed: int = 0) -> TrainableHead:
     torch.manual_seed(seed)
-    head = Eagle3Head(CONFIG)
+    head = TrainableHead(CONFIG)
     with torch.no_grad():
         for weight in head.parameters():
             weight.copy_(1 + 0.2 * torch.randn_like(weight) if weight.dim() == 1 else torch.randn_like(weight) * 0.15)
@@ -89,7 +89,7 @@ def test_unrolled_passes_equal_drafting_token_by_token() -> None:
                 if number:
                     x = stepwise.forward(x, embedded[root + 1 + number], root + number)
                 torch.testing.assert_close(outputs[number][0, root], x, rtol=1e-4, atol=1e-5)
-        expected = head.lm_head.weight @ stepwise.norm("norm", x) if (stepwise.weights) else None
+        expected = head.lm_head.weight @ stepwise.norm("norm", x)
         torch.testing.assert_close(head.logits(outputs[-1][0, LENGTH - PASSES - 1]), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -160,8 +160,9 @@ def test_damaged_checkpoint(tmp_path: Path) -> None:
 
 def test_default_sizes() -> None:
     assert default_layer_ids(30) == (2, 15, 27) and default_layer_ids(7) == (2, 3, 4)
-    for layers in range(1, 40):
+    for layers in range(3, 40):
         ids = default_layer_ids(layers)
-        assert sorted(ids) == list(ids) and ids[0] >= 0 and ids[-1] < layers
-        assert layers < 3 or len(set(ids)) == 3
+        assert 0 <= ids[0] < ids[1] < ids[2] < layers
+    with pytest.raises(UnsupportedModel, match="at least 3 layers, not 2"):
+        default_layer_ids(2)
     assert [default_draft_vocab(size) for size in (131, 49152, 128256)] == [131, 16384, 32000]

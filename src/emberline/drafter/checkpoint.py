@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from emberline.core.errors import ModelFileError
 from emberline.core.jsonfile import read_object
-from emberline.drafter.head import Eagle3Head
+from emberline.drafter.head import TrainableHead
 from emberline.drafter.head_config import HeadConfig
 from emberline.drafter.vocabulary import DraftVocabulary
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
-def write_head(directory: Path, head: Eagle3Head, vocabulary: DraftVocabulary) -> None:
+def write_head(directory: Path, head: TrainableHead, vocabulary: DraftVocabulary) -> None:
     """Write the checkpoint. Each file appears complete or not at all."""
     weights = {name: each.detach().to("cpu", torch.bfloat16).contiguous() for name, each in head.state_dict().items()}
     weights |= {"d2t": torch.from_numpy(vocabulary.d2t), "t2d": torch.from_numpy(vocabulary.t2d)}
@@ -35,7 +35,7 @@ def write_head(directory: Path, head: Eagle3Head, vocabulary: DraftVocabulary) -
     write_json(directory / CONFIG_FILE, head.config.to_json())
 
 
-def read_head(directory: Path) -> tuple[Eagle3Head, DraftVocabulary]:
+def read_head(directory: Path) -> tuple[TrainableHead, DraftVocabulary]:
     """Return the head of a checkpoint with float32 weights on the CPU. Raise ModelFileError if it is damaged."""
     config = HeadConfig.from_json(read_object(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
     file = directory / WEIGHTS_FILE
@@ -49,7 +49,7 @@ def read_head(directory: Path) -> tuple[Eagle3Head, DraftVocabulary]:
             raise ModelFileError(f"{file} must have a tensor {name} of shape {list(shape)}")
     ids = tensors.pop("d2t").numpy() + np.arange(config.draft_vocab)
     tensors.pop("t2d")
-    head = Eagle3Head(config)
+    head = TrainableHead(config)
     head.load_state_dict({name: tensors[name].float() for name in config.tensor_shapes()})
     return head, DraftVocabulary(ids, config.vocab)
 

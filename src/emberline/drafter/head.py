@@ -1,4 +1,4 @@
-"""Eagle3Head: one decoder layer that drafts tokens from hidden states of the target model.
+"""TrainableHead: an EAGLE-3 head in torch, one decoder layer that drafts tokens from hidden states of the target model.
 
 In the first pass, position i gets the target's hidden states at i and the embedding of token i + 1, and predicts token
 i + 2. Each later pass predicts one token more: it gets the output of the pass before in place of hidden states.
@@ -99,7 +99,7 @@ class HeadLayer(nn.Module):
         return out
 
 
-class Eagle3Head(nn.Module):
+class TrainableHead(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
@@ -113,7 +113,7 @@ class Eagle3Head(nn.Module):
 
         `input_rms`: root mean square of each of the target's hidden states, by which the columns of `fc` are divided,
         because the states of different layers differ in size. `output_rows`, `output_norm`: the target's own LM head
-        for the draft vocabulary, and its norm."""
+        for the draft vocabulary, and its norm, which is scaled so that the first logits have a variance of 1."""
         random = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, weight in self.named_parameters():
@@ -123,7 +123,8 @@ class Eagle3Head(nn.Module):
                     weight.copy_(noise * (scale * weight.shape[1] ** -0.5))
             self.fc.weight.div_(input_rms.to(self.fc.weight.device).clamp_min(1e-6))
             self.lm_head.weight.copy_(output_rows)
-            self.norm.weight.copy_(output_norm)
+            variance = (self.lm_head.weight * output_norm).square().sum(1).mean()
+            self.norm.weight.copy_(output_norm * torch.rsqrt(variance))
 
     def unroll(self, hidden: Tensor, embedded: Tensor, passes: int) -> list[Tensor]:
         """Return the output of each pass, [batch, rows, hidden], before the norm.

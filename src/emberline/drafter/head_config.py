@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.core.errors import ModelFileError
+from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.models.config import ModelConfig
 from emberline.models.fields import ConfigFields
 
@@ -109,10 +109,12 @@ class HeadConfig:
 
 
 def default_layer_ids(layers: int) -> tuple[int, ...]:
-    """Return the layers of a target whose inputs a head reads: an early, a middle and a late one, ascending."""
-    if layers > 6:
-        return 2, layers // 2, layers - 3
-    return 0, (layers - 1) // 2, layers - 1
+    """Return the layers of a target whose inputs a head reads: an early, a middle and a late one."""
+    if layers < 3:
+        hint = "use a drafter of another kind"
+        raise UnsupportedModel(f"an EAGLE-3 head needs a model with at least 3 layers, not {layers}", hint=hint)
+    early, middle, late = 2, layers // 2, layers - 3
+    return (early, middle, late) if early < middle < late else (0, layers // 2, layers - 1)
 
 
 def default_draft_vocab(vocab: int) -> int:

@@ -14,7 +14,7 @@ from emberline.drafter.settings import TrainingSettings
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
-GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 16384, 1024
+GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 8192, 1024
 GPU_ROUND_PROMPTS, CPU_ROUND_PROMPTS = 4096, 64
 GPU_RUNNING_REQUESTS, CPU_RUNNING_REQUESTS = 256, 64
 ADAM_BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments

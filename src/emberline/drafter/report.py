@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from emberline.drafter.batches import make_batch, order_batches, target_span
-from emberline.drafter.head import Eagle3Head
+from emberline.drafter.head import TrainableHead
 from emberline.drafter.sequences import Answer
 from emberline.drafter.target import TargetStates
 from emberline.drafter.trainer import compute_in_bfloat16
@@ -23,7 +23,7 @@ DRAFT_LENGTH = 4
 
 
 def measure_acceptance(
-    head: Eagle3Head, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer], batch_tokens: int
+    head: TrainableHead, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer], batch_tokens: int
 ) -> dict[str, Any]:
     """Return the acceptance for greedy and for sampled answers, as a report for report.json."""
     accepted: dict[int, np.ndarray] = {}
@@ -60,7 +60,7 @@ def acceptance_length(rates: Sequence[float]) -> float:
 
 
 def _count_accepted(
-    head: Eagle3Head, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer]
+    head: TrainableHead, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer]
 ) -> list[np.ndarray]:
     """Return, for each answer, how many tokens of the draft at each of its positions are accepted.
 

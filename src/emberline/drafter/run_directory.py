@@ -23,12 +23,15 @@ FORMAT_VERSION = 1
 
 class RunDirectory:
     def __init__(self, path: Path) -> None:
-        """Open a new or an earlier run. Raise InvalidRequest if the directory contains other files."""
+        """Open a new or an earlier run. Raise InvalidRequest if the directory contains other files.
+
+        A new run may find `data` of another run, copied there to train again with other settings."""
         self.path = path
         self._settings_file, self._state_file = path / "training.json", path / "state.pt"
         if path.exists() and not path.is_dir():
             raise InvalidRequest(f"{path} is not a directory", param="out", hint="choose another --out")
-        if path.is_dir() and not self._settings_file.exists() and any(path.iterdir()):
+        has_run = self._settings_file.exists()
+        if path.is_dir() and not has_run and any(each != self.data for each in path.iterdir()):
             message = f"{path} has files, but no training.json of an earlier training"
             raise InvalidRequest(message, param="out", hint="choose an empty or a new directory as --out")
         self.stored = read_object_if_exists(self._settings_file) or None

@@ -11,7 +11,7 @@ import numpy as np
 
 from emberline.core.errors import ModelFileError
 
-HELD_OUT_STRIDE = 50  # every 50th sequence is not trained on, but used for the report
+HELD_OUT_STRIDE = 51  # every 51st answer is used for the report only; odd, since temperatures repeat every 4 answers
 MAX_HELD_OUT_SEQUENCES = 400
 ARRAY_NAMES = ("tokens", "ends", "prompt_lengths", "temperatures")
 

@@ -30,7 +30,7 @@ class TrainingSettings:
     passes: int = option(5, "Passes of the head that are trained, each of which drafts one token more.")
     epochs: int = option(3, "Times that each answer is used.")
     max_steps: int = option(0, "Maximum training steps; 0: as many as --epochs needs.")
-    batch_tokens: int = option(0, "Tokens of a training step.", default_text="16384 on a GPU, 1024 on a CPU")
+    batch_tokens: int = option(0, "Tokens of a training step.", default_text="8192 on a GPU, 1024 on a CPU")
     learning_rate: float = option(1e-3, "Highest learning rate, after the warm-up.")
     round_prompts: int = option(
         0, "Prompts answered between two saves of the data.", default_text="4096 on a GPU, 64 on a CPU"

@@ -1,4 +1,4 @@
-"""StopSignal: lets a loop end between two steps when the process gets SIGINT or SIGTERM."""
+"""StopSignal: lets a loop end between two steps when the process gets SIGINT, SIGTERM or SIGHUP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class StopSignal:
-    """A context in which the first SIGINT or SIGTERM only sets `is_requested`; a second one acts as before."""
+    """A context in which the first of these signals only sets `is_requested`; a second one acts as before."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -17,8 +17,9 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # only there can handlers be set
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._request)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from emberline.drafter.batches import TrainingBatch, make_batch, order_batches, target_span
-from emberline.drafter.head import Eagle3Head
+from emberline.drafter.head import TrainableHead
 from emberline.drafter.head_config import HeadConfig
 from emberline.drafter.sequences import Answer
 from emberline.drafter.settings import TrainingSettings
@@ -36,7 +36,7 @@ class HeadTrainer:
     ) -> None:
         self.target, self.vocabulary, self.settings = target, vocabulary, settings
         self._answers = answers
-        self.head = Eagle3Head(config).to(target.device)
+        self.head = TrainableHead(config).to(target.device)
         self._initialize_head()
         self._optimizer = torch.optim.AdamW(
             self.head.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
+from emberline.core.config import core_count
 from emberline.core.errors import InvalidRequest
 from emberline.drafter.checkpoint import read_head, write_head
 from emberline.drafter.generation import generate_answers
@@ -28,7 +31,7 @@ def train_drafter(
     """Train a head for a model, or continue an interrupted run, and return its acceptance report.
 
     `model`: a name that `emberline pull` accepts. `save_steps`: steps between two saves of the training state. Raise
-    KeyboardInterrupt after a SIGINT or SIGTERM, when the state is saved."""
+    KeyboardInterrupt after a signal to stop, when the state is saved."""
     with LLM(model, **plan.engine_settings) as llm:
         target_model = llm.engine.runner.model  # type: ignore[attr-defined]
         run.begin(model, target_model.fingerprint, plan.settings.to_json())
@@ -67,6 +70,8 @@ def _train(
     save_steps: int,
 ) -> dict[str, Any]:
     settings = plan.settings
+    if not plan.on_gpu:
+        torch.set_num_threads(core_count())  # the engine uses only one of torch's
     answers, held_out = data.split_held_out(max(settings.passes, DRAFT_LENGTH) + 2)
     if not answers or not held_out:
         message = f"the data has {len(data.answers)} answers, too few or too short ones for training"
