@@ -15,7 +15,7 @@ from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 
 from emberline.cli.__main__ import main
 from emberline.core.params import SamplingParams
-from emberline.drafter.batches import make_batch, order_batches
+from emberline.drafter.batches import make_batch, make_reducer, order_batches
 from emberline.drafter.checkpoint import read_head
 from emberline.drafter.head_config import HeadConfig
 from emberline.drafter.report import acceptance_length, measure_acceptance
@@ -162,7 +162,7 @@ def test_rows_of_passes(tmp_path: Path) -> None:
     target = TargetStates(decoder, (0, 1, 2), 64)
     answers = [Answer(np.arange(20, 20 + size, dtype=np.int32), prompt, 0.0) for size, prompt in ((9, 3), (12, 7))]
     vocabulary = DraftVocabulary(np.arange(0, 131, 2), 131)
-    batch = make_batch(answers, target, 3, vocabulary)
+    batch = make_batch(answers, target, 3, make_reducer(vocabulary, target.device))
     assert batch.hidden.shape == (2, 12, 3 * 48) and batch.probabilities is not None
     assert batch.probabilities.shape == (5 + 4, 66) and torch.allclose(batch.probabilities.sum(1), torch.ones(9))
     for number, rows in enumerate(batch.passes):

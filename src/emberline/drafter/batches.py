@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from emberline.drafter.sequences import Answer
-from emberline.drafter.target import TargetStates
+from emberline.drafter.target import TargetStates, copy_to_device
 from emberline.drafter.vocabulary import DraftVocabulary
+
+LogitsReducer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,13 @@ def order_batches(answers: Sequence[Answer], batch_tokens: int, seed: int, epoch
 
 
 def make_batch(
-    answers: Sequence[Answer], target: TargetStates, passes: int, vocabulary: DraftVocabulary | None
+    answers: Sequence[Answer], target: TargetStates, passes: int, reduce: LogitsReducer | None
 ) -> TrainingBatch:
     """Compute the batch's tensors with the target model.
 
-    `vocabulary`: the draft vocabulary to which the target's distributions are restricted; None: they are not needed."""
+    `reduce`: restricts the target's distributions to the draft vocabulary; None: they are not needed."""
     device, rows = target.device, max(len(each.tokens) for each in answers)
     spans = [target_span(each) for each in answers]
-    reduce = None if vocabulary is None else _make_reducer(vocabulary, device)
     states: list[Tensor] = []
     reduced: list[tuple[Tensor, Tensor]] = []
     for hidden, logits in target.compute([each.tokens for each in answers], spans):
@@ -74,18 +75,18 @@ def make_batch(
         if reduce is not None:
             reduced.append(reduce(logits))
     position = np.concatenate([np.arange(len(each.tokens)) + row * rows for row, each in enumerate(answers)])
-    place = torch.from_numpy(position).to(device)
+    place = copy_to_device(position, device)
     padded = states[0].new_zeros(len(answers) * rows, states[0].shape[1])
     padded[place] = torch.cat(states)
-    tokens = torch.from_numpy(np.concatenate([each.tokens for each in answers]).astype(np.int64)).to(device)
-    embeddings = target.embed(tokens)
+    tokens = np.concatenate([each.tokens for each in answers]).astype(np.int64)
+    embeddings = target.embed(copy_to_device(tokens, device))
     embedded = embeddings.new_zeros(len(answers) * rows, embeddings.shape[1])
     embedded[place] = embeddings
     following = np.concatenate([each.tokens[each.prompt_length + 1 :] for each in answers])
     return TrainingBatch(
         hidden=padded.view(len(answers), rows, -1),
         embedded=embedded.view(len(answers), rows, -1),
-        next_tokens=torch.from_numpy(following.astype(np.int64)).to(device),
+        next_tokens=copy_to_device(following.astype(np.int64), device),
         passes=[_rows_of_pass(spans, rows, number, device) for number in range(passes)],
         probabilities=torch.cat([p for p, _ in reduced]) if reduced else None,
         is_drafted=torch.cat([d for _, d in reduced]) if reduced else None,
@@ -99,14 +100,14 @@ def _rows_of_pass(spans: Sequence[range], rows: int, number: int, device: torch.
         targets.append(first + used - span.start)
         drafts.append(row * rows + used - 1 - number)
         first += len(span)
-    return PassRows(*(torch.from_numpy(np.concatenate(each)).to(device) for each in (drafts, targets)))
+    return PassRows(*(copy_to_device(np.concatenate(each), device) for each in (drafts, targets)))
 
 
-def _make_reducer(vocabulary: DraftVocabulary, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def make_reducer(vocabulary: DraftVocabulary, device: torch.device) -> LogitsReducer:
     """Return a function of logits [S, vocab].
 
     It returns the distributions over the draft vocabulary, and whether the most probable token is in it."""
-    ids, contained = torch.from_numpy(vocabulary.ids).to(device), torch.from_numpy(vocabulary.t2d).to(device)
+    ids, contained = (copy_to_device(each, device) for each in (vocabulary.ids, vocabulary.t2d))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def reduce(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from emberline.drafter.batches import make_batch, order_batches, target_span
 from emberline.drafter.head import TrainableHead
 from emberline.drafter.sequences import Answer
-from emberline.drafter.target import TargetStates
+from emberline.drafter.target import TargetStates, copy_to_device
 from emberline.drafter.trainer import compute_in_bfloat16
 from emberline.drafter.vocabulary import DraftVocabulary
 
@@ -65,7 +65,7 @@ def _count_accepted(
     """Return, for each answer, how many tokens of the draft at each of its positions are accepted.
 
     Positions with fewer than DRAFT_LENGTH tokens behind them are left out."""
-    ids = torch.from_numpy(vocabulary.ids).to(target.device)
+    ids = copy_to_device(vocabulary.ids, target.device)
     batch = make_batch(answers, target, DRAFT_LENGTH, None)
     with torch.no_grad(), compute_in_bfloat16(target.device):
         outputs = head.unroll(batch.hidden, batch.embedded, DRAFT_LENGTH)

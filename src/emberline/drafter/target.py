@@ -111,4 +111,10 @@ class TargetStates:
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return copy_to_device(array, self.device)
+
+
+def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a copy of the array on the device. The host does not wait for work that the device has still to do."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()

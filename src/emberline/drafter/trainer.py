@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.drafter.batches import TrainingBatch, make_batch, order_batches, target_span
+from emberline.drafter.batches import TrainingBatch, make_batch, make_reducer, order_batches, target_span
 from emberline.drafter.head import TrainableHead
 from emberline.drafter.head_config import HeadConfig
 from emberline.drafter.sequences import Answer
 from emberline.drafter.settings import TrainingSettings
-from emberline.drafter.target import TargetStates
+from emberline.drafter.target import TargetStates, copy_to_device
 from emberline.drafter.vocabulary import DraftVocabulary
 
 PASS_WEIGHT_DECAY = 0.8  # weight of a pass's loss relative to that of the pass before
@@ -36,10 +36,16 @@ class HeadTrainer:
     ) -> None:
         self.target, self.vocabulary, self.settings = target, vocabulary, settings
         self._answers = answers
+        self._reduce = make_reducer(vocabulary, target.device)
+        self._draft_ids = copy_to_device(vocabulary.ids, target.device)
         self.head = TrainableHead(config).to(target.device)
         self._initialize_head()
         self._optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.head.parameters(),
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            fused=target.device.type == "cuda",
         )
         self.step = 0
         self._epoch_batches: tuple[int, list[list[int]]] = (-1, [])
@@ -52,7 +58,7 @@ class HeadTrainer:
         answers = self._answers_of(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate_of(self.step)
-        batch = make_batch(answers, self.target, self.settings.passes, self.vocabulary)
+        batch = make_batch(answers, self.target, self.settings.passes, self._reduce)
         loss, metrics = self._compute_loss(batch)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -72,7 +78,6 @@ class HeadTrainer:
     def _compute_loss(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Return the loss, and the share of drafted tokens of each pass that equal those of the data."""
         assert batch.probabilities is not None and batch.is_drafted is not None
-        ids = torch.from_numpy(self.vocabulary.ids).to(self.target.device)
         total, matches = batch.hidden.new_zeros((), dtype=torch.float32), []
         with compute_in_bfloat16(self.target.device):
             outputs = self.head.unroll(batch.hidden, batch.embedded, len(batch.passes))
@@ -83,7 +88,7 @@ class HeadTrainer:
                 errors = -(wanted * logits.log_softmax(-1)).sum(-1)
                 mean = (errors * counted).sum() / counted.sum().clamp_min(1)
                 total = total + PASS_WEIGHT_DECAY**number * mean
-                drafted = ids[logits.detach().argmax(-1)]
+                drafted = self._draft_ids[logits.detach().argmax(-1)]
                 matches.append((drafted == batch.next_tokens.index_select(0, rows.targets)).float().mean())
         return total, torch.stack(matches)
 
@@ -100,10 +105,10 @@ class HeadTrainer:
             [states for states, _ in self.target.compute([each.tokens for each in first], spans)]
         ).float()
         starts = np.cumsum([0] + [len(each.tokens) for each in first[:-1]])
-        hidden[torch.from_numpy(starts).to(hidden.device)] = 0  # first tokens have states of extreme size
+        hidden[copy_to_device(starts, hidden.device)] = 0  # first tokens have states of extreme size
         width = self.head.config.hidden
         by_layer = hidden.view(len(hidden), -1, width).square().mean((0, 2)).sqrt()
-        rows = self.target.output_rows(torch.from_numpy(self.vocabulary.ids).to(self.target.device))
+        rows = self.target.output_rows(self._draft_ids)
         norm = self.target.model.head.norm
         assert norm is not None
         self.head.initialize(self.settings.seed, by_layer.repeat_interleave(width), rows, norm)
