@@ -130,7 +130,9 @@ def test_overfitting_raises_acceptance(tmp_path: Path) -> None:
     decoder = load_decoder(tiny.write(tmp_path, "llama"), "float32")
     random = np.random.default_rng(3)
     answers = [Answer(random.integers(0, 131, 40).astype(np.int32), 6, 0.0) for _ in range(2)] * 2
-    settings = TrainingSettings(max_prompt=8, max_answer=40, draft_vocab=131, epochs=200, batch_tokens=160, passes=4)
+    settings = TrainingSettings(
+        max_prompt=8, max_answer=40, draft_vocab=131, epochs=80, batch_tokens=160, passes=4, learning_rate=5e-3
+    )
     vocabulary = DraftVocabulary.choose(answers, 131, 131, [2])
     head_config = HeadConfig.for_model(decoder.config, 131)
     target = TargetStates(decoder, head_config.layer_ids, 64)

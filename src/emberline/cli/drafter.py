@@ -9,7 +9,7 @@ from emberline.cli.interrupt import interrupt_on_termination
 from emberline.cli.options import add_options, given_options
 from emberline.core.engine_config import DEVICES
 from emberline.drafter.settings import TrainingSettings
-from emberline.hub.source import ALIASES, resolve_model
+from emberline.hub.source import resolve_model
 
 DEFAULT_SAVE_STEPS = 200
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     help_ = "Train an EAGLE-3 head from the model's own output. A run that was interrupted is continued."
     train = kinds.add_parser("train", help=help_, description=help_)
-    train.add_argument("model", metavar="MODEL", help=f"Model: {', '.join(ALIASES)}, hf:org/name, a directory or file.")
+    train.add_argument("model", metavar="MODEL", help="Model: smollm2, hf:org/name, a directory or a .gguf file.")
     train.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="Directory for the drafter, its data and its state."
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,10 +30,11 @@ class FilePrompts:
     llm: LLM
     settings: TrainingSettings
     path: Path
+    lines: list[tuple[int, dict[str, Any]]]  # line numbers and their JSON objects
 
     def next_round(self, number: int, known: set[tuple[int, ...]]) -> list[list[int]] | None:
         first = number * self.settings.round_prompts
-        lines = list(islice(_read_lines(self.path), first, first + self.settings.round_prompts))
+        lines = self.lines[first : first + self.settings.round_prompts]
         prompts = dict.fromkeys(tuple(self._encode(values, line)) for line, values in lines)
         wanted = [list(ids) for ids in prompts if len(ids) <= self.settings.max_prompt and ids not in known]
         return wanted if lines else None
@@ -102,9 +102,7 @@ class EmptyPrompts:
 def choose_prompt_source(llm: LLM, settings: TrainingSettings, first_token: int) -> PromptSource:
     if settings.prompts is not None:
         path = Path(settings.prompts)
-        for _ in _read_lines(path):  # an error in the file is found before anything is generated
-            pass
-        return FilePrompts(llm, settings, path)
+        return FilePrompts(llm, settings, path, list(_read_lines(path)))
     if llm.template is not None:
         return MadeUpPrompts.for_template(llm, settings)
     return EmptyPrompts(settings, first_token)

@@ -55,6 +55,7 @@ class TrainingSettings:
 
         `given`: settings from the command line. `stored`: those of an earlier run in the same directory, which this run
         continues; raise InvalidRequest if one differs. `defaults`: the defaults of model and device."""
+        given = {name: value for name, value in given.items() if value or name not in defaults}  # 0: the default
         if stored is None:
             return TrainingSettings(**(defaults | given))
         names = {each.name for each in fields(TrainingSettings)}
