@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,13 +45,25 @@ def train_drafter(
         source = choose_prompt_source(llm, plan.settings, plan.first_token)
         generate_answers(llm, source, plan.settings, data, lambda *facts: _show_data(progress, plan, *facts))
         generated = time.perf_counter()
-        report = _train(target_model, plan, run, data, progress, save_steps)
+        with _all_torch_threads():
+            report = _train(target_model, plan, run, data, progress, save_steps)
         report["seconds"] = {
             "data": round(generated - began, 1),
             "training": round(time.perf_counter() - generated, 1),
         }
         run.finish(report)
         return report
+
+
+@contextmanager
+def _all_torch_threads() -> Iterator[None]:
+    """Let torch use all cores, because an engine on a CPU leaves it only one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(core_count())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _show_data(progress: TrainingProgress, plan: TrainingPlan, data: AnswerSet, tokens_per_second: float) -> None:
@@ -70,8 +84,6 @@ def _train(
     save_steps: int,
 ) -> dict[str, Any]:
     settings = plan.settings
-    if not plan.on_gpu:
-        torch.set_num_threads(core_count())  # the engine uses only one of torch's
     answers, held_out = data.split_held_out(max(settings.passes, DRAFT_LENGTH) + 2)
     if not answers or not held_out:
         message = f"the data has {len(data.answers)} answers, too few or too short ones for training"
