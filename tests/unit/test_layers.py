@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "wire": {"core"},
     "api": {"core", "tokens", "wire"},
     "engine": {"core", "tokens", "kv", "kernels", "models", "hub.source", "hub.checkpoint"},
+    "drafter": {"core", "tokens", "kv", "kernels", "models", "hub", "engine"},
     "net": {"core"},
     "trace": {"core", "net"},
     "cluster": {"core", "net"},
@@ -72,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "unweight",
         "sim",
         "chaos",
+        "drafter",
     },
 }
 

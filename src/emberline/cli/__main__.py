@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "Chat with a running server in the terminal.",
     "pull": "Download a model into the cache.",
     "unweight": "Pack a model's weights losslessly, unpack or verify them, show the savings.",
+    "drafter": "Train a drafter for speculative decoding.",
     "bench": "Measure this machine, the engine, its peers, or a server.",
     "doctor": "Check this machine: what it supports, what is missing, whether a model fits.",
 }

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded, UnsupportedModel
+from emberline.core.errors import EmberlineError, EngineUnavailable, InvalidRequest, Overloaded, UnsupportedModel
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -78,25 +78,26 @@ class LLM:
     def generate(
         self,
         prompts: str | list[int] | Sequence[str | list[int]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
     ) -> list[Completion]:
         """Complete all prompts in one batch; return params.n completions of each prompt, in order.
 
-        A prompt is text or a list of token ids. Raises EmberlineError if a prompt cannot be completed."""
+        A prompt is text or a list of token ids. `params` are those of all prompts, or a sequence with those of each
+        prompt. Raises EmberlineError if a prompt cannot be completed."""
         if self._closed:
             raise EngineUnavailable("this LLM object was closed", hint="create a new LLM")
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
-        params = params or SamplingParams()
-        if params.grammar is not None:
-            self._guard.check(params.grammar, param="grammar")
+        params_of = _params_of_each(params, len(many))
+        for grammar in {each.grammar for each in params_of if each.grammar is not None}:
+            self._guard.check(grammar, param="grammar")
         jobs: OpenCompletions = {}
-        bar = _ProgressBar(len(many) * params.n, enabled=progress and sys.stderr.isatty())
+        bar = _ProgressBar(sum(each.n for each in params_of), enabled=progress and sys.stderr.isatty())
         try:
-            for i, prompt in enumerate(many):
-                self._submit(i, prompt, params, jobs, bar)
+            for i, (prompt, each) in enumerate(zip(many, params_of, strict=True)):
+                self._submit(i, prompt, each, jobs, bar)
             while not self.engine.idle:
                 self._run_step(jobs, bar)
             bar.close()
@@ -167,6 +168,14 @@ class LLM:
         elif output.finish is not None:
             completion.text += detokenizer.flush()
             completion.finish_reason = output.finish.value
+
+
+def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * prompts
+    if len(params) != prompts:
+        raise InvalidRequest(f"params has {len(params)} elements; it must have one for each of {prompts} prompts")
+    return params
 
 
 def _load_template(directory: Path) -> ChatTemplate | None:

@@ -1,0 +1,1 @@
+"""Training of drafters: small models that draft tokens for speculative decoding."""
