@@ -44,7 +44,7 @@ def test_padded_batch_has_the_same_work(singles: list[int], chunks: list[tuple[i
         return
     alone, parts = DeviceBatch.split(work)
     plain = DeviceBatch.from_work(alone, parts, rows, BLOCK)
-    shape = StepShape.for_work(alone, parts)
+    shape = StepShape.for_work(len(alone), parts)
     assert shape is not None
     shaped = plain.pad_to(shape, rows.padding_row)
     assert len(shaped.rows) == shape.rows and len(shaped.tokens) == shape.singles + shape.tokens
@@ -93,9 +93,9 @@ def test_uncapturable_work_has_no_shape() -> None:
     scored = [WorkItem("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
     crowd = [WorkItem(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
     assert (
-        StepShape.for_work([], long) is None
-        and StepShape.for_work([], scored) is None
-        and StepShape.for_work([], crowd) is None
+        StepShape.for_work(0, long) is None
+        and StepShape.for_work(0, scored) is None
+        and StepShape.for_work(0, crowd) is None
     )
 
 

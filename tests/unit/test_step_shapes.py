@@ -20,13 +20,13 @@ def work(count: int) -> WorkItem:
 
 def test_large_model_is_captured_up_to_1024_tokens() -> None:
     assert ShapeGrid.for_model(LLAMA_8B, 8192) == ShapeGrid()
-    assert StepShape.for_work([], [work(MAX_CHUNK_TOKENS + 1)], ShapeGrid.for_model(LLAMA_8B, 8192)) is None
+    assert StepShape.for_work(0, [work(MAX_CHUNK_TOKENS + 1)], ShapeGrid.for_model(LLAMA_8B, 8192)) is None
 
 
 def test_small_model_is_captured_up_to_the_whole_batch() -> None:
     grid = ShapeGrid.for_model(SMOLLM2, 8192)
     assert grid.max_tokens == 8192
-    assert StepShape.for_work([work(1)] * 3, [work(3000)], grid) == StepShape(64, 64, 3072 - 64)
+    assert StepShape.for_work(3, [work(3000)], grid) == StepShape(64, 64, 3072 - 64)
     assert len(captured_shapes(256, 8192, grid)) < len(captured_shapes(256, 8192))
 
 
@@ -38,7 +38,7 @@ def test_every_captured_step_has_a_planned_shape(parameters: int, running: int, 
     chunks = [rng.randint(1, max(1, (batch - singles) // left)) for _ in range(rng.randint(0, left))]
     if not singles and not chunks:
         return
-    found = StepShape.for_work([work(1)] * singles, [work(count) for count in chunks], grid)
+    found = StepShape.for_work(singles, [work(count) for count in chunks], grid)
     if found is not None:
         assert found in captured_shapes(running, batch, grid)
         assert found.singles >= singles and found.singles + found.tokens >= singles + sum(chunks)
@@ -49,5 +49,5 @@ def test_shapes_of_a_first_request_come_first(parameters: int) -> None:
     found = captured_shapes(256, 8192, ShapeGrid.for_model(parameters, 8192))
     order = order_by_expected_use(found)
     assert set(order) == found and len(order) == len(found)
-    prompt = StepShape.for_work([], [work(200)], ShapeGrid.for_model(parameters, 8192))
+    prompt = StepShape.for_work(0, [work(200)], ShapeGrid.for_model(parameters, 8192))
     assert {StepShape(1, 0, 0), prompt} <= set(order[:6])

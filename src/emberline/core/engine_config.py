@@ -17,7 +17,7 @@ KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix")
 DRAFT_MODEL_METHODS = ("draft", "eagle3")  # these need a model, as in draft:MODEL
-MAX_DRAFT_TOKENS = 64
+MAX_DRAFT_TOKENS = 31  # with the known token, as many as the attention of a step computes together
 DEFAULT_DRAFT_TOKENS, DEFAULT_MODEL_DRAFT_TOKENS = 8, 4  # each token of a draft model takes a pass of that model
 # Scheduler settings whose default on a GPU differs from SchedulerConfig's, which is the CPU's.
 GPU_SCHEDULER_DEFAULTS = {"block_size": 64, "max_batch_tokens": 8192, "max_running": 256}
@@ -115,6 +115,11 @@ class SpeculationConfig:
         """`max_draft`, or its default for the method."""
         default = DEFAULT_DRAFT_TOKENS if self.draft_source is None else DEFAULT_MODEL_DRAFT_TOKENS
         return self.max_draft or default
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of a request behind its prompt that one step computes, at most: a known one and the draft."""
+        return 1 if self.speculate == "off" else 1 + self.max_draft_tokens
 
     def __post_init__(self) -> None:
         if self.speculate not in SPECULATION_METHODS and not self.draft_source:

@@ -188,7 +188,11 @@ class Scheduler:
     def _apply_draft_result(self, request: Request, work: WorkItem, result: StepResult, now: float) -> None:
         """Append the sampled tokens of a request with a draft, up to the one that ends it, as if sampled one by one."""
         assert self.drafter is not None
-        kept, finish, first = [], None, result.sampled[work.id]
+        kept: list[SampledToken] = []
+        finish, first = None, result.sampled[work.id]
+        if self._are_usual_tokens(request, tokens := [first.token, *(one.token for one in first.further)], first):
+            self._record_usual_tokens(request, work, result, tokens, now)
+            return
         for one in (first, *first.further):
             kept.append(one)
             request.tokens.append(one.token)

@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.kernels import worklist
+from emberline.kernels.worklist import TILE_KEYS, WorkList
+
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode, prefill
 
@@ -94,18 +97,23 @@ class AttentionPlanner:
         *,
         max_widened_blocks: int = 0,
         max_queries: int = 1,
+        length_grain: int = TILE_KEYS,
     ) -> None:
         """Prepare to plan forward passes of at most `max_rows` sequences.
 
         `heads` is (query heads, KV heads, head size). `keys` is the key cache of all layers. `dtype` is the dtype of
         the activations. `max_widened_blocks` limits how many float8 blocks can be copied as bf16 for prefill in one
         forward pass. `max_queries` is the largest value of `plan`'s parameter, up to `worklist.max_row_queries`.
+        Decode rows are planned for their length rounded up to a multiple of `length_grain`: a larger one lets more
+        consecutive passes share a plan, which costs some balance between the multiprocessors.
         """
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
         self._has_decode_kernel = self._has_prefill_kernel = False
         self._scratch: decode.DecodeScratch | None = None
         self._counters: Tensor | None = None
+        self._length_grain = length_grain
+        self._work_lists: dict[tuple[int, int, bool], tuple[np.ndarray, WorkList]] = {}  # with the planned lengths
         self._widened: WidenedBlocks | None = None
         self._block = keys.shape[3]
         if keys.is_cuda:
@@ -243,8 +251,6 @@ class AttentionPlanner:
         """Return an upper bound of the bytes that `plan` copies to the device, by rows and new tokens."""
         if self._device.type != "cuda":
             return 0
-        from emberline.kernels import worklist
-
         widened = 0 if self._widened is None else 8 * len(self._widened.block_numbers) + 4 * rows + 64
         return 4 * worklist.num_data_ints(rows, self._work_item_capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
@@ -256,23 +262,25 @@ class AttentionPlanner:
         *,
         overlaps_prefill: bool,
     ) -> decode.DeviceWorkList:
-        from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows, (q_heads, kv_heads, _) = len(lengths), self._heads
-        items = worklist.plan_decode_work(
-            lengths,
-            kv_heads,
-            self._sms,
-            self._work_item_capacity(rows),
-            overlaps_prefill=overlaps_prefill,
-            ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries),
-        )
-        return decode.DeviceWorkList(to_device(items.data), rows, items.capacity)
+        planned = -(-lengths // self._length_grain) * self._length_grain  # the kernel knows the actual lengths
+        key = rows, max_queries, overlaps_prefill
+        before = self._work_lists.get(key)
+        if before is None or not np.array_equal(before[0], planned):
+            work = worklist.plan_decode_work(
+                planned,
+                kv_heads,
+                self._sms,
+                self._work_item_capacity(rows),
+                overlaps_prefill=overlaps_prefill,
+                ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries),
+            )
+            before = self._work_lists[key] = planned, work
+        return decode.DeviceWorkList(to_device(before[1].data), rows, before[1].capacity)
 
     def _work_item_capacity(self, rows: int) -> int:
-        from emberline.kernels import worklist
-
         return worklist.max_work_items(rows, self._heads[1], self._sms)
 
 

@@ -134,3 +134,9 @@ class OpBackend(ABC):
     @abstractmethod
     def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
         """Return a copy of `tokens` in which each negative tokens[i] is replaced by newest[rows[i]]."""
+
+    @abstractmethod
+    def find_slots(self, position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return the position (int32) and the KV cache slot of a token in each row of `tables` (block tables).
+
+        Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""

@@ -25,6 +25,7 @@ from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
+from emberline.kernels.worklist import max_row_queries
 
 __all__ = [
     "AttentionLayer",
@@ -50,11 +51,13 @@ __all__ = [
     "empty_weight",
     "fill_newest_tokens",
     "fill_weight",
+    "find_slots",
     "gate_up_silu",
     "linear",
     "log_probs",
     "mark_progress",
     "max_prefill_tiles",
+    "max_row_queries",
     "pack_linear",
     "paged_attention",
     "progress_count",
@@ -197,3 +200,10 @@ def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) ->
 def fill_newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
     """Return a copy of `tokens` in which each negative tokens[i] is replaced by newest[rows[i]]."""
     return backend_of(tokens).fill_newest_tokens(tokens, rows, newest)
+
+
+def find_slots(position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the position (int32) and the KV cache slot of a token in each row of `tables` (block tables).
+
+    Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""
+    return backend_of(position).find_slots(position, limits, tables, block_size)

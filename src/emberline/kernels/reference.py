@@ -172,6 +172,11 @@ class ReferenceBackend(OpBackend):
     def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
         return torch.where(tokens < 0, newest[rows], tokens)
 
+    def find_slots(self, position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        at = torch.minimum(position, limits - 1).clamp_(min=0)
+        blocks = tables.gather(1, (at // block_size)[:, None]).squeeze(1).long()
+        return at.int(), torch.where(limits > 0, blocks * block_size + at % block_size, -1)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

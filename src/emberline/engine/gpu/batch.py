@@ -1,10 +1,10 @@
 """DeviceBatch: the work of a plan as numpy arrays, in the order in which the device processes it.
 
-Each request of a step has one row, and one more for each drafted token. A single is a row with one token, a chunk is a
-part of a prompt.
+A single is a work item of one known token and its draft, if any; a chunk is a part of a prompt. A row is a sequence for
+attention: a single, or a part of one with many drafted tokens, or a chunk.
 
 rows of the step    [0, singles) are singles             [singles, ...) are chunks
-tokens of the step  one for each single                  then those of the chunks, one chunk after the other"""
+tokens of the step  those of the singles                 then those of the chunks, one after the other"""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import numpy as np
 from emberline.core.plan import PENDING_TOKEN, WorkItem
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape
+from emberline.kernels.worklist import split_decode_rows
 
 
 def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
-    """Return the work with each draft as further work items of one token, directly behind that of the known token.
-
-    All of them write their keys and values before any of them reads, so they can be in one step."""
+    """Return the work with each draft as further work items of one token, directly behind that of the known token."""
     if not any(w.num_draft for w in work):
         return work
     expanded: list[WorkItem] = []
@@ -30,31 +29,17 @@ def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
         if not w.num_draft:
             expanded.append(w)
             continue
-        assert len(w.tokens) == 1 + w.num_draft and w.samples and not w.prompt_logprobs
         for offset, token in enumerate(w.tokens):
-            expanded.append(
-                WorkItem(w.id, w.start + offset, (token,), w.blocks, True, False, w.preemptions, 0, w.num_propose)
-            )
+            expanded.append(WorkItem(w.id, w.start + offset, (token,), w.blocks, True, False, w.preemptions))
     return expanded
-
-
-def draft_offsets(work: Sequence[WorkItem], has_drafts: bool) -> list[int]:
-    """Return the position in its draft of each expanded work item, from 1; 0: it is not drafted."""
-    if not has_drafts:
-        return [0] * len(work)
-    offsets: list[int] = []
-    previous = None
-    for w in work:
-        offsets.append(offsets[-1] + 1 if w.id == previous else 0)
-        previous = w.id
-    return offsets
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    singles: int
+    singles: int  # rows
+    single_tokens: int  # tokens of these rows
     rows: np.ndarray  # [B] int64: row of each request in DeviceRows
-    starts: np.ndarray  # [B] int32: tokens in the cache before this step
+    starts: np.ndarray  # [B] int32: tokens in the cache before those of the row
     counts: np.ndarray  # [B] int32: tokens in this step; padding rows may have none
     tokens: np.ndarray  # [T] int64; PENDING_TOKEN where only the device has the token
     positions: np.ndarray  # [T] int32
@@ -67,11 +52,11 @@ class DeviceBatch:
     def split(work: Sequence[WorkItem]) -> tuple[list[WorkItem], list[WorkItem]]:
         """Split a step's work into singles and chunks; return both lists.
 
-        A single has one token, after which the next token is sampled. All other work items are chunks."""
-        chunks = [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
+        After the known token of a single, and after each drafted one, the next token is sampled."""
+        chunks = [w for w in work if len(w.tokens) - w.num_draft > 1 or not w.samples or w.prompt_logprobs]
         if not chunks:
             return list(work), []
-        return [w for w in work if len(w.tokens) == 1 and w.samples and not w.prompt_logprobs], chunks
+        return [w for w in work if len(w.tokens) - w.num_draft == 1 and w.samples and not w.prompt_logprobs], chunks
 
     @staticmethod
     def from_work(
@@ -80,17 +65,20 @@ class DeviceBatch:
         rows: DeviceRows,
         block_size: int,
         *,
-        has_drafts: bool = False,
+        max_queries: int = 1,
     ) -> DeviceBatch:
-        """`has_drafts`: whether consecutive singles may be a request's known token and its draft."""
+        """`max_queries`: tokens of a row of the singles, at most; a single with more gets several rows."""
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
         index = np.array([row.index for row in rows.rows_of(work)], np.int64)
         starts = np.array([w.start for w in work], np.int32)
-        counts = np.ones(len(work), np.int32)
-        counts[len(singles) :] = [len(w.tokens) for w in chunks]
+        counts = np.array([len(w.tokens) for w in work], np.int32)
         total = int(counts.sum())
-        ones = np.array([w.tokens[0] for w in singles], np.int64)
+        num_tokens = int(counts[: len(singles)].sum())
+        has_drafts = num_tokens > len(singles)
+        ones = np.array(
+            [token for w in singles for token in w.tokens] if has_drafts else [w.tokens[0] for w in singles], np.int64
+        )
         tokens = np.concatenate([ones, *(_token_array(w.tokens) for w in chunks)])
         ends = np.cumsum(counts)
         positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - starts, counts).astype(np.int32)
@@ -102,23 +90,30 @@ class DeviceBatch:
             for w, end in zip(chunks, ends[len(singles) :].tolist(), strict=True)
             if w.samples or w.prompt_logprobs
         ]
-        logit_rows = np.concatenate([np.arange(len(singles)), *scored]).astype(np.int64)
-        wanted = np.arange(len(logit_rows))
+        logit_rows = np.concatenate([np.arange(num_tokens), *scored]).astype(np.int64)
         newest_index = token_rows * (1 + rows.max_draft)
+        num_rows = len(singles)
         if has_drafts:
-            newest_index[: len(singles)] += draft_offsets(singles, has_drafts)
+            newest_index[:num_tokens] += positions[:num_tokens] - np.repeat(starts[:num_rows], counts[:num_rows])
+            split = split_decode_rows(starts[:num_rows], counts[:num_rows], max_queries)
+            index = np.concatenate([index[split.sequences], index[num_rows:]])
+            starts = np.concatenate([split.context, starts[num_rows:]])
+            counts = np.concatenate([split.counts, counts[num_rows:]])
+            num_rows = len(split.counts)
+        wanted = np.arange(len(logit_rows))
         return DeviceBatch(
-            len(singles), index, starts, counts, tokens, positions, slots, newest_index, logit_rows, wanted
+            num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index, logit_rows, wanted
         )
 
     def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
         """Return the batch padded to the shape of a captured step.
 
         Padding rows are added after the singles and after the chunks, padding tokens after all other tokens. Padding
-        uses the row `padding_row` of DeviceRows and writes nothing to the KV cache. In a step without chunks, each
-        padding row has one token and attends to one key."""
+        uses the row `padding_row` of DeviceRows and writes nothing to the KV cache. In a step without chunks and
+        drafts, each padding row has one token and attends to one key; in other steps, it has none."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
-        scored = self.logit_rows[s:]
+        count = self.single_tokens
+        scored = self.logit_rows[count:]
         has_no_chunks = shape.chunks == 0
 
         def pad_rows(values: np.ndarray, single: int, chunk: int) -> np.ndarray:
@@ -133,16 +128,17 @@ class DeviceBatch:
             return padded
 
         logit_rows = np.zeros(shape.rows, np.int64)
-        first = shape.singles if has_no_chunks else s
+        first = shape.singles if has_no_chunks else count
         logit_rows[:first] = np.arange(first)
         logit_rows[shape.singles : shape.singles + len(scored)] = scored
-        wanted = np.arange(s + len(scored))
-        wanted[s:] += shape.singles - s
+        wanted = np.arange(count + len(scored))
+        wanted[count:] += shape.singles - count
         return DeviceBatch(
             shape.singles,
+            count,
             pad_rows(self.rows, padding_row, padding_row),
             pad_rows(self.starts, 0, 0),
-            pad_rows(self.counts, int(has_no_chunks), 0),
+            pad_rows(self.counts, int(has_no_chunks and shape.queries == 1), 0),
             pad_tokens(self.tokens, 0),
             pad_tokens(self.positions, 0),
             pad_tokens(self.slots, -1),

@@ -29,6 +29,7 @@ from emberline.kv.cache import KVCache
 from emberline.models.draft_model import DraftModel
 from emberline.models.forward import ForwardBatch, HiddenCapture
 
+LENGTH_GRAIN = 512  # keys: plans of consecutive steps are the same until a request grows beyond such a multiple
 MAX_GRAPHS = 256  # captured chains; the oldest half is dropped when there are more
 
 
@@ -51,11 +52,14 @@ class DeviceDrafting:
         *,
         max_running: int,
         max_batch_tokens: int,
+        max_queries: int,
         target_heads: tuple[int, int, int],
         dtype: torch.dtype,
         graphs: bool,
     ) -> None:
-        """`target_heads`, `dtype`: query heads, KV heads and head size of the target model, and of its activations."""
+        """`max_queries`: tokens of a row of the target model's attention, at most.
+
+        `target_heads`, `dtype`: query heads, KV heads and head size of the target model, and of its activations."""
         self.cache = cache
         self.model = model
         self._rows = rows
@@ -63,14 +67,18 @@ class DeviceDrafting:
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         self._shares_plans = heads == target_heads  # then the attention of both is split in the same way
         max_rows = max_step_rows(2 * max_running)
-        self._planner = ops.AttentionPlanner(heads, cache.keys, dtype, max_rows)
+        self._planner = ops.AttentionPlanner(
+            heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN
+        )
+        self._max_queries = max_queries
+        self._query_start = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device.torch_device)
+        self._draft_offsets = torch.arange(rows.max_draft, device=device.torch_device)
         plan_bytes = self._planner.max_plan_bytes(max_rows, max_batch_tokens)
         per_row, per_token = 96 + 32 * rows.max_draft, 24
         size = 2 * (max_rows * per_row + max_batch_tokens * per_token + 2 * plan_bytes) + (1 << 20)
         self._staging = InputStaging(size, device)
-        self._sampled = torch.zeros(max_step_rows(max_running) + max_batch_tokens, dtype=torch.int64).to(
-            device.torch_device
-        )
+        max_sampled = max_step_rows(max_running) + max_batch_tokens + rows.max_draft
+        self._sampled = torch.zeros(max_sampled, dtype=torch.int64, device=device.torch_device)
         self._drafts = torch.zeros(max_rows, rows.max_draft, dtype=torch.int64, device=device.torch_device)
         self._captured = _allocate_captured_states(model, max_batch_tokens + max_step_rows(max_running), dtype, device)
         self._graphs = graphs and self._planner.has_static_shapes
@@ -85,7 +93,7 @@ class DeviceDrafting:
     def device_buffers(self) -> list[Tensor]:
         captured = [] if self._captured is None else [self._captured]
         scratch = self._planner.scratch_buffers()
-        kept = [self._sampled, self._drafts, self._staging.device]
+        kept = [self._sampled, self._drafts, self._staging.device, self._query_start, self._draft_offsets]
         return [self.cache.keys, self.cache.values, *kept, *captured, *scratch]
 
     def drop_device_addresses(self) -> None:
@@ -114,8 +122,11 @@ class DeviceDrafting:
         if not self._shares_plans and (reads_states or chunks):
             padded_batch = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
             min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
+            queries = self._max_queries if batch.single_tokens > len(singles) else 1
             plan = self._planner.plan(
-                padded_batch.starts, padded_batch.counts, padded_batch.singles, staged.put, min_tiles=min_tiles
+                *(padded_batch.starts, padded_batch.counts, padded_batch.singles, staged.put),
+                min_tiles=min_tiles,
+                max_queries=queries,
             )
             inputs = replace(inputs, step_plan=plan)
         staged.send()
@@ -123,12 +134,13 @@ class DeviceDrafting:
         return PreparedDrafting(inputs, rows, key)
 
     def launch(
-        self, prepared: PreparedDrafting, step: StepInputs, sampled: Tensor
+        self, prepared: PreparedDrafting, step: StepInputs, sampled: Tensor | None
     ) -> Callable[[], dict[str, Sequence[int]]]:
         """Queue the drafting of a step; return a function that returns the drafts by request id.
 
-        Tokens that the host does not need are returned as PENDING_TOKEN. `sampled`: the sampled tokens."""
-        self._sampled[: len(sampled)].copy_(sampled)
+        Tokens that the host does not need are returned as PENDING_TOKEN. `sampled`: the sampled tokens, if any."""
+        if sampled is not None:
+            self._sampled[: len(sampled)].copy_(sampled)
         self._run_or_replay(prepared, step)
         if not prepared.inputs.length:
             return dict
@@ -158,9 +170,10 @@ class DeviceDrafting:
         rows, model = self._rows, self.model
         accepted, hidden = None, None
         if inputs.length:
-            drafted = ops.fill_newest_tokens(inputs.drafts, inputs.draft_index, rows.newest)
-            matches = self._sampled[inputs.sampled_index].view(-1) == drafted
-            accepted = matches.view(len(inputs.rows), -1).cumprod(1).sum(1)
+            index = inputs.rows[:, None] * (1 + rows.max_draft) + 1 + self._draft_offsets
+            drafted = ops.fill_newest_tokens(inputs.drafts.view(-1), index.view(-1), rows.newest).view(index.shape)
+            sampled = self._sampled[inputs.first[:, None] + self._draft_offsets]
+            accepted = (sampled == drafted).cumprod(1).sum(1)
         if self._captured is not None:
             assert inputs.next_tokens is not None and inputs.next_index is not None
             tokens = ops.fill_newest_tokens(inputs.next_tokens, inputs.next_index, self._sampled)
@@ -173,14 +186,14 @@ class DeviceDrafting:
         if accepted is None:
             return
         newest = self._sampled[inputs.first + accepted]
-        position, tables = inputs.starts + accepted.int(), rows.tables.index_select(0, inputs.rows)
+        position, tables = inputs.starts + accepted, rows.tables.index_select(0, inputs.rows)
         if self._captured is None:
             token = self._compute_last_two(inputs, drafted, accepted, newest, position, tables)
             position = position + 1
         found = [newest, token]
         for _ in range(1, inputs.length):
             position = position + 1
-            batch = self._chain_batch(found[-1], position, inputs.limits, tables, inputs.query_start, inputs.plan)
+            batch = self._chain_batch(found[-1], position, inputs.limits, tables, inputs.plan)
             token, hidden = model.forward(batch, hidden)
             found.append(token)
         values = torch.stack(found, dim=1)
@@ -205,16 +218,14 @@ class DeviceDrafting:
         """Return the first drafted token of a model that reads tokens, after its pass over the last two known tokens.
 
         The newest token is missing in its cache, and the one before it too if the whole draft was accepted."""
-        drafts = drafted.view(len(inputs.rows), -1)
-        before = drafts.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
+        before = drafted.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
         before = torch.where(accepted > 0, before, inputs.known)
-        assert inputs.pair_plan is not None and inputs.pair_query_start is not None
+        assert inputs.pair_plan is not None
         batch = self._chain_batch(
             torch.cat([before, newest]),
             torch.cat([position, position + 1]),
             inputs.limits.repeat(2),
             tables.repeat(2, 1),
-            inputs.pair_query_start,
             inputs.pair_plan,
         )
         count = len(inputs.rows)
@@ -222,20 +233,11 @@ class DeviceDrafting:
         return self.model.forward(replace(batch, logit_rows=rows), None)[0]
 
     def _chain_batch(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        limits: Tensor,
-        tables: Tensor,
-        query_start: Tensor,
-        plan: ops.AttentionPlan,
+        self, tokens: Tensor, position: Tensor, limits: Tensor, tables: Tensor, plan: ops.AttentionPlan
     ) -> ForwardBatch:
         """Return a pass over one token of each request. Rows with a limit of 0 are padding."""
-        size = self.cache.shape.block_size
-        at = torch.minimum(position, limits - 1).clamp_(min=0)
-        blocks = tables.gather(1, (at // size).long()[:, None]).squeeze(1).long()
-        slots = torch.where(limits > 0, blocks * size + at % size, -1)
-        metadata = ops.AttentionMetadata(at, slots, query_start, at, tables)
+        at, slots = ops.find_slots(position, limits, tables, self.cache.shape.block_size)
+        metadata = ops.AttentionMetadata(at, slots, self._query_start[: len(tokens) + 1], at, tables)
         return ForwardBatch(tokens, metadata, None, self.cache.keys, self.cache.values, plan=plan.with_block_tables())
 
 

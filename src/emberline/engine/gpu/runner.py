@@ -18,19 +18,20 @@ from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
-from emberline.engine.gpu.batch import DeviceBatch, expand_drafts
+from emberline.core.plan import StepPlan, StepResult, WorkItem
+from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs
 from emberline.engine.gpu.penalties import DevicePenalties
+from emberline.engine.gpu.prompt_scores import score_prompts
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.sampling import StepSampling, words_per_mask
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
-from emberline.engine.sampler import SamplingStateFactory, split_logit_rows, token_logprobs
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
@@ -39,8 +40,6 @@ from emberline.models.draft_model import DraftModel
 from emberline.models.forward import ForwardBatch
 
 log = logging.getLogger("emberline.engine")
-
-Scores = dict[str, Callable[[], list[TokenLogprob]]]
 
 
 class GPURunner:
@@ -72,10 +71,16 @@ class GPURunner:
             limits.max_running,
             max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
         )
+        self._max_queries = min(settings.speculation.max_new_tokens, ops.max_row_queries(heads[0] // heads[1]))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = ops.AttentionPlanner(
-            heads, cache.keys, model.dtype, max_step_rows(running), max_widened_blocks=widened
+            heads,
+            cache.keys,
+            model.dtype,
+            max_step_rows(running),
+            max_widened_blocks=widened,
+            max_queries=self._max_queries,
         )
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
@@ -85,7 +90,8 @@ class GPURunner:
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
         masks = limits.max_running * words_per_mask(self.vocab_size) * 4
-        self._extra_inputs = InputStaging(size + masks, device)  # a step's inputs other than the model's
+        self._extra_inputs = InputStaging(size + masks, device)  # of sampling
+        self._table_inputs = InputStaging(size, device)
         self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
@@ -97,6 +103,7 @@ class GPURunner:
                 device,
                 max_running=running,
                 max_batch_tokens=limits.max_batch_tokens,
+                max_queries=self._max_queries,
                 target_heads=heads,
                 dtype=model.dtype,
                 graphs=settings.gpu.graphs,
@@ -137,6 +144,7 @@ class GPURunner:
         self._graphs.drop_device_addresses()
         self._next_shape = 0
         self._extra_inputs.forget_views()
+        self._table_inputs.forget_views()
         self._attention_planner.drop_tensor_maps()
         if self.copier is not None:
             self.copier.drop_device_addresses()
@@ -149,7 +157,7 @@ class GPURunner:
         While the runner is idle, these tensors may be replaced by zeros: their counters are zero then, and everything
         else is written before it is read."""
         state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
-        staged = [staging.device for staging in (self._extra_inputs, self._graphs.inputs)]
+        staged = [staging.device for staging in (self._extra_inputs, self._table_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
         drafting = self._drafting.device_buffers() if self._drafting is not None else []
         return [*state, *staged, *self._attention_planner.scratch_buffers(), *copying, *drafting]
@@ -165,43 +173,34 @@ class GPURunner:
     ) -> Callable[[], StepResult]:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
-        table_indexes, table_blocks = self._rows.take_block_table_updates(work)
-        expanded = expand_drafts(work)
-        singles, chunks = DeviceBatch.split(expanded)
-        batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, has_drafts=expanded is not work)
-        shape = self._choose_captured_shape(singles, chunks)
-        model_step = self._prepare_model_step(batch, shape)
-        staged = self._extra_inputs.new_inputs()
-        device_indexes, device_blocks = staged.put(table_indexes), staged.put(table_blocks)
-        reset = self._penalties.prepare_reset(self._rows.rows_of(work), staged)
-        sampling_work = [*singles, *(w for w in chunks if w.samples)]
-        sampled = StepSampling(sampling_work, self._rows, self._penalties, has_drafts=expanded is not work)
+        singles, chunks = DeviceBatch.split(work)
+        self._send_table_updates(work)
+        batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
+        queries = self._max_queries if batch.single_tokens > len(singles) else 1
+        shape = self._choose_captured_shape(batch.single_tokens, chunks, queries)
+        model_step = self._prepare_model_step(batch, shape, queries)
+        logits = self._run_model_step(model_step)
+        sampled = StepSampling([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
         waits = sampled.waits_for_tokens()
+        staged = self._extra_inputs.new_inputs()
+        reset = self._penalties.prepare_reset(self._rows.rows_of(work), staged)
         if not waits:
             sampled.prepare(self.vocab_size, staged)
         staged.send()
-        drafts = None
-        if self._drafting is not None and plan.runs_draft_model and not waits:
-            drafts = self._drafting.prepare(singles, chunks, batch, shape)
-        elif self._drafting is not None:
-            self._drafting.skip_step(work)
-        if len(table_indexes):
-            self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
         if reset is not None:
             self._penalties.reset_counts(reset)
-        logits = self._run_model_step(model_step)
-        scores, sampled.logits = self._score_prompts([*singles, *chunks], logits)
+        scores, sampled.logits = score_prompts([*singles, *chunks], logits, self._rows)
         if waits:
             assert self._unsampled is None, "the previous step was not sampled yet"
             self._unsampled = sampled
         else:
             sampled.launch(self._graphs.stream)
         read_drafts: Callable[[], dict[str, Sequence[int]]] = dict
-        if self._drafting is not None and drafts is not None:
-            tokens_on_device = (
-                sampled.device_tokens if sampled.device_tokens is not None else logits.new_empty(0).long()
-            )
-            read_drafts = self._drafting.launch(drafts, model_step.inputs, tokens_on_device)
+        if self._drafting is not None and plan.runs_draft_model and not waits:
+            drafts = self._drafting.prepare(singles, chunks, batch, shape)
+            read_drafts = self._drafting.launch(drafts, model_step.inputs, sampled.device_tokens)
+        elif self._drafting is not None:
+            self._drafting.skip_step(work)
 
         def finish() -> StepResult:
             tokens, lost = sampled.wait_for_tokens_and_failures()
@@ -214,6 +213,15 @@ class GPURunner:
 
         return finish
 
+    def _send_table_updates(self, work: Sequence[WorkItem]) -> None:
+        """Queue the copy of new block table entries to the device."""
+        indexes, blocks = self._rows.take_block_table_updates(work)
+        if len(indexes):
+            staged = self._table_inputs.new_inputs()
+            device_indexes, device_blocks = staged.put(indexes), staged.put(blocks)
+            staged.send()
+            self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
+
     def _sample_waiting_step(self) -> None:
         """If the newest step waits for the tokens that were just read, sample it now."""
         step, self._unsampled = self._unsampled, None
@@ -224,21 +232,21 @@ class GPURunner:
                 staged.send()
                 step.launch(self._graphs.stream)
 
-    def _choose_captured_shape(self, singles: list[WorkItem], chunks: list[WorkItem]) -> StepShape | None:
+    def _choose_captured_shape(self, single_tokens: int, chunks: list[WorkItem], queries: int) -> StepShape | None:
         """Return the shape of the captured step to use for this work; None if the work must run uncaptured."""
         ends = (w.start + len(w.tokens) for w in chunks)
         can_capture = self.graphs and (
             not chunks or (self._attention_planner.has_static_shapes and self._attention_planner.can_widen_blocks(ends))
         )
-        return StepShape.for_work(singles, chunks, self._grid) if can_capture else None
+        return StepShape.for_work(single_tokens, chunks, self._grid, queries) if can_capture else None
 
-    def _prepare_model_step(self, batch: DeviceBatch, shape: StepShape | None) -> ModelStep:
+    def _prepare_model_step(self, batch: DeviceBatch, shape: StepShape | None, queries: int) -> ModelStep:
         """Queue the copy of the model's inputs to the device, and return the step to run."""
         graphs = self._graphs
         if shape is not None:
             batch = batch.pad_to(shape, self._rows.padding_row)
         staged = graphs.inputs.new_inputs()
-        inputs = self._stage_inputs(batch, shape, staged, graphs.weight_unpacker)
+        inputs = self._stage_inputs(batch, shape, staged, graphs.weight_unpacker, queries)
         is_contiguous = len(batch.used_logit_rows) == 0 or len(batch.used_logit_rows) == batch.used_logit_rows[-1] + 1
         wanted = None if is_contiguous else staged.put(batch.used_logit_rows)
         staged.send()
@@ -327,7 +335,12 @@ class GPURunner:
         return logits, replay
 
     def _stage_inputs(
-        self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, weight_unpacker: ops.WeightUnpacker
+        self,
+        batch: DeviceBatch,
+        shape: StepShape | None,
+        staged: StagedInputs,
+        weight_unpacker: ops.WeightUnpacker,
+        queries: int = 1,
     ) -> StepInputs:
         """Stage the model's inputs. Steps of one shape get the same addresses, as captured graphs require."""
         min_tiles, logit_tokens = (
@@ -342,7 +355,10 @@ class GPURunner:
             rows=staged.put(batch.rows),
             query_start=staged.put(batch.query_start),
             tiles=self._attention_planner.plan(
-                batch.starts, batch.counts, batch.singles, staged.put, min_tiles=min_tiles, logit_tokens=logit_tokens
+                *(batch.starts, batch.counts, batch.singles, staged.put),
+                min_tiles=min_tiles,
+                logit_tokens=logit_tokens,
+                max_queries=queries,
             ),
             logit_rows=staged.put(batch.logit_rows) if shape is None or shape.chunks else None,
             weight_unpacker=weight_unpacker,
@@ -369,25 +385,6 @@ class GPURunner:
             ),
             out=out,
         )
-
-    def _score_prompts(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[Scores, Tensor]:
-        """Return functions that compute log-probabilities of prompts, and the logits to sample from.
-
-        There is a function for each request that needs it, by request id. Call it when the step's result is read."""
-        if not any(w.prompt_logprobs for w in work):
-            return {}, logits
-        scored, sampled = split_logit_rows(work)
-        # Cloned, since sampling overwrites the logits.
-        scores: Scores = {w.id: partial(self._prompt_logprobs, w, logits[rows].clone()) for w, rows in scored}
-        return scores, logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
-
-    def _prompt_logprobs(self, work: WorkItem, logits: Tensor) -> list[TokenLogprob]:
-        request_row = self._rows.get(work.id)
-        if request_row is None:
-            return []
-        successors = request_row.sampling.tokens[work.start + 1 : work.start + 1 + len(logits)]
-        top = request_row.sampling.params.prompt_logprobs or 0
-        return token_logprobs(logits[: len(successors)], successors, [top] * len(successors))
 
 
 def _staging_bytes(limits: SchedulerConfig, planner: ops.AttentionPlanner) -> int:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from emberline.core.plan import PENDING_TOKEN, SampledToken, TokenLogprob, WorkItem
-from emberline.engine.gpu.batch import draft_offsets
+from emberline.engine.gpu.batch import expand_drafts
 from emberline.engine.gpu.device import DeviceEvent, DeviceStream
 from emberline.engine.gpu.penalties import (
     DevicePenalties,
@@ -24,6 +25,7 @@ from emberline.engine.gpu.penalties import (
 )
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts, RequestRow
 from emberline.engine.gpu.staging import StagedInputs
+from emberline.engine.sampler import SamplingState
 from emberline.engine.token_rules import TokenMasker, fill_masks
 from emberline.kernels import ops
 
@@ -31,14 +33,12 @@ from emberline.kernels import ops
 class StepSampling:
     """The sampling of one step: prepared by the host, launched after the model, and read later."""
 
-    def __init__(
-        self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties, *, has_drafts: bool
-    ) -> None:
-        self.logits: Tensor | None = None  # one row for each work item, after the model is launched
+    def __init__(self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties) -> None:
+        # After the model is launched: for each work item a row, and one more for each drafted token.
+        self.logits: Tensor | None = None
         self._work = work
         self._rows = rows
         self._penalties = penalties
-        self._has_drafts = has_drafts
         self._inputs: SamplingInputs | None = None
         self._outputs: SamplingOutputs | None = None
         self._end_event: DeviceEvent | None = None
@@ -46,14 +46,13 @@ class StepSampling:
     def waits_for_tokens(self) -> bool:
         """Return whether a grammar's mask can be computed only after the previous step's tokens were read."""
         return any(
-            not row.is_plain and row.sampling.matcher is not None and w.tokens[-1] == PENDING_TOKEN
+            not row.is_plain and row.sampling.matcher is not None and w.tokens[-1 - w.num_draft] == PENDING_TOKEN
             for w, row in zip(self._work, self._rows.rows_of(self._work), strict=True)
         )
 
     def prepare(self, vocab_size: int, staged: StagedInputs) -> None:
         if self._work:
-            offsets = draft_offsets(self._work, self._has_drafts)
-            self._inputs = prepare_sampling(self._work, offsets, self._rows, vocab_size, staged)
+            self._inputs = prepare_sampling(self._work, self._rows, vocab_size, staged)
 
     def launch(self, stream: DeviceStream) -> None:
         """Queue the sampling, and record an event behind it."""
@@ -84,13 +83,11 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the device needs to sample the tokens of a step, one for each work item.
-
-    Consecutive work items of one request are its newest token and its draft (see `expand_drafts`)."""
+    """What the device needs to sample S tokens: one behind each work item's known tokens and each drafted token."""
 
     work: Sequence[WorkItem]
     request_rows: Sequence[RequestRow]
-    draft_offsets: Sequence[int]
+    first: Sequence[int]  # index in [0, S) of the first token of each work item
     newest_rows: Tensor  # [S] int64: index in DeviceRows.newest to which each token is written
     position: Tensor  # [S] int32: position of the token to be sampled
     settings: ops.SamplingTensors
@@ -99,16 +96,16 @@ class SamplingInputs:
     draft_penalties: Sequence[DraftPenalties]
     edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
     mask: tuple[Tensor, Tensor] | None  # bits, rows
-    scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of requests with log-probabilities, on host and device
+    scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of tokens with log-probabilities, on host and device
+    num_top: Sequence[int]  # for each of these, how many likely tokens are reported beside it
     pending_drafts: Mapping[str, tuple[HostDrafts, int]]  # by request: the draft, where the host did not know it
 
-    def drafted_token(self, index: int) -> int:
-        """Return the drafted token of a work item. Drafts that were on the device only have been copied since."""
-        token = self.work[index].tokens[0]
-        if token != PENDING_TOKEN:
-            return token
-        drafts, at = self.pending_drafts[self.work[index].id]
-        return drafts.values[at][self.draft_offsets[index] - 1]
+    def draft_of(self, work: WorkItem) -> Sequence[int]:
+        """Return the draft of a work item. Drafts that were on the device only have been copied since."""
+        if work.id not in self.pending_drafts:
+            return work.tokens[len(work.tokens) - work.num_draft :]
+        drafts, at = self.pending_drafts[work.id]
+        return drafts.values[at][: work.num_draft]
 
 
 def words_per_mask(vocab_size: int) -> int:
@@ -117,19 +114,29 @@ def words_per_mask(vocab_size: int) -> int:
 
 
 def prepare_sampling(
-    work: Sequence[WorkItem], offsets: Sequence[int], rows: DeviceRows, vocab_size: int, staged: StagedInputs
+    work: Sequence[WorkItem], rows: DeviceRows, vocab_size: int, staged: StagedInputs
 ) -> SamplingInputs:
-    """Stage the inputs of sampling. `offsets`: see `draft_offsets`."""
+    """Stage the inputs of sampling."""
     request_rows = rows.rows_of(work)
     index = np.array([p.index for p in request_rows], np.int64)
-    known = np.array([w.start + len(w.tokens) for w in work], np.int32)
-    special = [i for i, p in enumerate(request_rows) if not p.is_plain]
-    scored = [i for i in special if request_rows[i].sampling.params.logprobs is not None]
+    known = np.array([w.start + len(w.tokens) - w.num_draft for w in work], np.int32)
+    drafted = np.array([w.num_draft for w in work])
+    offsets, first, newest = np.zeros(len(work), np.int32), list(range(len(work))), index
+    if drafted.any():
+        # For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row.
+        newest = np.repeat(np.where(drafted > 0, rows.padding_row, index), 1 + drafted)
+        begin = np.cumsum(1 + drafted) - 1 - drafted
+        first = begin.tolist()
+        offsets = (np.arange(len(newest)) - np.repeat(begin, 1 + drafted)).astype(np.int32)
+        index, known = np.repeat(index, 1 + drafted), np.repeat(known, 1 + drafted) + offsets
+    rules = SpecialRows.select(work, request_rows, offsets, first)
+    requests, special = rules.request_rows, rules.rows
+    scored = [i for i in special if requests[i].sampling.params.logprobs is not None]
     return SamplingInputs(
         work,
         request_rows,
-        offsets,
-        staged.put(_newest_rows(index, offsets, rows.padding_row) * (1 + rows.max_draft)),
+        first,
+        staged.put(newest * (1 + rows.max_draft)),
         staged.put(known),
         ops.SamplingTensors(
             staged.put(rows.temperature[index]),
@@ -138,19 +145,39 @@ def prepare_sampling(
             staged.put(rows.min_p[index]),
         ),
         staged.put(rows.seed[index]),
-        prepare_penalised_rows(request_rows, [i for i in special if not offsets[i]], staged),
-        prepare_draft_penalties(work, request_rows, [i for i in special if offsets[i]], offsets, staged),
-        _stage_logit_edits(request_rows, special, known, staged),
-        _stage_masks(work, request_rows, special, offsets, vocab_size, staged),
+        prepare_penalised_rows(requests, [i for i in special if not offsets[i]], staged),
+        prepare_draft_penalties(rules.work, requests, [i for i in special if offsets[i]], rules.offsets, staged),
+        _stage_logit_edits(requests, special, known, staged),
+        _stage_masks(rules.work, requests, special, rules.offsets, vocab_size, staged),
         (scored, staged.put(np.array(scored, np.int64))) if scored else None,
+        [requests[i].sampling.params.logprobs or 0 for i in scored],
         {
             w.id: row.drafts
-            for w, row, offset in zip(work, request_rows, offsets, strict=True)
-            if offset and w.tokens[0] == PENDING_TOKEN and row.drafts is not None
-        }
-        if any(offsets)
-        else {},
+            for w, row in zip(work, request_rows, strict=True)
+            if w.num_draft and row.drafts is not None and w.tokens[-1] == PENDING_TOKEN
+        },
     )
+
+
+class SpecialRows(NamedTuple):
+    """The sampled tokens of requests with penalties, biases, masks or log-probabilities.
+
+    The lists have an entry for each token of the step; they are empty if there is no such request."""
+
+    work: Sequence[WorkItem]  # drafted tokens are work items of their own
+    request_rows: Sequence[RequestRow]
+    offsets: Sequence[int]  # position in its draft of each token's predecessor, from 1; 0: it is not drafted
+    rows: list[int]  # indexes of the tokens of such requests
+
+    @staticmethod
+    def select(
+        work: Sequence[WorkItem], request_rows: Sequence[RequestRow], offsets: np.ndarray, first: Sequence[int]
+    ) -> SpecialRows:
+        if all(row.is_plain for row in request_rows):
+            return SpecialRows((), (), (), [])
+        expanded = expand_drafts(work)
+        owners = [row for w, row in zip(work, request_rows, strict=True) for _ in range(1 + w.num_draft)]
+        return SpecialRows(expanded, owners, offsets.tolist(), [i for i, p in enumerate(owners) if not p.is_plain])
 
 
 def launch_sampling(
@@ -175,8 +202,7 @@ def launch_sampling(
         penalties.count_tokens(tokens, inputs.penalised)
     parts = [tokens]
     if inputs.scored is not None and raw is not None:
-        max_top = max(inputs.request_rows[i].sampling.params.logprobs or 0 for i in inputs.scored[0])
-        parts += ops.log_probs(raw, tokens.index_select(0, inputs.scored[1]), max_top)
+        parts += ops.log_probs(raw, tokens.index_select(0, inputs.scored[1]), max(inputs.num_top))
     return SamplingOutputs(tokens, *map(_copy_to_host, parts))
 
 
@@ -199,31 +225,23 @@ class SamplingOutputs:
         scores = self._logprobs_by_row(inputs)
         sampled: dict[str, SampledToken] = {}
         failed: dict[str, str] = {}
-        current, offsets = rows.by_request, inputs.draft_offsets
-        for i, (w, row, token) in enumerate(zip(inputs.work, inputs.request_rows, self.tokens.tolist(), strict=True)):
+        current, tokens = rows.by_request, self.tokens.tolist()
+        for w, row, first in zip(inputs.work, inputs.request_rows, inputs.first, strict=True):
             if current.get(w.id) is not row:
                 continue
-            if row.is_plain and not offsets[i]:  # the usual case
-                sampled[w.id] = SampledToken(token)
+            if not row.is_plain:
+                found = _follow_rules(row.sampling, tokens, first, inputs.draft_of(w), scores)
+                if isinstance(found, str):
+                    failed[w.id] = found
+                else:
+                    sampled[w.id] = found
                 continue
-            if offsets[i] and not _is_accepted(sampled.get(w.id), offsets[i], inputs.drafted_token(i)):
-                continue
-            if row.is_plain:
-                one = SampledToken(token)
-            else:
-                state = row.sampling
-                if state.error is None:  # the mask was valid
-                    state.append_token(token)
-                if state.error is not None:
-                    # After other tokens of this step the failure is left out: the next step fails again.
-                    if not offsets[i]:
-                        failed[w.id] = state.error
-                    continue
-                one = SampledToken(token, scores.get(i), stop=state.is_complete)
-            if offsets[i]:
-                sampled[w.id].further = [*sampled[w.id].further, one]
-            else:
-                sampled[w.id] = one
+            sampled[w.id] = one = SampledToken(tokens[first])
+            if w.num_draft:
+                accepted, draft = 0, inputs.draft_of(w)
+                while accepted < w.num_draft and tokens[first + accepted] == draft[accepted]:
+                    accepted += 1
+                one.further = [SampledToken(token) for token in tokens[first + 1 : first + 1 + accepted]]
         return sampled, failed
 
     def _logprobs_by_row(self, inputs: SamplingInputs) -> dict[int, TokenLogprob]:
@@ -233,31 +251,32 @@ class SamplingOutputs:
         ids, values = self.top_ids.tolist(), self.top.tolist()
         return {
             i: TokenLogprob(c, r, list(zip(ids[j][:n], values[j][:n], strict=True)))
-            for j, (i, c, r) in enumerate(zip(inputs.scored[0], self.chosen.tolist(), self.rank.tolist(), strict=True))
-            for n in (inputs.request_rows[i].sampling.params.logprobs or 0,)
+            for j, (i, c, r, n) in enumerate(
+                zip(inputs.scored[0], self.chosen.tolist(), self.rank.tolist(), inputs.num_top, strict=True)
+            )
         }
 
 
-def _newest_rows(rows: np.ndarray, offsets: Sequence[int], padding_row: int) -> np.ndarray:
-    """Return where each sampled token is stored for the next step.
+def _follow_rules(
+    state: SamplingState, tokens: Sequence[int], first: int, draft: Sequence[int], scores: Mapping[int, TokenLogprob]
+) -> SampledToken | str:
+    """Append a request's sampled tokens to its state, and return them; or why the request cannot continue.
 
-    For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row."""
-    if not any(offsets):
-        return rows
-    offset = np.array([*offsets, 0])
-    has_draft = (offset[:-1] > 0) | (offset[1:] > 0)
-    return np.where(has_draft, padding_row, rows)
-
-
-def _is_accepted(first: SampledToken | None, draft_offset: int, drafted: int) -> bool:
-    """Return whether a drafted token, and so the row behind it, continues the tokens that were sampled.
-
-    `first`: the request's first token of this step, with the further ones so far. `draft_offset`: position in the
-    draft, from 1."""
-    if first is None or len(first.further) != draft_offset - 1:
-        return False
-    newest = first.further[-1] if first.further else first
-    return newest.token == drafted and not newest.stop
+    The token behind a drafted one counts only if that is what was sampled. After other tokens of this step, a failure
+    is left out: the next step fails again."""
+    run: list[SampledToken] = []
+    for i in range(1 + len(draft)):
+        if i and (run[-1].stop or run[-1].token != draft[i - 1]):
+            break
+        if state.error is None:  # the mask was valid
+            state.append_token(tokens[first + i])
+        if state.error is not None:
+            if run:
+                break
+            return state.error
+        run.append(SampledToken(tokens[first + i], scores.get(first + i), stop=state.is_complete))
+    run[0].further = run[1:]
+    return run[0]
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

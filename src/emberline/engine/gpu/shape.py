@@ -52,7 +52,7 @@ class ShapeGrid:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Rows [0, singles) have one token each; the other rows are prompt chunks.
+    """Rows [0, singles) have one token each, or few if there are drafts; the other rows are prompt chunks.
 
     In a step with chunks, padding rows among the singles have no token. Tokens of chunks directly follow those of
     singles, so that all padding tokens are at the end."""
@@ -60,23 +60,25 @@ class StepShape:
     singles: int
     chunks: int
     tokens: int  # in addition to one for each of `singles`
+    queries: int = 1  # tokens that a row of the singles may have: more than 1 if there are drafts
 
     @staticmethod
     def for_work(
-        singles: Sequence[WorkItem], chunks: Sequence[WorkItem], grid: ShapeGrid | None = None
+        single_tokens: int, chunks: Sequence[WorkItem], grid: ShapeGrid | None = None, queries: int = 1
     ) -> StepShape | None:
         """Return the shape of a step with this work; None if the step cannot be captured.
 
+        `single_tokens`: tokens of the singles, with their drafts.
         Steps with too many chunks or tokens are not captured, nor steps that compute log-probabilities of prompts."""
         if not chunks:
-            return StepShape(pad_row_count(len(singles)), 0, 0)
+            return StepShape(pad_row_count(single_tokens), 0, 0, queries)
         tokens = sum(len(w.tokens) for w in chunks)
         grid = grid or ShapeGrid()
         rows = next((rows for rows in grid.chunks if len(chunks) <= rows), None)
         if tokens > grid.max_tokens or rows is None or any(w.prompt_logprobs for w in chunks):
             return None
-        padded = pad_single_row_count(len(singles))
-        return StepShape(padded, rows, grid.pad_token_count(len(singles) + tokens) - padded)
+        padded = pad_single_row_count(single_tokens)
+        return StepShape(padded, rows, grid.pad_token_count(single_tokens + tokens) - padded, queries)
 
     @property
     def rows(self) -> int:

@@ -30,7 +30,7 @@ from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
-from emberline.kernels.triton import activation, attention, norm, rope, token_gather, widen
+from emberline.kernels.triton import activation, attention, norm, rope, slots, token_gather, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
@@ -157,6 +157,9 @@ class HopperBackend(OpBackend):
 
     def fill_newest_tokens(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
         return token_gather.gather_tokens(tokens, rows, newest, torch.empty_like(tokens), pdl=True)
+
+    def find_slots(self, position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        return slots.find_slots(position, limits, tables, block_size)
 
 
 def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
