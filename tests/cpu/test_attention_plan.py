@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from emberline.kernels.attention_plan import AttentionPlanner, WidenedBlocks, choose_prefill_sms
+from emberline.kernels.attention_plan import AttentionPlanner, WidenedBlocks, choose_prefill_sms, count_decode_keys
 
 
 def chosen_sms(chunk: int, before: int, singles: int, context: int) -> int:
@@ -69,6 +70,18 @@ def test_only_rows_that_do_not_fit_use_the_slower_kernel() -> None:
         3,
         1,
     ] and planner.can_widen_blocks([10**6])
+
+
+def test_decode_rows_may_have_several_new_tokens() -> None:
+    """The plan carries the limit, which selects the kernel, and rejects rows with more tokens."""
+    context, counts = np.array([100, 63, 7, 0], np.int32), np.array([5, 1, 0, 40], np.int32)
+    assert count_decode_keys(context, counts).tolist() == [105, 64, 0, 40], "padding reads nothing"
+    planner = AttentionPlanner((4, 2, 8), torch.zeros(1, 1, 2, 16, 8), torch.bfloat16, 4)
+    plan = planner.plan(context, counts, 3, torch.from_numpy, max_queries=5)
+    assert (plan.decode_rows, plan.max_queries) == (3, 5)
+    assert planner.plan(context, np.minimum(counts, 1), 3, torch.from_numpy).max_queries == 1
+    with pytest.raises(AssertionError, match="too many new tokens"):
+        planner.plan(context, counts, 3, torch.from_numpy, max_queries=4)
 
 
 def test_scratch_buffers_may_be_zeroed_by_sleep() -> None:

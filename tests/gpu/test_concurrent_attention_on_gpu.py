@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels import ops
+from emberline.kernels import ops, worklist
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,11 +26,13 @@ class Step:
     window: int = 0
     dtype: torch.dtype = torch.bfloat16  # dtype of keys and values
     widened: int = 0
+    drafted: int = 0  # the first sequences, whose tokens become decode rows of up to max_queries each
+    max_queries: int = 1
 
     def __post_init__(self) -> None:
         torch.manual_seed(1)
         counts, before = (np.array(x, np.int32) for x in zip(*self.rows, strict=True))
-        self.singles = sum(count == 1 for count, _ in self.rows)
+        self.singles = sum(count == 1 for count, _ in self.rows)  # tokens of decode rows
         need = -(-(counts + before) // BLOCK)
         order = torch.randperm(int(need.sum())).int().split(need.tolist())
         tables = torch.zeros(len(need), int(need.max()), dtype=torch.int32)
@@ -53,14 +55,33 @@ class Step:
         cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
         self.layer = ops.AttentionLayer(Q, KV, DIM, scale=DIM**-0.5, cos_sin=cos_sin, window=self.window)
         self.cutter = ops.AttentionPlanner(
-            (Q, KV, DIM), self.keys[None], torch.bfloat16, len(counts), max_widened_blocks=self.widened
-        )
+            (Q, KV, DIM), self.keys[None], torch.bfloat16, int(counts.sum()), max_widened_blocks=self.widened,
+            max_queries=self.max_queries,
+        )  # fmt: skip
         self.qkv = torch.empty(len(positions), (Q + 2 * KV) * DIM, device="cuda", dtype=torch.bfloat16)
         self.weight = ops.pack_linear(torch.randn(self.qkv.shape[1], WIDTH, device="cuda").mul_(0.25).bfloat16())
-        self.tiles = self.cut(self.singles)
+        self.tiles = self.cut_drafted_rows() if self.drafted else self.cut(self.singles)
 
-    def cut(self, singles: int) -> ops.AttentionPlan:
-        return self.cutter.plan(self.before, self.counts, singles, lambda x: torch.from_numpy(x).cuda())
+    def cut(self, decode_rows: int) -> ops.AttentionPlan:
+        queries = self.max_queries if decode_rows else 1
+        return self.cutter.plan(
+            self.before, self.counts, decode_rows, lambda x: torch.from_numpy(x).cuda(), max_queries=queries
+        )
+
+    def cut_drafted_rows(self) -> ops.AttentionPlan:
+        """Split the drafted sequences into decode rows, and plan these."""
+        rows = worklist.split_decode_rows(self.before[: self.drafted], self.counts[: self.drafted], self.max_queries)
+        sequences = np.concatenate([rows.sequences, np.arange(self.drafted, len(self.counts))])
+        self.counts = np.concatenate([rows.counts, self.counts[self.drafted :]])
+        self.before = np.concatenate([rows.context, self.before[self.drafted :]])
+        self.singles = int(rows.counts.sum())
+        self.metadata = replace(
+            self.metadata,
+            query_start=torch.tensor([0, *np.cumsum(self.counts)], dtype=torch.int32, device="cuda"),
+            context=torch.from_numpy(self.before).cuda(),
+            block_tables=self.metadata.block_tables[torch.from_numpy(sequences)],
+        )
+        return self.cut(len(rows.counts))
 
     def attend(self, tiles: ops.AttentionPlan) -> Tensor:
         return ops.paged_attention(
@@ -88,6 +109,10 @@ FEW = [(1, 500)] * 3 + [(700, 3000), (40, 0)]
 MANY = [(1, 100 + 63 * i) for i in range(64)] + [(900, 2048), (129, 5)]
 SHORT = [(1, i) for i in range(200)] + [(8, 0), (16, 3)]
 CHAINED = [(1, 700 + i) for i in range(20)] + [(60, 300)]  # few enough for our own products, which use PDL too
+# Drafted sequences, some of which have new keys in two tiles.
+DRAFTED = [(5, 60), (9, 59), (1, 63), (3, 700), (9, 1018), (0, 5), (8, 0), (6, 190)] + [
+    (5, 61 + 64 * i) for i in range(20)
+]
 CASES = {"few": FEW, "many": MANY, "short": SHORT, "chained": CHAINED}
 
 
@@ -103,10 +128,8 @@ def test_prefill_is_bitwise_and_decode_nearly_as_alone(case: str, window: int) -
     torch.testing.assert_close(together[: step.singles], as_chunks[: step.singles], atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_value_is_read_before_it_is_written(case: str) -> None:
-    """Launches without waits and graph replays of several layers give the results of a wait after each kernel."""
-    step = Step(CASES[case])
+def assert_replays_equal_synchronous_runs(step: Step) -> None:
+    """Assert that graph replays of several layers give the results of a wait after each kernel."""
     sources = step.sources(6)
     expected = [step.run_layer(source, torch.cuda.synchronize) for source in sources]
     given = [torch.empty_like(source) for source in sources]
@@ -123,6 +146,12 @@ def test_no_value_is_read_before_it_is_written(case: str) -> None:
             assert torch.equal(mine, expected[i]), turn
     scratch = step.tiles.decode_scratch
     assert scratch is not None and not scratch.counters.any(), "the queue and the arrivals must be reset"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_value_is_read_before_it_is_written(case: str) -> None:
+    step = Step(CASES[case])
+    assert_replays_equal_synchronous_runs(step)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,3 +190,28 @@ def test_layers_share_widened_memory_safely() -> None:
         torch.cuda.synchronize()
         for mine, wanted in zip(got, expected, strict=True):
             assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("chunks", [[], [(700, 3000), (40, 0)]], ids=["alone", "beside prefill"])
+@pytest.mark.parametrize("max_queries", [2, 4, 5, 8])
+@pytest.mark.parametrize("window", [0, 150])
+def test_drafted_sequences_share_reads(window: int, max_queries: int, chunks: list[tuple[int, int]]) -> None:
+    """Decode rows with several tokens are nearly as prefill computes them, and prefill beside them is the same."""
+    step = Step([*DRAFTED, *chunks], window, drafted=len(DRAFTED), max_queries=max_queries)
+    assert step.tiles.decode_work is not None and (step.tiles.prefill_sms is not None) == bool(chunks)
+    (source,) = step.sources(1)
+    together = step.run_layer(source)
+    as_chunks = step.attend(step.cut(0))
+    assert torch.equal(together[step.singles :], as_chunks[step.singles :])
+    torch.testing.assert_close(together[: step.singles], as_chunks[: step.singles], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("chunks", [[], [(60, 300)]], ids=["alone", "beside prefill"])
+@pytest.mark.parametrize("max_queries", [2, 4, 5, 8])
+@pytest.mark.parametrize("sequences", [3, len(DRAFTED)])
+def test_no_key_of_a_draft_is_read_before_it_is_written(
+    sequences: int, max_queries: int, chunks: list[tuple[int, int]]
+) -> None:
+    """Keys that other rows of a sequence write are not read early either."""
+    step = Step([*DRAFTED[:sequences], *chunks], drafted=sequences, max_queries=max_queries)
+    assert_replays_equal_synchronous_runs(step)

@@ -1,8 +1,11 @@
-"""Decode attention is close to exact sums, and independent of the batch, padding and graph replays."""
+"""Decode attention is close to exact sums, and independent of the batch, padding and graph replays.
+
+Rows with several queries have the same bits as rows of one query that are cut at the same keys.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,6 +21,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 SMS = 132
 MANY = 4096  # a number of SMs for which every tile becomes an item
+# Sequences with 0 to 8 new tokens: number of keys before them, number of new tokens.
+DRAFTED = [(0, 8), (0, 1), (1, 3), (13, 5), (60, 8), (63, 1), (63, 2), (64, 4), (120, 0), (126, 6), (300, 7), (640, 5)]
+DRAFTED += [(0, 0), (1000, 8), (1021, 8), (2040, 1), (2999, 5)]
+# Query heads per KV head, and the most queries of a row: for space for 8, 16 and 32 heads, full or not.
+GROUPS = [(1, 8), (1, 32), (2, 3), (2, 8), (4, 2), (4, 4), (4, 5), (4, 8), (7, 2), (7, 4), (8, 2), (8, 4), (16, 2)]
 RAGGED = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 640, 641, 1000, 1024, 2048, 2999, 3000]
 
 
@@ -83,6 +91,70 @@ class Case:
         return torch.stack(exact), torch.stack(theirs)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedRows:
+    """Rows of up to `max_queries` queries each. `tokens` has a row for each of these queries instead."""
+
+    tokens: Case
+    rows: worklist.DecodeRows
+    tables: Tensor
+    max_queries: int
+
+    @staticmethod
+    def random(
+        sequences: list[tuple[int, int]], group: int, max_queries: int, head_dim: int, *,
+        dtype: torch.dtype = BF16, block: int = 64, kv_heads: int = 2,
+    ) -> DraftedRows:  # fmt: skip
+        before, counts = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
+        whole = Case.random(
+            (before + counts + 1).tolist(), group * kv_heads, kv_heads, head_dim, dtype=dtype, block=block
+        )
+        rows = worklist.split_decode_rows(before, counts, max_queries)
+        lengths = [
+            int(context) + j + 1 for context, count in zip(rows.context, rows.counts, strict=True) for j in range(count)
+        ]
+        owners = torch.from_numpy(np.repeat(rows.sequences, rows.counts))
+        qkv = 2 * torch.randn(len(lengths), whole.qkv.shape[1], device="cuda")
+        context = torch.tensor(lengths, dtype=torch.int32, device="cuda") - 1
+        tokens = replace(whole, lengths=lengths, qkv=qkv.to(BF16), tables=whole.tables[owners], context=context)
+        return DraftedRows(tokens, rows, whole.tables[torch.from_numpy(rows.sequences)], max_queries)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of keys of each row, which is 0 for a row without queries."""
+        return np.where(self.rows.counts > 0, self.rows.context + self.rows.counts, 0).tolist()
+
+    def work(self, lengths: list[int], *, sms: int = SMS, part_tiles: int | None = None) -> DeviceWorkList:
+        """Return a work list for rows of these lengths, which may be those of the tokens too."""
+        q_heads, kv_heads, _ = self.tokens.heads
+        room = max(worklist.max_work_items(len(lengths), kv_heads, sms), sum(n // 64 + 1 for n in lengths))
+        ctas = worklist.ctas_per_sm(q_heads // kv_heads, self.max_queries)
+        made = worklist.plan_decode_work(lengths, kv_heads, sms, room, part_tiles=part_tiles, ctas_per_sm=ctas)
+        return DeviceWorkList(torch.from_numpy(made.data).cuda(), len(lengths), room)
+
+    def run(self, work: DeviceWorkList, *, window: int = 0) -> Tensor:
+        case = self.tokens
+        scratch = DecodeScratch(
+            work.rows, work.capacity, *case.heads, torch.device("cuda"), max_queries=self.max_queries
+        )
+        scratch.partials.fill_(torch.nan)
+        scratch.max_and_sum.fill_(torch.nan)
+        out = torch.full((len(case.qkv), case.q_heads * case.heads[2]), torch.nan, device="cuda", dtype=BF16)
+        context = torch.from_numpy(self.rows.context).cuda()
+        starts = torch.tensor([0, *np.cumsum(self.rows.counts)], dtype=torch.int32, device="cuda")
+        decode_attention(
+            case.qkv, DecodeTensorMaps(case.keys, case.values), self.tables, context, work, case.scale, *case.heads,
+            window=window, out=out, scratch=scratch, pdl=False, query_start=starts, max_queries=self.max_queries,
+        )  # fmt: skip
+        assert not scratch.counters.any()
+        return out
+
+    def run_tokens_alone(self, part_tiles: int, *, window: int = 0) -> Tensor:
+        """Compute every query as a row of its own, cut at the same keys as the row that it is part of."""
+        lengths = np.repeat(self.lengths, self.rows.counts).tolist()
+        return run(self.tokens, self.work(lengths, part_tiles=part_tiles), window=window)
+
+
 def work_for(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DeviceWorkList:
     rows, kv_heads = len(case.lengths), case.heads[1]
     room = worklist.max_work_items(rows, kv_heads, sms)
@@ -113,8 +185,11 @@ def run(
 
 
 def assert_close(ours: Tensor, case: Case, *, window: int = 0) -> None:
+    assert_near(ours, *case.reference(window))
+
+
+def assert_near(ours: Tensor, exact: Tensor, theirs: Tensor) -> None:
     """Assert that the error is at most twice that of torch, in the worst element and on average."""
-    exact, theirs = case.reference(window)
     floor = 1e-6 * exact.abs().max().item()
     for norm in (torch.max, torch.mean):
         mine, other = (norm((y.double() - exact).abs()).item() for y in (ours, theirs))
@@ -144,6 +219,56 @@ def test_windows(block: int, window: int) -> None:
     case = Case.random(RAGGED, 8, 2, 128, block=block)
     for sms in (1, MANY):
         assert_close(run(case, work_for(case, sms=sms), window=window), case, window=window)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group,max_queries", GROUPS)
+def test_rows_with_several_queries(group: int, max_queries: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = DraftedRows.random(DRAFTED, group, max_queries, head_dim, dtype=dtype)
+    expected = case.tokens.reference()
+    for sms in (1, SMS, MANY):  # few cuts, the usual number, every tile an item
+        assert_near(case.run(case.work(case.lengths, sms=sms)), *expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group,max_queries", GROUPS)
+def test_queries_of_a_row_have_the_bits_of_rows_of_one(
+    group: int, max_queries: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    case = DraftedRows.random(DRAFTED, group, max_queries, head_dim, dtype=dtype)
+    for part_tiles in (1, 3, 64):  # every tile an item, parts of several tiles, whole rows
+        for window in (0, 1, 70):
+            together = case.run(case.work(case.lengths, part_tiles=part_tiles), window=window)
+            assert torch.equal(together, case.run_tokens_alone(part_tiles, window=window)), (part_tiles, window)
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 65, 500, 4096])
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("max_queries", [2, 4, 8])
+def test_windows_and_blocks_with_several_queries(max_queries: int, block: int, window: int) -> None:
+    case = DraftedRows.random(DRAFTED, 4, max_queries, 128, block=block)
+    expected = case.tokens.reference(window)
+    for sms in (1, MANY):
+        assert_near(case.run(case.work(case.lengths, sms=sms), window=window), *expected)
+
+
+@pytest.mark.parametrize("max_queries", [2, 4, 8])
+def test_more_units_with_several_queries_than_the_grid(max_queries: int) -> None:
+    """The queue distributes the units, short ones too, of which the producer is several ahead."""
+    sequences = [(int(n), i % (max_queries + 1)) for i, n in enumerate(torch.randint(0, 400, (300,)))]
+    for head_dim, dtype in ((64, F8), (128, BF16)):
+        case = DraftedRows.random(sequences, 4, max_queries, head_dim, dtype=dtype, kv_heads=8)
+        ours = case.run(case.work(case.lengths, part_tiles=1))
+        assert_close(ours, case.tokens)
+        assert torch.equal(ours, case.run_tokens_alone(1))
+
+
+def test_work_list_for_longer_rows_with_several_queries() -> None:
+    case = DraftedRows.random(DRAFTED, 4, 5, 128)
+    work = case.work([n + 200 if n else 0 for n in case.lengths], sms=MANY)
+    assert_close(case.run(work), case.tokens)
 
 
 def test_one_long_row_among_short_ones() -> None:

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, max_work_items, num_data_ints, plan_decode_work
+from emberline.kernels.worklist import (
+    MAX_NEW_TOKENS,
+    PART_SIZES,
+    TILE_KEYS,
+    WorkList,
+    ctas_per_sm,
+    max_row_queries,
+    max_work_items,
+    num_data_ints,
+    plan_decode_work,
+    split_decode_rows,
+)
 
 SMS = 132
 
@@ -108,6 +119,40 @@ def test_part_size_is_about_the_fastest_measured() -> None:
         lost[name] = case["us"][str(chunk)] / min(case["us"].values())
     assert max(lost.values()) < 1.05, lost
     assert sum(lost.values()) / len(lost) < 1.015, lost
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, MAX_NEW_TOKENS)), min_size=1, max_size=20),
+    st.integers(1, 32),
+)
+def test_every_new_token_is_in_one_row(sequences: list[tuple[int, int]], max_queries: int) -> None:
+    """Rows have the tokens of each sequence in order, after the keys that precede them."""
+    before, counts = zip(*sequences, strict=True)
+    rows = split_decode_rows(before, counts, max_queries)
+    found = [
+        (sequence, context + j)
+        for sequence, context, count in zip(rows.sequences, rows.context, rows.counts, strict=True)
+        for j in range(count)
+    ]
+    assert found == [(i, past + j) for i, (past, count) in enumerate(sequences) for j in range(count)]
+    assert rows.counts.max() <= max_queries and rows.context.dtype == rows.counts.dtype == np.int32
+    assert len(rows.counts) == sum(max(1, -(-count // max_queries)) for count in counts)
+    assert all(count for i, count in zip(rows.sequences, rows.counts, strict=True) if counts[i]), "padding only as such"
+
+
+def test_too_many_new_tokens_are_rejected() -> None:
+    """Behind MAX_NEW_TOKENS keys, the kernel may read keys that the same step writes."""
+    with pytest.raises(AssertionError, match="new tokens"):
+        split_decode_rows([100], [MAX_NEW_TOKENS + 1], 8)
+
+
+def test_queries_of_a_row_are_limited_by_heads() -> None:
+    assert [max_row_queries(group) for group in (1, 2, 4, 7, 8, 11, 16)] == [32, 16, 8, 4, 4, 2, 2]
+    assert all(max_row_queries(group) * group <= 32 for group in range(1, 17)) and max_row_queries(64) == 1
+    assert [ctas_per_sm(4, queries) for queries in (1, 4, 5, 8)] == [2, 2, 1, 1]
+    lengths, room = np.array([645], np.int32), max_work_items(1, 32, SMS)
+    small, large = (plan_decode_work(lengths, 32, SMS, room, ctas_per_sm=ctas).count for ctas in (2, 1))
+    assert small > large, "with half as many CTAs, a row is cut into fewer parts"
 
 
 def test_rows_are_cut_finer_beside_prefill() -> None:

@@ -1,7 +1,7 @@
 """Measures decode attention of one layer of Llama 3.1 8B.
 
-The cases are batches with 640 keys per sequence, batches with uneven lengths, and an fp8 cache. Run it with `python -m
-emberline.bench.gpu.decode`.
+The cases are batches with 640 keys per sequence, batches with uneven lengths, an fp8 cache, and sequences with a draft,
+whose queries share one read of the keys or are rows of their own. Run it with `python -m emberline.bench.gpu.decode`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ KEYS_PER_ROW = 640
 BATCHES = (1, 8, 32, 64, 128, 256)
 UNEVEN_LENGTHS = [300] * 255 + [30_000]
 MIN_LAYERS = 2
+DRAFT_BATCHES, DRAFT_LENGTHS, DRAFT_QUERIES = (1, 8, 32, 64), (640, 4096), 5  # a token and its draft of four
 
 
 def measure(report: BenchReport) -> None:
@@ -32,6 +33,9 @@ def measure(report: BenchReport) -> None:
     _measure_batch(report, "decode 30000", [30_000], torch.bfloat16)
     for batch in (1, 64, 256):
         _measure_batch(report, f"decode fp8 b={batch}", [KEYS_PER_ROW] * batch, torch.float8_e4m3fn)
+    for length in DRAFT_LENGTHS:
+        for batch in DRAFT_BATCHES:
+            _measure_drafts(report, f"decode draft b={batch} keys={length}", [length] * batch)
 
 
 def _measure_batch(report: BenchReport, name: str, lengths: list[int], dtype: torch.dtype) -> None:
@@ -49,6 +53,20 @@ def _measure_batch(report: BenchReport, name: str, lengths: list[int], dtype: to
     torch.cuda.empty_cache()
 
 
+def _measure_drafts(report: BenchReport, name: str, lengths: list[int]) -> None:
+    """Measure sequences of DRAFT_QUERIES queries each, as one row and as a row for each query."""
+    size = count_bytes_read(lengths, torch.bfloat16)
+    layers = DecodeInputs(lengths, torch.bfloat16, max(MIN_LAYERS, count_input_sets(size)), queries=DRAFT_QUERIES)
+    together = time_graph_replay(layers.make_attention_calls())
+    layers.use_rows_of_one_query()
+    apart, limit = time_graph_replay(layers.make_attention_calls()), size / BYTES_PER_US
+    report.add(name, together, "us", limit=limit)
+    report.add(f"{name} as rows of one query", apart, "us", limit=limit)
+    print(f"{name}: {together:.2f} us ({limit / together:.0%} of memory), rows of one query {apart:.2f}", flush=True)
+    del layers
+    torch.cuda.empty_cache()
+
+
 def count_bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
     return 2 * sum(lengths) * KV_HEADS * HEAD_DIM * dtype.itemsize
 
@@ -56,11 +74,12 @@ def count_bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
 class DecodeInputs:
     """Random queries, and KV caches of several layers, for sequences of the given lengths.
 
-    There are enough layers that their data does not fit into the L2 cache.
+    There are enough layers that their data does not fit into the L2 cache. Each sequence has `queries` new tokens.
     """
 
-    def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int) -> None:
+    def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int, *, queries: int = 1) -> None:
         self.lengths, self._device, rows = np.array(lengths, np.int32), torch.device("cuda"), len(lengths)
+        self._queries, tokens = queries, rows * queries
         counts = [-(-length // BLOCK_SIZE) for length in lengths]
         tables = torch.zeros(rows, max(counts), dtype=torch.int32)
         for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts), strict=True):
@@ -68,10 +87,18 @@ class DecodeInputs:
         shape = (layers, sum(counts), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         keys, values = (_random_tensor(shape, dtype) for _ in range(2))
         self._caches = [DecodeTensorMaps(k, v) for k, v in zip(keys, values, strict=True)]
-        self._qkv = _random_tensor((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
-        self._out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
-        context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - 1
+        self._qkv = _random_tensor((tokens, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
+        self._out = torch.empty(tokens, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
+        context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - queries
         self._tables_and_context = tables.to(self._device), context
+
+    def use_rows_of_one_query(self) -> None:
+        """Let each query be a row of its own from now on."""
+        offsets = torch.arange(self._queries, dtype=torch.int32, device=self._device)
+        tables, context = self._tables_and_context
+        context = (context[:, None] + offsets).flatten()
+        self._tables_and_context = tables.repeat_interleave(self._queries, 0), context
+        self.lengths, self._queries = context.cpu().numpy() + 1, 1
 
     def make_attention_calls(
         self, *, use_pdl: bool = True, tiles_per_part: int | None = None
@@ -84,15 +111,19 @@ class DecodeInputs:
         rows, sms = len(self.lengths), count_sms(self._device)
         parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
         capacity = max(parts, worklist.max_work_items(rows, KV_HEADS, sms))
-        items = worklist.plan_decode_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part)
+        heads, queries, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._queries, self._tables_and_context
+        ctas = worklist.ctas_per_sm(Q_HEADS // KV_HEADS, queries)
+        items = worklist.plan_decode_work(
+            self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part, ctas_per_sm=ctas
+        )
         work = DeviceWorkList(torch.from_numpy(items.data).to(self._device), rows, capacity)
-        scratch = DecodeScratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
-        heads, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._tables_and_context
+        scratch = DecodeScratch(rows, capacity, *heads, self._device, max_queries=queries)
+        starts = queries * torch.arange(rows + 1, dtype=torch.int32, device=self._device)
 
         def make_call(cached: DecodeTensorMaps) -> Callable[[], Tensor]:
             return lambda: decode_attention(
                 self._qkv, cached, tables, context, work, HEAD_DIM**-0.5, *heads,
-                out=self._out, scratch=scratch, pdl=use_pdl,
+                out=self._out, scratch=scratch, pdl=use_pdl, query_start=starts, max_queries=queries,
             )  # fmt: skip
 
         return [make_call(cached) for cached in self._caches]
