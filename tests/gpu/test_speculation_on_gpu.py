@@ -27,7 +27,7 @@ def test_drafts_never_change_the_tokens(tmp_path: Path) -> None:
     expected = {(name, 0): tokens for name, tokens in alone.items()}
     for settings in ({}, {"graphs": False}, {"overlap": False}, {"kv_tokens": 512, "block_size": 16}):
         for right in ((True,), (True, True, False), (False,)):
-            engine = make_engine(checkpoint, max_running=RUNNING, **settings)
+            engine = make_engine(checkpoint, max_running=RUNNING, speculate="ngram", max_draft=4, **settings)
             drafter = Drafter([DraftOracle(expected, right, VOCAB_SIZE)], 4, max_rows=RUNNING, adaptive=False)
             engine.scheduler.drafter = drafter
             assert run_engine(engine, make_submissions(3), steps_between=1) == alone, (settings, right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from emberline.core.events import Output, Timing
+from emberline.core.plan import SampledToken
 from emberline.core.request import FinishReason, Request
 
 
@@ -18,6 +19,23 @@ def finish_reason(request: Request, eos: frozenset[int], is_grammar_complete: bo
 def ends_with_stop_token(request: Request, eos: frozenset[int]) -> bool:
     token, params = request.tokens[-1], request.params
     return token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+
+
+def append_run(
+    request: Request, first: SampledToken, eos: frozenset[int]
+) -> tuple[list[SampledToken], FinishReason | None]:
+    """Append a step's sampled tokens to the request, up to the one that ends it; return these, and why it ends."""
+    run = [first, *first.further]
+    tokens, stop_ids = [one.token for one in run], request.params.stop_token_ids
+    has_end = run[-1].stop or len(request.tokens) + len(run) >= request.max_len or not eos.isdisjoint(tokens)
+    if not has_end and (not stop_ids or not any(token in stop_ids for token in tokens)):  # the usual case
+        request.tokens += tokens
+        return run, None
+    for at, one in enumerate(run):
+        request.tokens.append(one.token)
+        if (finish := finish_reason(request, eos, one.stop)) is not None:
+            return run[: at + 1], finish
+    return run, None
 
 
 def make_timing(request: Request, finished: float | None) -> Timing:

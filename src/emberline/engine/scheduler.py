@@ -17,7 +17,7 @@ from emberline.core.events import Output
 from emberline.core.plan import Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
-from emberline.engine.endings import ends_with_stop_token, finish_reason, make_last_output, make_timing
+from emberline.engine.endings import append_run, ends_with_stop_token, finish_reason, make_last_output, make_timing
 from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
@@ -188,23 +188,19 @@ class Scheduler:
     def _apply_draft_result(self, request: Request, work: WorkItem, result: StepResult, now: float) -> None:
         """Append the sampled tokens of a request with a draft, up to the one that ends it, as if sampled one by one."""
         assert self.drafter is not None
-        kept: list[SampledToken] = []
-        finish, first = None, result.sampled[work.id]
-        if self._are_usual_tokens(request, tokens := [first.token, *(one.token for one in first.further)], first):
-            self._record_usual_tokens(request, work, result, tokens, now)
-            return
-        for one in (first, *first.further):
-            kept.append(one)
-            request.tokens.append(one.token)
-            if (finish := finish_reason(request, self.eos, one.stop)) is not None:
-                break
+        first = result.sampled[work.id]
+        kept, finish = append_run(request, first, self.eos)
         self.drafter.record_result(request, work, first, len(kept))
         if work.preemptions == request.preemptions:
             request.num_planned = work.start + len(work.tokens) - work.num_draft + len(kept) - 1
             self._record_computed_tokens(request, work, result, request.num_planned)
         request.num_pending -= 1
         self.generated_tokens += len(kept)
-        self._output_tokens(request, kept, finish, now)
+        if finish is not None or first.logprob is not None or request.first_token_at is None:
+            self._output_tokens(request, kept, finish, now)
+        else:  # the usual case
+            request.token_deadline = now + request.token_timeout
+            self._outputs.append(Output(request.submission_id, request.index, [one.token for one in kept]))
 
     def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult, computed: int) -> None:
         request.num_computed = computed

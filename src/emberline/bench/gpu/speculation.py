@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,6 @@ MAX_DRAFT, ACCEPTANCE_LENGTH = 4, 3.08  # what the same measurement of vLLM uses
 RIGHT_PROBABILITY = 0.7216  # 1 + p + p^2 + p^3 + p^4 is the acceptance length
 DRAFT_VOCAB = 32_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 129
-TABLE_SIZE = 1 << 20
 ROUNDS = 3
 TIMEOUT_S = 60.0
 # vLLM 0.26.0 on the same machine, with the same acceptance length
@@ -49,7 +49,7 @@ class KnownAcceptance:
     """A draft model that computes everything, and then proposes the right token with a fixed probability."""
 
     head: Eagle3Head
-    is_right: Tensor  # [TABLE_SIZE] bool: whether the token is right, by a number made from its input and position
+    following: Tensor  # [vocab] int64: for each token the right next one, or -1 where the head's own token is kept
 
     @property
     def config(self) -> ModelConfig:
@@ -67,26 +67,26 @@ class KnownAcceptance:
         return self.head.combine(captured)
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        tokens, following = self.head.forward(batch, hidden)
-        inputs, positions = batch.tokens, batch.attention.positions
-        if batch.logit_rows is not None:
-            inputs, positions = inputs[batch.logit_rows], positions[batch.logit_rows]
-        right = self.is_right[(inputs * 31 + positions) % TABLE_SIZE]
-        return torch.where(right, (inputs + 1) % CONFIG.vocab, tokens), following
+        tokens, states = self.head.forward(batch, hidden)
+        inputs = batch.tokens if batch.logit_rows is None else batch.tokens[batch.logit_rows]
+        right = self.following[inputs]
+        return torch.where(right < 0, tokens, right), states
 
 
-def make_head(target: DecoderModel) -> KnownAcceptance:
-    """Return a head for the target model."""
+def make_head(target: DecoderModel, *, packed: bool = False) -> KnownAcceptance:
+    """Return a head for the target model. `packed`: with packed weights."""
     config = Eagle3Config(
         ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": 1}),
         DRAFT_VOCAB,
         default_captured_layers(target.config.layers),
         norm_before_residual=False,
     )
-    weights = HeadWeights("cuda", torch.bfloat16, seed=7)
+    weights = HeadWeights("cuda", torch.bfloat16, seed=7, packed=packed)
     head = Eagle3Head.load(config, weights, target.context, target.embedding)
-    random = torch.rand(TABLE_SIZE, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda")
-    return KnownAcceptance(replace(head, weight_bytes=weights.loaded_bytes), random < RIGHT_PROBABILITY)
+    random = torch.rand(CONFIG.vocab, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda")
+    following = (torch.arange(CONFIG.vocab, device="cuda") + 1) % CONFIG.vocab
+    following[random >= RIGHT_PROBABILITY] = -1
+    return KnownAcceptance(replace(head, weight_bytes=weights.loaded_bytes), following)
 
 
 def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
@@ -95,7 +95,8 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     weights = SuccessorWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
     chosen = {"max_waiting": MAX_WAITING, "max_draft": MAX_DRAFT, "speculate": "eagle3:random", **settings}
     config = EngineConfig.build("", **chosen).with_gpu_defaults()
-    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, load_draft=make_head)
+    load_draft = partial(make_head, packed=weights.packed)
+    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, load_draft=load_draft)
 
 
 def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES) -> None:

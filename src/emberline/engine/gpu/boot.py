@@ -196,7 +196,7 @@ def boot_from_checkpoint(
         device=device,
         build_tiers=build_tiers,
         build_endpoint=build_endpoint,
-        load_draft=lambda target: load_on_device(settings.speculation, target, directory, device),
+        load_draft=lambda target: load_on_device(settings.speculation, target, directory, device, packed=packed),
     )
     return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
 

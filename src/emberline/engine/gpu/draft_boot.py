@@ -14,14 +14,16 @@ from emberline.models.draft_model import DraftModel
 
 
 def load_on_device(
-    settings: SpeculationConfig, target: DecoderModel, target_directory: Path, device: Device
+    settings: SpeculationConfig, target: DecoderModel, target_directory: Path, device: Device, *, packed: bool = False
 ) -> DraftModel | None:
-    """Return the draft model that the settings name, with plain weights on the device; None if they name none."""
+    """Return the draft model that the settings name, on the device; None if they name none.
+
+    `packed`: with packed weights (12 bits each)."""
     draft = load_draft_model(
         settings,
         target,
         target_directory,
-        lambda checkpoint: DeviceWeights(checkpoint, target.dtype, device.torch_device),
+        lambda checkpoint: DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed),
     )
     if draft is not None:
         reject_mixture_of_experts(draft.config)

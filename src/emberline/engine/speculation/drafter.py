@@ -53,6 +53,7 @@ class Drafter:
         self._switch = DraftSwitch()
         self.uses_draft_model = uses_draft_model
         self._forced: dict[str, Sequence[int]] = {}  # by request: tokens that its grammar forces next
+        self._model_confidence = [MODEL_CONFIDENCE] * max_draft
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
 
@@ -183,19 +184,20 @@ class Drafter:
                 if (proposal := proposer.propose(request, limit)).tokens:
                     return proposal
             if drafted := self._drafted.get(request.id):
-                return Proposal(drafted[:limit], [MODEL_CONFIDENCE] * min(limit, len(drafted)))
+                return Proposal(drafted[:limit], self._model_confidence[: min(limit, len(drafted))])
         return EMPTY_PROPOSAL
 
     def _choose_lengths(
         self, requests: Mapping[str, Request], proposals: Mapping[str, Proposal], rows: int, room: int
     ) -> dict[str, int]:
+        limit = room if self._max_rows is None else min(room, self._max_rows - rows)
+        if not self._adaptive and sum(len(proposal.tokens) for proposal in proposals.values()) <= limit:
+            return {name: len(proposal.tokens) for name, proposal in proposals.items()}
         probabilities = {
             name: self._acceptance.probabilities(name, requests[name].num_known, proposal.confidence)
             for name, proposal in proposals.items()
         }
-        room = min(room, sum(map(len, probabilities.values())))
-        if self._max_rows is not None:
-            room = min(room, self._max_rows - rows)
+        room = min(limit, sum(map(len, probabilities.values())))
         if room <= 0:
             return {}
         seconds = self._cost.estimate(rows, room + 1) if self._adaptive else np.ones(room + 1)
