@@ -131,6 +131,10 @@ class AttentionPlanner:
                 capacity = self._work_item_capacity(max_rows)
                 self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=max_queries)
 
+    def limit_queries(self, max_queries: int) -> int:
+        """Return how many queries a decode row may have: `max_queries`, or 1 if the decode kernel is not used."""
+        return max_queries if self._has_decode_kernel or self._device.type != "cuda" else 1
+
     @property
     def has_static_shapes(self) -> bool:
         """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require."""

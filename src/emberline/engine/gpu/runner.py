@@ -71,7 +71,7 @@ class GPURunner:
             limits.max_running,
             max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
         )
-        self._max_queries = min(settings.speculation.max_new_tokens, ops.max_row_queries(heads[0] // heads[1]))
+        max_queries = min(settings.speculation.max_new_tokens, ops.max_row_queries(heads[0] // heads[1]))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = ops.AttentionPlanner(
@@ -80,8 +80,9 @@ class GPURunner:
             model.dtype,
             max_step_rows(running),
             max_widened_blocks=widened,
-            max_queries=self._max_queries,
+            max_queries=max_queries,
         )
+        self._max_queries = self._attention_planner.limit_queries(max_queries)
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
         self.shapes = order_by_expected_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
