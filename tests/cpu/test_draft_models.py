@@ -25,6 +25,7 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.rows import HostDrafts
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.runner import TorchRunner
@@ -98,7 +99,9 @@ def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
         cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.float32), blocks)
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=12, max_context=CONTEXT)
         if draft is not None and drafter is None:
-            drafter = Drafter([], max_draft, max_rows=12, adaptive=False, uses_draft_model=True)
+            drafter = Drafter(
+                [], max_draft, max_rows=12, adaptive=False, uses_draft_model=True, continues_on_device=pipelined
+            )
         if not pipelined:
             draft_runner = None if draft is None else DraftRunner(draft, make_draft_cache(draft, cache))
             return Engine(config, TorchRunner(model, cache, eos, compiler, draft_runner), drafter=drafter)
@@ -195,16 +198,28 @@ def test_drafts_of_an_eagle3_head_are_what_its_definition_says(
 
 def record_drafts(e: Engine, proposed: dict[str, dict[int, list[int]]]) -> None:
     """Record all drafts of an engine's runner. Those that only the device has are read from it."""
-    scheduler, update = e.scheduler, e.scheduler.update
+    scheduler, update, runner = e.scheduler, e.scheduler.update, e.runner
+    on_device: dict[tuple[int, str], tuple[HostDrafts, int]] = {}
+    if isinstance(runner, GPURunner):
+        launch, rows = runner.launch, runner._rows
 
-    def wrapped(plan: StepPlan, result: StepResult) -> None:
+        def wrapped_launch(plan: StepPlan) -> Callable[[], StepResult]:
+            finish = launch(plan)
+            for w in plan.work:
+                if w.num_propose and (drafts := rows[w.id].drafts) is not None:
+                    on_device[plan.step, w.id] = drafts
+            return finish
+
+        runner.launch = wrapped_launch  # type: ignore[method-assign]
+
+    def wrapped_update(plan: StepPlan, result: StepResult) -> None:
         update(plan, result)
         for request_id, draft in result.drafted.items():
             if (request := scheduler.requests.get(request_id)) is not None:
                 values = list(draft)
                 if values[0] < 0:
-                    drafts, at = e.runner._rows[request_id].drafts  # type: ignore[attr-defined]
+                    drafts, at = on_device[plan.step, request_id]
                     values = drafts.values[at][: len(values)]
                 proposed[request.submission_id][len(request.tokens)] = values
 
-    scheduler.update = wrapped  # type: ignore[method-assign]
+    scheduler.update = wrapped_update  # type: ignore[method-assign]

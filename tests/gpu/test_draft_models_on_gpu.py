@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def always_draft(engine: Engine, max_draft: int) -> Drafter:
-    drafter = Drafter([], max_draft, max_rows=RUNNING, adaptive=False, uses_draft_model=True)
+    drafter = Drafter([], max_draft, max_rows=RUNNING, adaptive=False, uses_draft_model=True, continues_on_device=True)
     engine.scheduler.drafter = drafter
     return drafter
 

@@ -93,6 +93,12 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
+    def has_rules(self) -> bool:
+        """Whether the host takes part in sampling: with penalties, biases, masks or log-probabilities."""
+        restricts = self.grammar is not None or self.bad_words or self.allowed_token_ids or self.logit_bias
+        return bool(restricts or self.has_penalties or self.min_tokens or self.logprobs is not None)
+
+    @property
     def needs_sync_steps(self) -> bool:
         """Whether the next step can be launched only after the host has read the previous sampled token."""
         return self.prompt_logprobs is not None

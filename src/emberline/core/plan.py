@@ -43,6 +43,9 @@ class WorkItem:
     num_draft: int = 0
     # Number of tokens that the draft model proposes behind the sampled ones. The block table has room for them.
     num_propose: int = 0
+    # Nonzero if this was planned before the result of the previous step, which verifies a draft of the request, was
+    # known: `start` is then too low by the number of drafted tokens that are accepted there, which is at most this.
+    max_shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,9 @@ class Request:
     num_computed: int = 0
     num_planned: int = 0
     num_pending: int = 0
-    num_draft: int = 0  # drafted tokens that the running step verifies
-    num_proposing: int = 0  # tokens that the draft model proposes in the running step
+    num_draft: int = 0  # drafted tokens that the newest step verifies, while that runs
+    num_proposing: int = 0  # tokens that the draft model proposes in the newest step, while that runs
+    can_continue_on_device: bool = False  # whether the next step may be planned before these are known
     num_cached: int = 0
     num_drafted: int = 0  # drafted tokens that were verified so far
     num_accepted: int = 0  # drafted tokens that became output
@@ -144,20 +145,24 @@ class Request:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the next step may verify a draft, which continues the request's tokens: none may be pending."""
-        return not self.num_pending and self.allows_drafts
+        """Whether the next step may verify a draft, which continues the request's tokens.
+
+        None of them may be pending, unless the device continues them with a draft of its own."""
+        is_known = not self.num_pending or (self.num_proposing > 0 and self.can_continue_on_device)
+        return is_known and self.allows_drafts
 
     @property
     def awaits_draft(self) -> bool:
-        """Whether the running step verifies or proposes a draft: its result determines how the request continues."""
-        return self.num_draft > 0 or self.num_proposing > 0
+        """Whether the result of the running step must be known before the next one is planned, because of a draft."""
+        can_continue = self.num_proposing > 0 and self.can_continue_on_device
+        return (self.num_draft > 0 or self.num_proposing > 0) and not can_continue
 
     @property
     def num_schedulable(self) -> int:
         """Number of known tokens that are not planned yet and that the next step may compute."""
         known = len(self.tokens) + self.num_pending
-        if self.num_pending and (self.needs_sync_steps or self.awaits_draft or known >= self.max_len):
-            return 0  # the host must see the sampled tokens first, or the pending one is the last
+        if self.num_pending and (self.needs_sync_steps or self.awaits_draft or known + self.num_draft >= self.max_len):
+            return 0  # the host must see the sampled tokens first, or a pending one may be the last
         return known - self.num_planned
 
     def check_invariants(self) -> None:

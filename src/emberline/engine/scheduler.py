@@ -21,7 +21,7 @@ from emberline.engine.endings import append_run, ends_with_stop_token, finish_re
 from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
-from emberline.engine.work_items import make_work_item
+from emberline.engine.work_items import end_draft, make_work
 from emberline.kv.manager import KVManager
 
 if TYPE_CHECKING:  # needs numpy, and the memory plan, which imports this module, is made before that is loaded
@@ -55,6 +55,7 @@ class Scheduler:
         self._known_to_runner: set[str] = set()
         self._first_num_cached: dict[str, int] = {}  # of preempted requests: cached tokens when they first started
         self._ended_ids: list[str] = []
+        self._shifted_work: dict[str, WorkItem] = {}  # by request: work in flight with a max_shift
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._outputs: list[Output] = []
         self.has_early_outputs = False  # outputs made while planning, for which another engine or a moved stream waits
@@ -138,14 +139,11 @@ class Scheduler:
             return None
         self._step += 1
         admissions = self._take_admissions(planned) if self._new_to_runner else ()
-        requests, table = self.requests, self.kv.block_table
-        proposals: Mapping[str, int] = {}
-        if self.drafter is not None and self.drafter.uses_draft_model:
-            proposals = self.drafter.plan_proposals([(requests[i], n) for i, n in planned.items()], drafts, self.kv)
-        work = [make_work_item(r := requests[i], n, table(r), drafts, proposals) for i, n in planned.items()]
+        work = make_work([(self.requests[i], n) for i, n in planned.items()], drafts, self.drafter, self.kv)
         plan = StepPlan(self._step, admissions, work, self._ended_ids, saves, loads)
         if self.drafter is not None:
             plan = self.drafter.complete_plan(plan)
+            self._shifted_work |= {w.id: w for w in work if w.max_shift}
         self._ended_ids = []
         return plan
 
@@ -167,8 +165,6 @@ class Scheduler:
             if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end_request(request, FinishReason.ERROR, error=why)
                 continue
-            if work.num_propose:
-                request.num_proposing = 0
             if work.num_draft:
                 self._apply_draft_result(request, work, result, now)
                 continue
@@ -176,6 +172,8 @@ class Scheduler:
                 self._record_computed_tokens(request, work, result, work.start + len(work.tokens))
             if work.samples:
                 request.num_pending -= 1
+                if work.num_propose and not request.num_pending:
+                    request.num_proposing = 0
                 self.generated_tokens += 1
                 self._append_token(request, result.sampled[work.id], now)
 
@@ -192,9 +190,10 @@ class Scheduler:
         kept, finish = append_run(request, first, self.eos)
         self.drafter.record_result(request, work, first, len(kept))
         if work.preemptions == request.preemptions:
-            request.num_planned = work.start + len(work.tokens) - work.num_draft + len(kept) - 1
-            self._record_computed_tokens(request, work, result, request.num_planned)
-        request.num_pending -= 1
+            request.num_planned += len(kept) - 1
+            computed = work.start + len(work.tokens) - work.num_draft + len(kept) - 1
+            self._record_computed_tokens(request, work, result, computed)
+        end_draft(request, self._shifted_work.pop(request.id, None), len(kept) - 1)
         self.generated_tokens += len(kept)
         if finish is not None or first.logprob is not None or request.first_token_at is None:
             self._output_tokens(request, kept, finish, now)
@@ -274,7 +273,7 @@ class Scheduler:
 
     def _plan_tokens(self, request: Request, count: int, planned: dict[str, int]) -> int:
         """Plan `count` tokens of a request if there are blocks for them; return how many were planned."""
-        tokens = request.num_planned + count
+        tokens = request.num_planned + count + request.num_draft  # all of that draft may be accepted
         if len(planned) >= self.config.max_batch_tokens or not (
             self.kv.extend_block_table(request, tokens) or self._preempt_until_fits(request, tokens, planned)
         ):
@@ -389,6 +388,7 @@ class Scheduler:
             self._ended_ids.append(request.id)
         self._new_to_runner.pop(request.id, None)
         self._first_num_cached.pop(request.id, None)
+        self._shifted_work.pop(request.id, None)
         if self.drafter is not None:
             self.drafter.forget(request)
         self._release_followers(request)

@@ -1,13 +1,32 @@
-"""make_work_item: what one request computes in the next step."""
+"""make_work: what each request computes in the next step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from emberline.core.plan import PENDING_TOKEN, WorkItem
 from emberline.core.request import Request
+from emberline.kv.manager import KVManager
+
+if TYPE_CHECKING:  # needs numpy
+    from emberline.engine.speculation.drafter import Drafter
 
 ONE_PENDING = (PENDING_TOKEN,)
+
+
+def make_work(
+    planned: Sequence[tuple[Request, int]],
+    drafts: Mapping[str, Sequence[int]],
+    drafter: Drafter | None,
+    kv: KVManager,
+) -> list[WorkItem]:
+    """Return the work items of a step. `planned`: its requests, each with its number of tokens without a draft."""
+    proposals: Mapping[str, int] = {}
+    if drafter is not None and drafter.uses_draft_model:
+        proposals = drafter.plan_proposals(planned, drafts, kv)
+    table = kv.block_table
+    return [make_work_item(request, count, table(request), drafts, proposals) for request, count in planned]
 
 
 def make_work_item(
@@ -31,11 +50,24 @@ def make_work_item(
             tokens = [*tokens, PENDING_TOKEN]
     # Positional arguments: keywords take twice as long, and one is made for every token.
     work = WorkItem(request.id, start, tokens, blocks, samples, request.needs_prompt_logprobs, request.preemptions)
+    if request.num_draft:
+        work.max_shift, request.num_draft = request.num_draft, 0
     if drafts and (draft := drafts.get(request.id)):
         work.tokens, work.num_draft = [*tokens, *draft], len(draft)
         request.num_draft = len(draft)
-    if proposals:
+    if proposals or request.num_proposing:
         work.num_propose = request.num_proposing = proposals.get(request.id, 0)
     request.num_planned = end
     request.num_pending += samples
     return work
+
+
+def end_draft(request: Request, following: WorkItem | None, num_accepted: int) -> None:
+    """Note that the draft of a request's oldest running step was verified, and where its next step begins.
+
+    `following`: the work item of that step, if it was planned before this was known."""
+    request.num_pending -= 1
+    if not request.num_pending:
+        request.num_draft = request.num_proposing = 0
+    if following is not None:
+        following.start, following.max_shift = following.start + num_accepted, 0

@@ -140,3 +140,18 @@ class OpBackend(ABC):
         """Return the position (int32) and the KV cache slot of a token in each row of `tables` (block tables).
 
         Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""
+
+    @abstractmethod
+    def shift_positions(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        context: Tensor,
+        token_shifts: Tensor,
+        row_shifts: Tensor,
+        accepted: Tensor,
+        tables: Tensor,
+        padding_row: int,
+        block_size: int,
+    ) -> None:
+        """Move tokens in place to positions that only the device knows; see `ops.shift_positions`."""

@@ -67,6 +67,7 @@ __all__ = [
     "run_mixture",
     "sample_with_seed",
     "set_threads",
+    "shift_positions",
     "start_backend",
 ]  # fmt: skip
 
@@ -207,3 +208,24 @@ def find_slots(position: Tensor, limits: Tensor, tables: Tensor, block_size: int
 
     Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""
     return backend_of(position).find_slots(position, limits, tables, block_size)
+
+
+def shift_positions(
+    positions: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    token_shifts: Tensor,
+    row_shifts: Tensor,
+    accepted: Tensor,
+    tables: Tensor,
+    padding_row: int,
+    block_size: int,
+) -> None:
+    """Move tokens in place to positions that only the device knows, behind the accepted tokens of a draft.
+
+    positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
+    context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.
+    """
+    backend_of(positions).shift_positions(
+        positions, slots, context, token_shifts, row_shifts, accepted, tables, padding_row, block_size
+    )

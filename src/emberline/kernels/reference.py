@@ -177,6 +177,25 @@ class ReferenceBackend(OpBackend):
         blocks = tables.gather(1, (at // block_size)[:, None]).squeeze(1).long()
         return at.int(), torch.where(limits > 0, blocks * block_size + at % block_size, -1)
 
+    def shift_positions(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        context: Tensor,
+        token_shifts: Tensor,
+        row_shifts: Tensor,
+        accepted: Tensor,
+        tables: Tensor,
+        padding_row: int,
+        block_size: int,
+    ) -> None:
+        shifted = token_shifts != padding_row
+        positions += accepted[token_shifts].int()
+        at = positions.long()
+        found = tables[token_shifts, at // block_size].long() * block_size + at % block_size
+        slots.copy_(torch.where(shifted, found, slots))
+        context += accepted[row_shifts].int()
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -105,7 +105,14 @@ def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches
     booted = boot_engine(chosen)
     name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
     engine, cost = booted.engine, compute_token_cost(chosen)
-    drafters = {"spec": Drafter([], MAX_DRAFT, max_rows=chosen["max_running"], adaptive=False, uses_draft_model=True)}
+    drafter = Drafter(
+        *([], MAX_DRAFT),
+        max_rows=chosen["max_running"],
+        adaptive=False,
+        uses_draft_model=True,
+        continues_on_device=True,
+    )
+    drafters = {"plain": None, "spec": drafter}
     assert booted.runner.draft_model is not None
     report.config |= {
         "settings": chosen,
@@ -115,8 +122,8 @@ def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches
         "rounds": ROUNDS,
     }
     for batch in batches:
-        for kind, drafter in ({"plain": None} | drafters).items():
-            engine.scheduler.drafter = drafter
+        for kind, chosen_drafter in drafters.items():
+            engine.scheduler.drafter = chosen_drafter
             times, steps = [], 0
             for seed in range(ROUNDS + 1):
                 _, _ = run_batch(engine, batch, 1, seed)

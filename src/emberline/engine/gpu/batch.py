@@ -45,6 +45,10 @@ class DeviceBatch:
     positions: np.ndarray  # [T] int32
     slots: np.ndarray  # [T] int64
     newest_index: np.ndarray  # [T] int64: where DeviceRows.newest has the token, if only the device has it
+    # [T] and [B] int64: row in DeviceRows.accepted by which a position and a start are shifted; usually the padding row
+    token_shifts: np.ndarray
+    row_shifts: np.ndarray
+    max_starts: np.ndarray  # [B] int32: starts, shifted as far as possible
     logit_rows: np.ndarray  # [S] int64: indexes of the tokens whose logits are computed
     used_logit_rows: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
 
@@ -100,9 +104,21 @@ class DeviceBatch:
             starts = np.concatenate([split.context, starts[num_rows:]])
             counts = np.concatenate([split.counts, counts[num_rows:]])
             num_rows = len(split.counts)
+        token_shifts, row_shifts = (np.full(size, rows.padding_row, np.int64) for size in (total, len(index)))
+        max_starts = starts
+        if any(w.max_shift for w in singles):
+            shifts = np.array([w.max_shift for w in singles], np.int32)
+            owners = np.array([row.index for row in rows.rows_of(singles)], np.int64)
+            shifted = np.where(shifts > 0, owners, rows.padding_row)
+            sequences = split.sequences if has_drafts else np.arange(num_rows)
+            token_shifts[:num_tokens] = np.repeat(shifted, [len(w.tokens) for w in singles])
+            row_shifts[:num_rows] = shifted[sequences]
+            max_starts = starts.copy()
+            max_starts[:num_rows] += shifts[sequences]
         wanted = np.arange(len(logit_rows))
         return DeviceBatch(
-            num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index, logit_rows, wanted
+            *(num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index),
+            *(token_shifts, row_shifts, max_starts, logit_rows, wanted),
         )
 
     def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
@@ -143,6 +159,9 @@ class DeviceBatch:
             pad_tokens(self.positions, 0),
             pad_tokens(self.slots, -1),
             pad_tokens(self.newest_index, 0),
+            pad_tokens(self.token_shifts, padding_row),
+            pad_rows(self.row_shifts, padding_row, padding_row),
+            pad_rows(self.max_starts, 0, 0),
             logit_rows,
             wanted,
         )

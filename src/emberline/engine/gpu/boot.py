@@ -113,8 +113,7 @@ def boot_gpu(
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
-    draft = load_draft(model)
-    extra = memory.NO_DRAFT_MODEL if draft is None else measure_draft_model(draft)
+    extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
     can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs
     tuned = _tune_matrix_products(model, settings) if can_tune else 0.0  # before the cache fills the memory
@@ -139,9 +138,10 @@ def boot_gpu(
     begun = time.perf_counter()
     below = make_tiers(runner, build_tiers) if build_tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
+    overlap = settings.gpu.overlap
     shared = build_endpoint(make_region(runner, device)) if build_endpoint is not None else None
-    steps = runner if settings.gpu.overlap else SyncRunner(runner)
-    drafter = make_drafter(settings.speculation, find_library, scheduler.max_running)
+    steps = runner if overlap else SyncRunner(runner)
+    drafter = make_drafter(settings.speculation, find_library, scheduler.max_running, continues_on_device=overlap)
     engine = Engine(scheduler, steps, tiers=below, transfer_endpoint=shared, drafter=drafter)
     seconds["capture"] = _capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection

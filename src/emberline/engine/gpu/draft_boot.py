@@ -6,7 +6,7 @@ from pathlib import Path
 
 from emberline.core.engine_config import SpeculationConfig
 from emberline.engine.gpu.device import Device
-from emberline.engine.memory import DraftMemory, reject_mixture_of_experts
+from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory, reject_mixture_of_experts
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
@@ -30,5 +30,7 @@ def load_on_device(
     return draft
 
 
-def measure_draft_model(draft: DraftModel) -> DraftMemory:
+def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
+    if draft is None:
+        return NO_DRAFT_MODEL
     return DraftMemory.of(draft.weight_bytes, draft.config, len(draft.captured_layers))

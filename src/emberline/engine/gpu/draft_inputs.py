@@ -45,13 +45,8 @@ class DraftRows:
         return found
 
     def _add(self, work: WorkItem, rows: DeviceRows, first: int, step_row: int) -> None:
-        row = rows[work.id]
-        if row.draft_preemptions != work.preemptions:  # all its tokens are computed again, with the draft model
-            row.draft_preemptions, row.has_draft_gap = work.preemptions, False
-        if row.has_draft_gap:
-            return
         self.work.append(work)
-        self.request_rows.append(row)
+        self.request_rows.append(rows[work.id])
         self.first.append(first)
         self.step_rows.append(step_row)
         self.drafts.append(work.tokens[len(work.tokens) - work.num_draft :])
@@ -61,7 +56,7 @@ class DraftRows:
 class DraftInputs:
     length: int  # tokens of the new drafts; 0: none is wanted
     has_chunks: bool  # whether the step has prompt chunks
-    numbers: Tensor  # [6, B] int64; see the properties
+    numbers: Tensor  # [7, B] int64; see the properties
     drafts: Tensor  # [B, max_draft] int64: the draft; PENDING_TOKEN where only the device has it, then NO_TOKEN
     plan: ops.AttentionPlan  # of a pass with one token for each request
     pair_plan: ops.AttentionPlan | None  # of a pass with two tokens for each request
@@ -86,7 +81,7 @@ class DraftInputs:
 
     @property
     def starts(self) -> Tensor:
-        """The position of that token."""
+        """The position of that token, without its shift."""
         return self.numbers[3]
 
     @property
@@ -96,8 +91,13 @@ class DraftInputs:
 
     @property
     def known(self) -> Tensor:
-        """The token at `starts`."""
+        """The token at `starts`; PENDING_TOKEN if only the device has it."""
         return self.numbers[5]
+
+    @property
+    def shifts(self) -> Tensor:
+        """The row in DeviceRows.accepted by which `starts` is shifted; usually the padding row."""
+        return self.numbers[6]
 
 
 def stage_draft_inputs(
@@ -118,16 +118,17 @@ def stage_draft_inputs(
     drafts = np.full((padded, rows.max_draft), NO_TOKEN, np.int64)
     for i, draft in enumerate(found.drafts):
         drafts[i, : len(draft)] = draft
-    numbers = np.zeros((6, padded), np.int64)
-    numbers[0] = rows.padding_row
+    numbers = np.zeros((7, padded), np.int64)
+    numbers[0] = numbers[6] = rows.padding_row
     lengths = [w.start + len(w.tokens) for w in found.work]  # with the draft
     numbers[:, :count] = (
         [row.index for row in found.request_rows],
         found.first,
         found.step_rows,
         [end - 1 - w.num_draft for w, end in zip(found.work, lengths, strict=True)],
-        [end + w.num_propose for w, end in zip(found.work, lengths, strict=True)],
+        [end + w.max_shift + w.num_propose for w, end in zip(found.work, lengths, strict=True)],
         [w.tokens[-1 - w.num_draft] for w in found.work],
+        [row.index if w.max_shift else rows.padding_row for w, row in zip(found.work, found.request_rows, strict=True)],
     )
     ones, longest = np.ones(padded, np.int32), (np.maximum(numbers[4], 1) - 1).astype(np.int32)
     following = map(put, _following_tokens(chunks, batch, num_states, rows)) if num_states else (None, None)

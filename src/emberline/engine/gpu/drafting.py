@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.plan import PENDING_TOKEN, WorkItem
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.device import Device, DeviceEvent
@@ -24,6 +25,7 @@ from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts
 from emberline.engine.gpu.shape import StepShape, max_step_rows, pad_row_count
 from emberline.engine.gpu.staging import InputStaging
+from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.draft_model import DraftModel
@@ -46,20 +48,20 @@ class DeviceDrafting:
     def __init__(
         self,
         model: DraftModel,
-        cache: KVCache,
+        target_cache: KVCache,
         rows: DeviceRows,
         device: Device,
-        *,
-        max_running: int,
-        max_batch_tokens: int,
-        max_queries: int,
-        target_heads: tuple[int, int, int],
-        dtype: torch.dtype,
+        limits: SchedulerConfig,
         graphs: bool,
+        target_shape: tuple[tuple[int, int, int], torch.dtype, int],
     ) -> None:
-        """`max_queries`: tokens of a row of the target model's attention, at most.
+        """`graphs`: whether to capture CUDA graphs.
 
-        `target_heads`, `dtype`: query heads, KV heads and head size of the target model, and of its activations."""
+        `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, and the
+        tokens of a row of its attention, at most."""
+        target_heads, dtype, max_queries = target_shape
+        max_running, max_batch_tokens = limits.max_running, limits.max_batch_tokens
+        cache = make_draft_cache(model, target_cache, str(device.torch_device))
         self.cache = cache
         self.model = model
         self._rows = rows
@@ -102,15 +104,18 @@ class DeviceDrafting:
         self._staging.forget_views()
         self._planner.drop_tensor_maps()
 
-    def skip_step(self, work: Sequence[WorkItem]) -> None:
-        """Note that a step runs without the draft model, which then cannot continue these requests."""
-        for row in self._rows.rows_of(work):
-            row.has_draft_gap = True
-
     def prepare(
-        self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem], batch: DeviceBatch, shape: StepShape | None
-    ) -> PreparedDrafting:
-        """Copy the inputs of drafting to the device. `batch`: the step's work without padding."""
+        self,
+        singles: Sequence[WorkItem],
+        chunks: Sequence[WorkItem],
+        batch: DeviceBatch,
+        shape: StepShape | None,
+        step: StepInputs,
+    ) -> Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]]:
+        """Copy the inputs of drafting to the device; return a function that queues the drafting.
+
+        That function is called with the sampled tokens, and returns a function that returns the drafts by request id.
+        `batch`: the step's work without padding."""
         rows = DraftRows.select(singles, chunks, self._rows)
         padded = pad_row_count(len(rows.work)) if rows.work else 0
         staged = self._staging.new_inputs()
@@ -124,16 +129,16 @@ class DeviceDrafting:
             min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
             queries = self._max_queries if batch.single_tokens > len(singles) else 1
             plan = self._planner.plan(
-                *(padded_batch.starts, padded_batch.counts, padded_batch.singles, staged.put),
+                *(padded_batch.max_starts, padded_batch.counts, padded_batch.singles, staged.put),
                 min_tiles=min_tiles,
                 max_queries=queries,
             )
             inputs = replace(inputs, step_plan=plan)
         staged.send()
         key = None if shape is None or not self._graphs or chunks else (shape, padded, inputs.length)
-        return PreparedDrafting(inputs, rows, key)
+        return partial(self._launch, PreparedDrafting(inputs, rows, key), step)
 
-    def launch(
+    def _launch(
         self, prepared: PreparedDrafting, step: StepInputs, sampled: Tensor | None
     ) -> Callable[[], dict[str, Sequence[int]]]:
         """Queue the drafting of a step; return a function that returns the drafts by request id.
@@ -186,7 +191,8 @@ class DeviceDrafting:
         if accepted is None:
             return
         newest = self._sampled[inputs.first + accepted]
-        position, tables = inputs.starts + accepted, rows.tables.index_select(0, inputs.rows)
+        tables = rows.tables.index_select(0, inputs.rows)
+        position = inputs.starts + rows.accepted[inputs.shifts] + accepted
         if self._captured is None:
             token = self._compute_last_two(inputs, drafted, accepted, newest, position, tables)
             position = position + 1
@@ -199,6 +205,7 @@ class DeviceDrafting:
         values = torch.stack(found, dim=1)
         newest_rows = rows.newest.view(-1, 1 + rows.max_draft)
         newest_rows[:, : 1 + inputs.length].index_copy_(0, inputs.rows, values)
+        rows.accepted.index_copy_(0, inputs.rows, accepted)
         self._drafts[: len(values), : inputs.length].copy_(values[:, 1:])
 
     def _step_batch(
@@ -219,7 +226,8 @@ class DeviceDrafting:
 
         The newest token is missing in its cache, and the one before it too if the whole draft was accepted."""
         before = drafted.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
-        before = torch.where(accepted > 0, before, inputs.known)
+        known = ops.fill_newest_tokens(inputs.known, inputs.rows * (1 + self._rows.max_draft), self._rows.newest)
+        before = torch.where(accepted > 0, before, known)
         assert inputs.pair_plan is not None
         batch = self._chain_batch(
             torch.cat([before, newest]),

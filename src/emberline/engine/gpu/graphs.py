@@ -20,6 +20,7 @@ class StepInputs:
 
     tokens: Tensor
     newest_index: Tensor
+    shifts: tuple[Tensor, Tensor] | None  # of tokens and rows; see DeviceBatch. None: there is no draft model
     slots: Tensor
     positions: Tensor
     context: Tensor

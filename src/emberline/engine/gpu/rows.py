@@ -39,8 +39,6 @@ class RequestRow:
     preemptions: int = 0  # preemptions of the request when these were sent
     has_counts: bool = False  # whether the device has its token counts, for penalties
     drafts: tuple[HostDrafts, int] | None = None  # the newest draft of the draft model, and its index
-    has_draft_gap: bool = False  # whether the draft model has not computed all of its tokens
-    draft_preemptions: int = 0  # preemptions of the request when that was last determined
 
 
 class DeviceRows:
@@ -51,6 +49,8 @@ class DeviceRows:
         self.tables = torch.zeros(capacity + 1, width, dtype=torch.int32, device=device)
         # For each row its newest token, then its draft.
         self.newest = torch.zeros((capacity + 1) * (1 + max_draft), dtype=torch.int64, device=device)
+        # For each row, the accepted tokens of the newest draft. That of the padding row is always 0.
+        self.accepted = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self.host_tables = np.zeros((capacity + 1, width), np.int32)  # the tables with all updates that will be sent
         self.temperature = np.zeros(capacity + 1, np.float32)
         self.top_k = np.zeros(capacity + 1, np.int32)
@@ -59,6 +59,9 @@ class DeviceRows:
         self.seed = np.zeros(capacity + 1, np.int64)
         self._free = list(reversed(range(capacity)))
         self.by_request: dict[str, RequestRow] = {}  # by request id; only this class changes it
+
+    def device_buffers(self) -> list[torch.Tensor]:
+        return [self.tables, self.newest, self.accepted]
 
     def __getitem__(self, request_id: str) -> RequestRow:
         return self.by_request[request_id]

@@ -32,7 +32,6 @@ from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import DecoderModel
@@ -97,18 +96,8 @@ class GPURunner:
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
-            self._drafting = DeviceDrafting(
-                draft_model,
-                make_draft_cache(draft_model, cache, str(device.torch_device)),
-                self._rows,
-                device,
-                max_running=running,
-                max_batch_tokens=limits.max_batch_tokens,
-                max_queries=self._max_queries,
-                target_heads=heads,
-                dtype=model.dtype,
-                graphs=settings.gpu.graphs,
-            )
+            shape = heads, model.dtype, self._max_queries
+            self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, shape)
 
     @property
     def layout(self) -> str:
@@ -157,7 +146,7 @@ class GPURunner:
 
         While the runner is idle, these tensors may be replaced by zeros: their counters are zero then, and everything
         else is written before it is read."""
-        state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
+        state = [self.cache.keys, self.cache.values, *self._rows.device_buffers(), self._penalties.counts]
         staged = [staging.device for staging in (self._extra_inputs, self._table_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
         drafting = self._drafting.device_buffers() if self._drafting is not None else []
@@ -196,12 +185,10 @@ class GPURunner:
             self._unsampled = sampled
         else:
             sampled.launch(self._graphs.stream)
-        read_drafts: Callable[[], dict[str, Sequence[int]]] = dict
-        if self._drafting is not None and plan.runs_draft_model and not waits:
-            drafts = self._drafting.prepare(singles, chunks, batch, shape)
-            read_drafts = self._drafting.launch(drafts, model_step.inputs, sampled.device_tokens)
-        elif self._drafting is not None:
-            self._drafting.skip_step(work)
+        if self._drafting is not None and plan.runs_draft_model:
+            sampled.draft_next = self._drafting.prepare(singles, chunks, batch, shape, model_step.inputs)
+            if not waits:
+                sampled.launch_drafting()
 
         def finish() -> StepResult:
             tokens, lost = sampled.wait_for_tokens_and_failures()
@@ -209,7 +196,7 @@ class GPURunner:
             prompts = {name: score() for name, score in scores.items()}
             forced = self._rows.forced_tokens(tokens) if plan.reports_forced else {}
             seconds = sampled.end_event.seconds_since(began)
-            drafted = read_drafts()
+            drafted = sampled.read_drafts()
             return StepResult(plan.step, tokens, prompts, failures_by_request | lost, seconds, forced, drafted)
 
         return finish
@@ -232,6 +219,7 @@ class GPURunner:
                 step.prepare(self.vocab_size, staged)
                 staged.send()
                 step.launch(self._graphs.stream)
+                step.launch_drafting()
 
     def _choose_captured_shape(self, single_tokens: int, chunks: list[WorkItem], queries: int) -> StepShape | None:
         """Return the shape of the captured step to use for this work; None if the work must run uncaptured."""
@@ -350,13 +338,14 @@ class GPURunner:
         return StepInputs(
             tokens=staged.put(batch.tokens),
             newest_index=staged.put(batch.newest_index),
+            shifts=None if self.draft_model is None else (staged.put(batch.token_shifts), staged.put(batch.row_shifts)),
             slots=staged.put(batch.slots),
             positions=staged.put(batch.positions),
             context=staged.put(batch.starts),
             rows=staged.put(batch.rows),
             query_start=staged.put(batch.query_start),
             tiles=self._attention_planner.plan(
-                *(batch.starts, batch.counts, batch.singles, staged.put),
+                *(batch.max_starts, batch.counts, batch.singles, staged.put),
                 min_tiles=min_tiles,
                 logit_tokens=logit_tokens,
                 max_queries=queries,
@@ -367,6 +356,11 @@ class GPURunner:
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         rows = self._rows
+        if inputs.shifts is not None:
+            ops.shift_positions(
+                *(inputs.positions, inputs.slots, inputs.context, *inputs.shifts),
+                *(rows.accepted, rows.tables, rows.padding_row, self._block_size),
+            )
         return self.model.forward(
             ForwardBatch(
                 tokens=ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest),

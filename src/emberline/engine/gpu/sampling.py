@@ -5,7 +5,7 @@ log-probabilities are copied to the host with the results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,9 @@ class StepSampling:
         self._inputs: SamplingInputs | None = None
         self._outputs: SamplingOutputs | None = None
         self._end_event: DeviceEvent | None = None
+        # Queues the drafting behind the sampled tokens, if any, and returns a function that reads the drafts.
+        self.draft_next: Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]] | None = None
+        self.read_drafts: Callable[[], dict[str, Sequence[int]]] = dict
 
     def waits_for_tokens(self) -> bool:
         """Return whether a grammar's mask can be computed only after the previous step's tokens were read."""
@@ -57,14 +60,14 @@ class StepSampling:
     def launch(self, stream: DeviceStream) -> None:
         """Queue the sampling, and record an event behind it."""
         if self._inputs is not None and self.logits is not None:
-            self._outputs = launch_sampling(self._inputs, self.logits, self._rows.newest, self._penalties)
+            self._outputs = launch_sampling(self._inputs, self.logits, self._rows, self._penalties)
         self.logits = None
         self._end_event = stream.record_event()
 
-    @property
-    def device_tokens(self) -> Tensor | None:
-        """The sampled tokens on the device; None before the launch, or if there are none."""
-        return None if self._outputs is None else self._outputs.device_tokens
+    def launch_drafting(self) -> None:
+        """Queue the drafting behind the sampling, if the step has any."""
+        if self.draft_next is not None:
+            self.read_drafts = self.draft_next(None if self._outputs is None else self._outputs.device_tokens)
 
     @property
     def end_event(self) -> DeviceEvent:
@@ -90,6 +93,7 @@ class SamplingInputs:
     first: Sequence[int]  # index in [0, S) of the first token of each work item
     newest_rows: Tensor  # [S] int64: index in DeviceRows.newest to which each token is written
     position: Tensor  # [S] int32: position of the token to be sampled
+    shifts: Tensor | None  # [S] int64: row in DeviceRows.accepted by which the position is shifted; None: none is
     settings: ops.SamplingTensors
     seed: Tensor
     penalised: PenalisedRows | None
@@ -138,6 +142,7 @@ def prepare_sampling(
         first,
         staged.put(newest * (1 + rows.max_draft)),
         staged.put(known),
+        _stage_shifts(work, request_rows, drafted, rows.padding_row, staged),
         ops.SamplingTensors(
             staged.put(rows.temperature[index]),
             staged.put(rows.top_k[index]),
@@ -157,6 +162,19 @@ def prepare_sampling(
             if w.num_draft and row.drafts is not None and w.tokens[-1] == PENDING_TOKEN
         },
     )
+
+
+def _stage_shifts(
+    work: Sequence[WorkItem],
+    request_rows: Sequence[RequestRow],
+    drafted: np.ndarray,
+    padding_row: int,
+    staged: StagedInputs,
+) -> Tensor | None:
+    if not any(w.max_shift for w in work):
+        return None
+    shifted = [p.index if w.max_shift else padding_row for w, p in zip(work, request_rows, strict=True)]
+    return staged.put(np.repeat(np.array(shifted, np.int64), 1 + drafted))
 
 
 class SpecialRows(NamedTuple):
@@ -181,7 +199,7 @@ class SpecialRows(NamedTuple):
 
 
 def launch_sampling(
-    inputs: SamplingInputs, logits: Tensor, newest_tokens: Tensor, penalties: DevicePenalties
+    inputs: SamplingInputs, logits: Tensor, rows: DeviceRows, penalties: DevicePenalties
 ) -> SamplingOutputs:
     """Queue the sampling of a step. This overwrites the logits and stores the tokens on the device.
 
@@ -196,8 +214,11 @@ def launch_sampling(
         ops.edit_logits(logits, *inputs.edits)
     if inputs.mask is not None:
         ops.apply_bitmask(logits, *inputs.mask)
-    tokens = ops.sample_with_seed(logits, inputs.settings, inputs.seed, inputs.position)
-    newest_tokens.index_copy_(0, inputs.newest_rows, tokens)
+    position = inputs.position
+    if inputs.shifts is not None:
+        position = position + rows.accepted[inputs.shifts].int()
+    tokens = ops.sample_with_seed(logits, inputs.settings, inputs.seed, position)
+    rows.newest.index_copy_(0, inputs.newest_rows, tokens)
     if inputs.penalised is not None:
         penalties.count_tokens(tokens, inputs.penalised)
     parts = [tokens]

@@ -36,10 +36,12 @@ class Drafter:
         max_rows: int | None = None,
         adaptive: bool = True,
         uses_draft_model: bool = False,
+        continues_on_device: bool = False,
     ) -> None:
         """`proposers`: those to ask for each request, the best first. `max_draft`: maximum tokens of a draft.
 
         `uses_draft_model`: the runner has a draft model, whose proposals are used where `proposers` have none.
+        `continues_on_device`: steps may be planned before the result of the step that proposes their drafts is known.
         `max_rows`: maximum tokens of all decoding requests of a step together, with their drafts; None: no limit.
         `adaptive`: verify only as many drafted tokens as increase the expected tokens per second; otherwise, all."""
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
@@ -52,6 +54,7 @@ class Drafter:
         self._cost = StepCost()
         self._switch = DraftSwitch()
         self.uses_draft_model = uses_draft_model
+        self._continues_on_device = continues_on_device
         self._forced: dict[str, Sequence[int]] = {}  # by request: tokens that its grammar forces next
         self._model_confidence = [MODEL_CONFIDENCE] * max_draft
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
@@ -72,7 +75,8 @@ class Drafter:
         by_id = {r.id: r for r in requests if r.can_draft}
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
         for name, count in self._choose_lengths(by_id, proposals, len(requests), room).items():
-            if kv.extend_block_table(by_id[name], by_id[name].num_known + count, reserved_blocks=len(requests)):
+            longest = by_id[name].num_known + by_id[name].num_draft + count
+            if kv.extend_block_table(by_id[name], longest, reserved_blocks=len(requests)):
                 drafts[name] = proposals[name].tokens[:count]
         return drafts
 
@@ -87,12 +91,15 @@ class Drafter:
         if not self.is_on(len(planned)):
             return proposals
         for request, count in planned:
-            known = request.num_known + len(drafts.get(request.id, ()))
+            known = request.num_known + request.num_draft + len(drafts.get(request.id, ()))
             length = min(self._max_draft, request.max_len - known)
             if request.num_planned + count < request.num_known or not request.allows_drafts or length <= 0:
                 continue
             if kv.extend_block_table(request, known + length, reserved_blocks=len(planned)):
                 proposals[request.id] = length
+                request.can_continue_on_device = (
+                    self._continues_on_device and not request.prediction and not request.params.has_rules
+                )
         return proposals
 
     def complete_plan(self, plan: StepPlan) -> StepPlan:
@@ -112,7 +119,7 @@ class Drafter:
         too, and the answer is True if drafts behind it would increase the tokens per second."""
         if any(r.awaits_draft for r in running):
             return True  # these cannot be planned before their result is known
-        if not self.is_on(len(running)):
+        if not self.is_on(len(running)) or self.uses_draft_model:
             return False
         pending = [r for r in running if r.num_pending and r.allows_drafts]
         later = {
@@ -132,7 +139,6 @@ class Drafter:
         else:
             kept = [first, *first.further][:num_kept]
             accepted = sum(one.token == token for one, token in zip(kept, drafted, strict=False))
-        request.num_draft = 0
         request.num_drafted += work.num_draft
         request.num_accepted += accepted
         self.num_drafts += 1
@@ -176,7 +182,10 @@ class Drafter:
         )
 
     def _propose(self, request: Request) -> Proposal:
-        limit = min(self._max_draft, request.max_len - request.num_known - 1)
+        limit = min(self._max_draft, request.max_len - request.num_known - request.num_draft - 1)
+        if request.num_pending and request.can_continue_on_device:
+            length = max(0, min(limit, request.num_proposing))
+            return Proposal([PENDING_TOKEN] * length, self._model_confidence[:length])
         if limit > 0 and (forced := self._forced.get(request.id)):
             return Proposal(forced[:limit], [FORCED_CONFIDENCE] * min(limit, len(forced)))
         if limit > 0:

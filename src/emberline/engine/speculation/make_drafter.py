@@ -15,16 +15,26 @@ from emberline.engine.speculation.suffix import SuffixProposer
 
 
 def make_drafter(
-    config: SpeculationConfig, find_library: Callable[[], ctypes.CDLL | None], max_rows: int | None = None
+    config: SpeculationConfig,
+    find_library: Callable[[], ctypes.CDLL | None],
+    max_rows: int | None = None,
+    *,
+    continues_on_device: bool = False,
 ) -> Drafter | None:
-    """Return the drafter of an engine; None if speculation is off. `max_rows`: see Drafter.
+    """Return the drafter of an engine; None if speculation is off. `max_rows`, `continues_on_device`: see Drafter.
 
     `find_library`: returns the native library, or None if it cannot be built; then the method auto uses n-grams, and
     suffix raises InvalidRequest."""
     if config.speculate == "off":
         return None
     if config.draft_source is not None:
-        return Drafter([PredictionProposer()], config.max_draft_tokens, max_rows=max_rows, uses_draft_model=True)
+        return Drafter(
+            [PredictionProposer()],
+            config.max_draft_tokens,
+            max_rows=max_rows,
+            uses_draft_model=True,
+            continues_on_device=continues_on_device,
+        )
     proposer: Proposer = NgramProposer()
     if config.speculate != "ngram" and (library := find_library()) is not None:
         proposer = SuffixProposer(library)

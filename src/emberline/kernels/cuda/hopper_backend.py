@@ -30,7 +30,7 @@ from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
-from emberline.kernels.triton import activation, attention, norm, rope, slots, token_gather, widen
+from emberline.kernels.triton import activation, attention, cache_slots, norm, rope, token_gather, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
@@ -159,7 +159,23 @@ class HopperBackend(OpBackend):
         return token_gather.gather_tokens(tokens, rows, newest, torch.empty_like(tokens), pdl=True)
 
     def find_slots(self, position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        return slots.find_slots(position, limits, tables, block_size)
+        return cache_slots.find_slots(position, limits, tables, block_size)
+
+    def shift_positions(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        context: Tensor,
+        token_shifts: Tensor,
+        row_shifts: Tensor,
+        accepted: Tensor,
+        tables: Tensor,
+        padding_row: int,
+        block_size: int,
+    ) -> None:
+        cache_slots.shift_positions(
+            positions, slots, context, token_shifts, row_shifts, accepted, tables, padding_row, block_size
+        )
 
 
 def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
