@@ -92,13 +92,15 @@ class AttentionPlanner:
         max_rows: int,
         *,
         max_widened_blocks: int = 0,
+        fixed_cuts: bool = False,
     ) -> None:
         """Prepare to plan forward passes of at most `max_rows` sequences.
 
         `heads` is (query heads, KV heads, head size). `keys` is the key cache of all layers. `dtype` is the dtype of
         the activations. `max_widened_blocks` limits how many float8 blocks can be copied as bf16 for prefill in one
-        forward pass.
+        forward pass. `fixed_cuts`: the keys of a decode row are cut at positions that depend on its length only.
         """
+        self._fixed_cuts = fixed_cuts
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
         self._has_decode_kernel = self._has_prefill_kernel = False
@@ -250,13 +252,16 @@ class AttentionPlanner:
 
         rows = len(lengths)
         items = worklist.plan_decode_work(
-            lengths, self._heads[1], self._sms, self._work_item_capacity(rows), overlaps_prefill=overlaps_prefill
-        )
+            lengths, self._heads[1], self._sms, self._work_item_capacity(rows), overlaps_prefill=overlaps_prefill,
+            fixed_cuts=self._fixed_cuts,
+        )  # fmt: skip
         return decode.DeviceWorkList(to_device(items.data), rows, items.capacity)
 
     def _work_item_capacity(self, rows: int) -> int:
         from emberline.kernels import worklist
 
+        if self._fixed_cuts:
+            return worklist.max_fixed_work_items(rows)
         return worklist.max_work_items(rows, self._heads[1], self._sms)
 
 

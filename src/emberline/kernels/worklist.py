@@ -4,7 +4,7 @@ It runs on the host. A decode row is a sequence with one new token. Its keys are
 parts, whose sizes differ by at most one tile and do not exceed the maximum part size. That maximum is chosen for each
 forward pass by estimated time: small parts balance the load among CTAs, but each part has a fixed cost, and the parts
 of a row must be merged. The last bits of a row's result may depend on where its keys are cut, and so on the other rows
-of the batch.
+of the batch. With fixed cuts, the positions of the cuts depend on nothing but the length of the row.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair 
 # rounds, all CTAs wait for each other after every round, which makes a round ROUND_FACTOR times as long as its parts.
 PART_COST, MERGE_COST, LAST_PART_WEIGHT, ROUND_FACTOR = 0.3, 0.3, 0.25, 1.05
 MAX_ROUNDS_IN_STEP = 3
+# Fixed cuts: tiles in a part, and the maximum number of parts of a row. Longer rows have parts of 2, 4, 8 .. times the
+# size. A part of 512 keys takes longer than its fixed cost and is short enough for a single row.
+FIXED_PART_TILES, MAX_FIXED_PARTS = 8, 16
 HEADER_INTS = 4  # ints before the items: kernels read items 16 bytes at a time
 
 
@@ -67,6 +70,11 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
 
 
+def max_fixed_work_items(rows: int) -> int:
+    """Return an upper bound of the work items of `rows` rows with fixed cuts."""
+    return rows * MAX_FIXED_PARTS
+
+
 def num_data_ints(rows: int, capacity: int) -> int:
     """Return the length of `WorkList.data` for this many rows and at most `capacity` items."""
     return HEADER_INTS + 4 * capacity + rows + 1
@@ -80,15 +88,19 @@ def plan_decode_work(
     *,
     overlaps_prefill: bool = False,
     part_tiles: int | None = None,
+    fixed_cuts: bool = False,
 ) -> WorkList:
     """Return the work items for rows that attend to `lengths` keys, including that of the new token.
 
     A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
     same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size
-    for benchmarks.
+    for benchmarks. `fixed_cuts`: cut each row at multiples of a size that depends on its length only; `capacity` must
+    be at least `max_fixed_work_items`.
     """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
+    if fixed_cuts:
+        return _plan_fixed_cuts(end, tiles, capacity)
     size = (
         PART_SIZES.index(part_tiles)
         if part_tiles
@@ -105,6 +117,27 @@ def plan_decode_work(
         _fill_whole_rows(work, count, end, tiles)
     else:
         _fill_cut_rows(work, count, end, tiles, parts)
+    return work
+
+
+def _plan_fixed_cuts(end: IntArray, tiles: IntArray, capacity: int) -> WorkList:
+    """Return the work items of rows that are cut at multiples of their own part size."""
+    sizes = np.full(len(tiles), FIXED_PART_TILES, np.int32)
+    while (is_long := tiles > MAX_FIXED_PARTS * sizes).any():
+        sizes[is_long] *= 2
+    parts = -(-tiles // sizes)
+    count = int(parts.sum())
+    assert count <= capacity, "the capacity must be at least max_fixed_work_items"
+    work = WorkList(np.zeros(num_data_ints(len(end), capacity), np.int32), len(end), capacity)
+    work.data[:HEADER_INTS] = count, 0, 0, 0
+    rows = np.argsort(-np.minimum(tiles, sizes), kind="stable")
+    row = np.repeat(rows, parts[rows])
+    index = np.arange(count) - np.repeat(np.cumsum(parts[rows]) - parts[rows], parts[rows])
+    np.cumsum(np.where(parts > 1, parts, 0), out=work.partial_starts[1:])
+    item, part_keys = work.items[:count], sizes[row] * TILE_KEYS
+    item[:, 0], item[:, 1] = row, index * part_keys
+    np.minimum((index + 1) * part_keys, end[row], out=item[:, 2], casting="unsafe")
+    item[:, 3] = np.where(parts[row] > 1, work.partial_starts[row] + index, -1)
     return work
 
 

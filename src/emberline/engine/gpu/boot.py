@@ -27,6 +27,7 @@ from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
+from emberline.engine.gpu.exact import require_fixed_order
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
@@ -108,7 +109,9 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed)
-    can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs
+    if exact := settings.gpu.exact:
+        require_fixed_order(model, shape)
+    can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs and not exact  # exact uses no cuBLAS
     tuned = _tune_matrix_products(model, settings) if can_tune else 0.0  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
@@ -124,7 +127,8 @@ def boot_gpu(
     # Computing the identity reads a little of every tensor: not while the disk is busy.
     weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
     # The format is part of the fingerprint, since other kernels compute other keys and values.
-    model_id = compute_fingerprint() if weight_format == "plain" else f"{compute_fingerprint()}-{weight_format}"
+    suffix = (f"-{weight_format}" if weight_format != "plain" else "") + "-exact" * exact
+    model_id = compute_fingerprint() + suffix
     runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = settings.scheduler.for_model(context)
@@ -303,6 +307,7 @@ def _zero_weight_model(model: DecoderModel) -> DecoderModel:
     @cache
     def zero_weight(n: int, k: int, gated: bool) -> ops.PackedWeight:
         weight = ops.empty_weight(n, k, torch.bfloat16, device, gated=gated)
+        weight.fixed_order = model.layers[0].attention.qkv.weight.fixed_order
         ops.fill_weight(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
         return weight
 
@@ -344,7 +349,8 @@ def compile_kernels(runner: GPURunner) -> float:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources(), str(runner.shapes)]
+    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources()]
+    facts.append(str((runner.shapes, runner.exact)))
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):

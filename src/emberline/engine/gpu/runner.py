@@ -69,8 +69,10 @@ class GPURunner:
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = ops.AttentionPlanner(
-            heads, cache.keys, model.dtype, max_step_rows(running), max_widened_blocks=widened
-        )
+            heads, cache.keys, model.dtype, max_step_rows(running), max_widened_blocks=widened,
+            fixed_cuts=settings.gpu.exact,
+        )  # fmt: skip
+        self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
         self.shapes = order_by_expected_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
@@ -144,7 +146,7 @@ class GPURunner:
         self._rows.assign_rows(work)
         table_indexes, table_blocks = self._rows.take_block_table_updates(work)
         expanded = expand_drafts(work)
-        singles, chunks = DeviceBatch.split(expanded)
+        singles, chunks = DeviceBatch.split(expanded, self._rows.is_prompt if self.exact else None)
         model_step = self._prepare_model_step(singles, chunks)
         staged = self._extra_inputs.new_inputs()
         device_indexes, device_blocks = staged.put(table_indexes), staged.put(table_blocks)
