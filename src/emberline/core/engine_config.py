@@ -76,8 +76,8 @@ class GPUConfig:
     )
     exact: bool = option(
         False,
-        "Compute a token's logits on a GPU with the same bits whatever else is in the batch, with and without"
-        " --speculate. Steps are slower. Not covered: tokens recomputed after a preemption. A CPU always does this.",
+        "On a GPU, compute the same bits for a token whatever else is in the batch, so that --speculate never changes"
+        " the output; slower. Excepted: output that is computed again as a prompt. On a CPU this always holds.",
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs

@@ -53,8 +53,8 @@ def linear(
     the output is float32.
     """
     m, k = x.shape
-    has_gemm = isinstance(w, BF16Weight) and out.dtype is torch.bfloat16 and not (gated and bias is not None)
-    if m > wide.MAX_ROWS and has_gemm:
+    has_gemm = out.dtype is torch.bfloat16 and not (gated and bias is not None)
+    if m > wide.MAX_ROWS and has_gemm and isinstance(w, BF16Weight):
         plan = gemm.choose_plan(m, w.n, k, choose_split(w.n, k))
         return gemm.linear(x, w, out=out, bias=bias, residual=residual, gated=gated, pdl=pdl, plan=plan)
     packed = isinstance(w, UW12Weight)
