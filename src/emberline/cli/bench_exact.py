@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", choices=DEVICES, help="Device that computes.")
     parser.add_argument("--weights", default="auto", choices=WEIGHT_FORMATS, help="Format of the weights on a GPU.")
-    parser.add_argument("--prompts", type=int, default=400, help="Number of requests.")
+    parser.add_argument("--prompts", type=int, default=600, help="Number of requests.")
     parser.add_argument("--max-tokens", type=int, default=300, help="Maximum output of a request in tokens.")
     parser.add_argument("--streams", type=int, default=48, help="Maximum number of requests at the same time.")
     parser.add_argument("--max-draft", type=int, default=8, help="Maximum drafted tokens of a request in one step.")
