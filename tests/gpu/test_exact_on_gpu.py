@@ -1,4 +1,4 @@
-"""With `exact`, a row has the same bits in any batch: products, decode attention, and a model from end to end."""
+"""Kernels with a fixed order of sums give a row the same bits in any batch: products, norms, decode attention."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import random as host_random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from draft_oracle import DraftOracle
 from gated_weights import interleaved
-from gpu_settings import gpu_config
 from linear_cases import poisoned, random
 from torch import Tensor
 
-from emberline.core.errors import UnsupportedModel
-from emberline.core.params import SamplingParams
-from emberline.core.request import Submission
-from emberline.engine.engine import Engine
-from emberline.engine.speculation.drafter import Drafter
 from emberline.kernels import worklist
 from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import fixed_order, gemm, uw12, wide
@@ -200,88 +190,3 @@ def test_row_of_decode_attention_is_independent_of_the_batch(
     for size in (2, 3, 8, 20, 33, len(lengths)):
         rows = rng.sample(range(len(lengths)), size)
         assert torch.equal(attend(rows), alone[rows]), rows
-
-
-# -- a model from end to end ------------------------------------------------------------------------------------------
-
-MODELS = {
-    "llama": tiny.config("llama", **tiny.LARGE_VOCAB_SIZES),
-    "qwen2": tiny.config("qwen2", **tiny.LARGE_VOCAB_SIZES),  # has a bias in qkv
-    "mistral": tiny.config("mistral", sliding_window=100, **tiny.LARGE_VOCAB_SIZES),
-}
-Result = dict[str, tuple[list[int], list[tuple[float, list[tuple[int, float]]]]]]  # tokens and log-probabilities
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny.write(tmp_path_factory.mktemp(request.param), MODELS[request.param]))
-
-
-def make_engine(checkpoint: Path, **settings: object) -> Engine:
-    from emberline.engine.gpu.boot import boot_from_checkpoint
-
-    chosen = {"max_running": 64, "max_batch_tokens": 1024, "max_context": 2048, "kv_tokens": 64 * 1024, "exact": True}
-    return boot_from_checkpoint(checkpoint, gpu_config(**(chosen | settings)), dtype=BF16).engine
-
-
-def make_submissions() -> list[Submission]:
-    rng = host_random.Random(3)
-    free = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=3)
-    kinds = [free, replace(free, temperature=1.0, seed=9), replace(free, temperature=0.8, top_k=40, seed=2)]
-    lengths = (1, 2, 33, 64, 65, 129, 257, 500, 511, 512, 513, 700, 1025)
-    return [
-        Submission(f"{length}-{i}", [rng.randrange(3, 32000) for _ in range(length)], params)
-        for length, (i, params) in product(lengths, enumerate(kinds))
-    ]
-
-
-def run(engine: Engine, submissions: Sequence[Submission], steps_between: int = 0) -> Result:
-    outputs = []
-    for submission in submissions:
-        engine.add(submission)
-        for _ in range(steps_between):
-            outputs += engine.step()
-    while not engine.idle:
-        outputs += engine.step()
-    result: Result = {}
-    for output in outputs:
-        assert output.error is None
-        tokens, scores = result.setdefault(output.id, ([], []))
-        tokens += output.tokens
-        scores += [(one.logprob, one.top) for one in output.logprobs]
-    return result
-
-
-def test_tokens_and_logprobs_do_not_depend_on_the_batch(checkpoint: Path) -> None:
-    submissions = make_submissions()
-    plain = make_engine(checkpoint, max_running=1, prefix_cache=False)
-    alone: Result = {}
-    for submission in submissions:
-        alone |= run(plain, [submission])
-    for settings, steps in (({}, 0), ({}, 1), ({"graphs": False}, 2), ({"max_batch_tokens": 129}, 1)):
-        assert run(make_engine(checkpoint, prefix_cache=False, **settings), submissions, steps) == alone, settings
-    assert run(make_engine(checkpoint, weights="packed"), submissions) == alone
-    assert run(make_engine(checkpoint, weights="both", overlap=False), submissions) == alone
-    expected = {(name, 0): tokens for name, (tokens, _) in alone.items()}
-    for right in ((True,), (True, True, False), (False,)):
-        for settings in ({}, {"graphs": False}, {"max_batch_tokens": 129}):
-            engine = make_engine(checkpoint, prefix_cache=False, **settings)
-            oracle = DraftOracle(expected, right, 32000)
-            drafter = engine.scheduler.drafter = Drafter([oracle], 6, max_rows=64, adaptive=False)
-            assert run(engine, submissions, 1) == alone, (right, settings)
-            assert drafter.drafted_tokens > 0
-
-
-def test_cached_prompts_have_the_same_bits(checkpoint: Path) -> None:
-    """A prompt of which all but one token are cached is computed as the whole prompt is."""
-    submissions = [s for s in make_submissions() if len(s.prompt) in (65, 129, 257, 513)]
-    engine = make_engine(checkpoint)
-    first = run(engine, submissions)
-    again = run(engine, [replace(s, id=f"again {s.id}") for s in submissions])
-    assert again == {f"again {name}": result for name, result in first.items()}
-
-
-def test_unsupported_model_is_rejected(tmp_path: Path) -> None:
-    odd = tiny.write(tmp_path, tiny.config("llama", **(tiny.LARGE_VOCAB_SIZES | {"vocab_size": 32001})))
-    with pytest.raises(UnsupportedModel, match="32001 x 512"):
-        make_engine(Path(odd))
