@@ -56,13 +56,13 @@ def bench(model: str, plan: SpeculationPlan, **settings: object) -> BenchReport:
         report.config = {"model": model, "prompts": plan.prompts, "max_tokens": plan.max_tokens, **settings}
         report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds, "kernels": llm.loaded.kernels}
         for name in plan.sets:
-            prompts = [_encode(llm, text) for text in PROMPT_SETS[name](plan.prompts)]
+            prompts = [encode_prompt(llm, text) for text in PROMPT_SETS[name](plan.prompts)]
             for streams in plan.streams:
                 _add_results(report, f"{name}_{streams}", _measure(llm, prompts, streams, plan))
     return report
 
 
-def _encode(llm: LLM, text: str) -> list[int]:
+def encode_prompt(llm: LLM, text: str) -> list[int]:
     if llm.template is None:
         raise UnsupportedModel("the model has no chat template", hint="measure a model with one")
     return llm.tokenizer.encode(llm.template.render([{"role": "user", "content": text}]), add_special=False)

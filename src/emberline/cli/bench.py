@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
-from emberline.cli import bench_churn, bench_crash, bench_drain, bench_gateway, bench_speculation
+from emberline.cli import bench_churn, bench_crash, bench_drain, bench_exact, bench_gateway, bench_speculation
 from emberline.cli.bench_options import (
     add_logs_option,
     add_model_argument,
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk.")
     )
     bench_speculation.add_arguments(kinds.add_parser("speculation", help="Compare methods of speculative decoding."))
+    bench_exact.add_arguments(kinds.add_parser("exact", help="Count the tokens that drafts change; cost of --exact."))
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
     bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "drain": bench_drain.run,
         "churn": bench_churn.run,
         "speculation": bench_speculation.run,
+        "exact": bench_exact.run,
         "transfer": _run_transfer_bench,
         "tiers": _run_tiers_bench,
         "kv-codec": _run_kv_codec_bench,
@@ -180,9 +182,8 @@ def _run_overhead_bench(args: argparse.Namespace) -> int:
     from emberline.bench import overhead
 
     batches = [int(batch) for batch in args.batches]
-    overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir).print_and_save(
-        args.json, args.commit
-    )
+    report = overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir)
+    report.print_and_save(args.json, args.commit)
     return 0
 
 

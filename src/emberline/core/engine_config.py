@@ -76,6 +76,11 @@ class GPUConfig:
         " batches and plain for large ones; auto: packed if the files are.",
         choices=WEIGHT_FORMATS,
     )
+    exact: bool = option(
+        False,
+        "On a GPU, compute the same bits for a token whatever else is in the batch, so that --speculate never changes"
+        " the output; slower. Excepted: output that is computed again as a prompt. On a CPU this always holds.",
+    )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs
 
@@ -303,6 +308,9 @@ class EngineConfig:
         if config.scheduler.block_size not in GPU_BLOCK_SIZES:
             message = f"block_size is {config.scheduler.block_size}; on a GPU it must be 16, 32 or 64"
             raise InvalidRequest(message, param="block_size")
+        if config.gpu.exact and config.kv_cache.kv_dtype not in ("auto", "bfloat16"):
+            message = f"exact is set and kv_dtype is {config.kv_cache.kv_dtype}; on a GPU, exact needs bfloat16"
+            raise InvalidRequest(message, param="kv_dtype", hint="drop --exact or --kv-dtype")
         return config
 
     def with_kv_ports(self, engine_index: int) -> EngineConfig:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 class Numerics:
     checkpoint: str  # fingerprint of config and tensors
     dtype: str  # of matrix products
-    weights: str  # plain, packed or both: their kernels round differently
+    weights: str  # plain, packed or both, whose kernels round differently; with the suffix -exact if `exact` is set
     kv_dtype: str
     device: str  # cpu or cuda
 

@@ -132,7 +132,9 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         seconds=dict(booted.seconds),
         device="cuda",
         kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
-        numerics=_numerics_of(booted.runner.model, booted.runner.cache, booted.weights, "cuda"),
+        numerics=_numerics_of(
+            booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", "cuda"
+        ),
     )
 
 

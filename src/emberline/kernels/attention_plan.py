@@ -24,6 +24,7 @@ from emberline.kernels.worklist import TILE_KEYS, WorkList
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode, prefill
 
+MAX_LENGTH = 1 << 24  # keys of a row, by default
 PREFILL_TILE_QUERIES = 128  # queries in a prefill tile
 GATE_GROUP_ROWS = (
     16  # gate rows that alternate with as many up rows, so that a kernel computes both factors of an output
@@ -98,6 +99,8 @@ class AttentionPlanner:
         max_widened_blocks: int = 0,
         max_queries: int = 1,
         length_grain: int = TILE_KEYS,
+        fixed_cuts: bool = False,
+        max_length: int = MAX_LENGTH,
     ) -> None:
         """Prepare to plan forward passes of at most `max_rows` sequences.
 
@@ -106,7 +109,9 @@ class AttentionPlanner:
         forward pass. `max_queries` is the largest value of `plan`'s parameter, up to `worklist.max_row_queries`.
         Decode rows are planned for their length rounded up to a multiple of `length_grain`: a larger one lets more
         consecutive passes share a plan, which costs some balance between the multiprocessors.
+        `fixed_cuts`: the keys of a decode row, at most `max_length`, are cut at fixed positions.
         """
+        self._fixed_cuts, self._max_length = fixed_cuts, max_length
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
         self._has_decode_kernel = self._has_prefill_kernel = False
@@ -280,11 +285,14 @@ class AttentionPlanner:
                 self._work_item_capacity(rows),
                 overlaps_prefill=overlaps_prefill,
                 ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries),
+                fixed_cuts=self._fixed_cuts,
             )
             before = self._work_lists[key] = planned, work
         return decode.DeviceWorkList(to_device(before[1].data), rows, before[1].capacity)
 
     def _work_item_capacity(self, rows: int) -> int:
+        if self._fixed_cuts:
+            return worklist.max_fixed_work_items(rows, self._max_length)
         return worklist.max_work_items(rows, self._heads[1], self._sms)
 
 

@@ -32,3 +32,4 @@ class PackedWeight:
     ptr: int = 0  # data.data_ptr(), read once: an op takes microseconds, and calling it would add one
     handle: object | None = None  # what the GPU kernels need: a cuda.linear.BF16Weight or a cuda.uw12.UW12Weight
     uw12_copy: object | None = None  # a uw12 copy for steps of few rows, where a GPU keeps both forms
+    fixed_order: bool = False  # on a GPU: the order of sums shall not depend on the number of rows of x

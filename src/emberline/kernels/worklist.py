@@ -4,7 +4,8 @@ It runs on the host. A decode row is a sequence with one new token, or with a fe
 read of the keys. A row's keys are cut at multiples of TILE_KEYS into parts, whose sizes differ by at most one tile and
 do not exceed the maximum part size. That maximum is chosen for each forward pass by estimated time: small parts balance
 the load among CTAs, but each part has a fixed cost, and the parts of a row must be merged. The last bits of a row's
-result may depend on where its keys are cut, and so on the other rows of the batch.
+result may depend on where its keys are cut, and so on the other rows of the batch. With fixed cuts, all rows are cut at
+the same positions, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair 
 # rounds, all CTAs wait for each other after every round, which makes a round ROUND_FACTOR times as long as its parts.
 PART_COST, MERGE_COST, LAST_PART_WEIGHT, ROUND_FACTOR = 0.3, 0.3, 0.25, 1.05
 MAX_ROUNDS_IN_STEP = 3
+# Fixed cuts, in keys: every 512 up to 4,096, from there on 4 parts for each doubling. 512 keys take longer than the
+# fixed cost of a part, and are few enough for a single row.
+FIXED_CUTS = np.array([*range(0, 4096, 512), *(c << i for i in range(12) for c in range(4096, 8192, 1024)), 1 << 24])
 HEADER_INTS = 4  # ints before the items: kernels read items 16 bytes at a time
 
 
@@ -104,6 +108,11 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
 
 
+def max_fixed_work_items(rows: int, max_length: int) -> int:
+    """Return an upper bound of the work items of `rows` rows of at most `max_length` keys with fixed cuts."""
+    return rows * int(np.searchsorted(FIXED_CUTS, max_length))
+
+
 def num_data_ints(rows: int, capacity: int) -> int:
     """Return the length of `WorkList.data` for this many rows and at most `capacity` items."""
     return HEADER_INTS + 4 * capacity + rows + 1
@@ -118,15 +127,19 @@ def plan_decode_work(
     overlaps_prefill: bool = False,
     part_tiles: int | None = None,
     ctas_per_sm: int = CTAS_PER_SM,
+    fixed_cuts: bool = False,
 ) -> WorkList:
     """Return the work items for rows of `lengths` keys, including those of all new tokens of a row.
 
     A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
     same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size
-    for benchmarks. `ctas_per_sm`: see the function of this name.
+    for benchmarks. `ctas_per_sm`: see the function of this name. `fixed_cuts`: cut all rows at the same positions;
+    `capacity` must be at least `max_fixed_work_items`.
     """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
+    if fixed_cuts:
+        return _plan_fixed_cuts(end, capacity)
     size = (
         PART_SIZES.index(part_tiles)
         if part_tiles
@@ -143,6 +156,24 @@ def plan_decode_work(
         _fill_whole_rows(work, count, end, tiles)
     else:
         _fill_cut_rows(work, count, end, tiles, parts)
+    return work
+
+
+def _plan_fixed_cuts(end: IntArray, capacity: int) -> WorkList:
+    """Return the work items of rows that are all cut at FIXED_CUTS, those with the most keys first."""
+    parts = np.searchsorted(FIXED_CUTS, end)
+    count = int(parts.sum())
+    assert count <= capacity, "the capacity must be at least max_fixed_work_items"
+    work = WorkList(np.zeros(num_data_ints(len(end), capacity), np.int32), len(end), capacity)
+    work.data[:HEADER_INTS] = count, 0, 0, 0
+    rows = np.argsort(-end, kind="stable")
+    row = np.repeat(rows, parts[rows])
+    index = np.arange(count) - np.repeat(np.cumsum(parts[rows]) - parts[rows], parts[rows])
+    np.cumsum(np.where(parts > 1, parts, 0), out=work.partial_starts[1:])
+    item = work.items[:count]
+    item[:, 0], item[:, 1] = row, FIXED_CUTS[index]
+    np.minimum(FIXED_CUTS[index + 1], end[row], out=item[:, 2], casting="unsafe")
+    item[:, 3] = np.where(parts[row] > 1, work.partial_starts[row] + index, -1)
     return work
 
 

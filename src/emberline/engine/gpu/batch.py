@@ -9,7 +9,7 @@ tokens of the step  those of the singles                 then those of the chunk
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,14 +53,25 @@ class DeviceBatch:
     used_logit_rows: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
 
     @staticmethod
-    def split(work: Sequence[WorkItem]) -> tuple[list[WorkItem], list[WorkItem]]:
+    def split(
+        work: Sequence[WorkItem], is_prompt: Callable[[WorkItem], bool] | None = None
+    ) -> tuple[list[WorkItem], list[WorkItem]]:
         """Split a step's work into singles and chunks; return both lists.
 
-        After the known token of a single, and after each drafted one, the next token is sampled."""
-        chunks = [w for w in work if len(w.tokens) - w.num_draft > 1 or not w.samples or w.prompt_logprobs]
+        After the known token of a single, and after each drafted one, the next token is sampled. `is_prompt`: if given,
+        work items for which it returns True are chunks too, so that all tokens of a prompt use one kernel."""
+        chunks = [
+            w
+            for w in work
+            if len(w.tokens) - w.num_draft > 1
+            or not w.samples
+            or w.prompt_logprobs
+            or (is_prompt is not None and is_prompt(w))
+        ]
         if not chunks:
             return list(work), []
-        return [w for w in work if len(w.tokens) - w.num_draft == 1 and w.samples and not w.prompt_logprobs], chunks
+        chunk_objects = set(map(id, chunks))
+        return [w for w in work if id(w) not in chunk_objects], chunks
 
     @staticmethod
     def from_work(

@@ -28,6 +28,7 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
+from emberline.engine.gpu.exact import require_fixed_order
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
@@ -115,7 +116,9 @@ def boot_gpu(
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
-    can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs
+    if exact := settings.gpu.exact:
+        require_fixed_order(model, shape)
+    can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs and not exact  # exact uses no cuBLAS
     tuned = _tune_matrix_products(model, settings) if can_tune else 0.0  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
@@ -131,7 +134,8 @@ def boot_gpu(
     # Computing the identity reads a little of every tensor: not while the disk is busy.
     weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
     # The format is part of the fingerprint, since other kernels compute other keys and values.
-    model_id = compute_fingerprint() if weight_format == "plain" else f"{compute_fingerprint()}-{weight_format}"
+    suffix = (f"-{weight_format}" if weight_format != "plain" else "") + "-exact" * exact
+    model_id = compute_fingerprint() + suffix
     runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = settings.scheduler.for_model(context)
@@ -324,7 +328,8 @@ def compile_kernels(runner: GPURunner) -> float:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources(), str(runner.shapes)]
+    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources()]
+    facts.append(str((runner.shapes, runner.exact)))
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):

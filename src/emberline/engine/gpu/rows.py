@@ -79,6 +79,10 @@ class DeviceRows:
     def get(self, request_id: str) -> RequestRow | None:
         return self.by_request.get(request_id)
 
+    def is_prompt(self, work: WorkItem) -> bool:
+        """Return whether the first token of a work item belongs to the prompt of its request."""
+        return work.start < self.by_request[work.id].sampling.prompt_len
+
     def forced_tokens(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """Return the tokens that grammars force next, by request id. Requests without any are left out."""
         special = ((i, row.sampling) for i in request_ids if not (row := self.by_request[i]).is_plain)

@@ -39,6 +39,7 @@ from emberline.models.draft_model import DraftModel
 from emberline.models.forward import ForwardBatch
 
 log = logging.getLogger("emberline.engine")
+MAX_LENGTH_ROUNDING = 64  # keys by which plans of attention may overestimate a length
 
 
 class GPURunner:
@@ -80,8 +81,11 @@ class GPURunner:
             max_step_rows(running),
             max_widened_blocks=widened,
             max_queries=max_queries,
+            fixed_cuts=settings.gpu.exact,
+            max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
         )
         self._max_queries = self._attention_planner.limit_queries(max_queries)
+        self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
         self.shapes = order_by_expected_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
@@ -163,7 +167,7 @@ class GPURunner:
     ) -> Callable[[], StepResult]:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
-        singles, chunks = DeviceBatch.split(work)
+        singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
         queries = self._max_queries if batch.single_tokens > len(singles) else 1

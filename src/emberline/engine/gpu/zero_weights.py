@@ -20,6 +20,7 @@ def make_zero_weight_model(model: DecoderModel) -> DecoderModel:
     @cache
     def zero_weight(n: int, k: int, gated: bool) -> ops.PackedWeight:
         weight = ops.empty_weight(n, k, torch.bfloat16, device, gated=gated)
+        weight.fixed_order = model.layers[0].attention.qkv.weight.fixed_order
         ops.fill_weight(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
         return weight
 

@@ -2,7 +2,8 @@
 
 The scheduler adds the draft of a request to its next work item. The runner samples a token at each drafted position,
 and stops at the first that differs from the draft: that token is kept, and the rest of the draft is discarded. So the
-output is the same with and without drafts (on a GPU up to rounding), and a rejected draft costs only time."""
+output is the same with and without drafts (on a GPU up to rounding, unless `exact` is set), and a rejected draft costs
+only time."""
 
 from __future__ import annotations
 

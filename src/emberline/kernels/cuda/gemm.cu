@@ -14,7 +14,8 @@
 // of the other.
 //
 // Order of sums. An output is summed over k step by step. It does not depend on m, the row of x, WIDTH, CTAS or the
-// grid.
+// grid. FIXED: k is cut into `split` parts, as in wide.cu. Each part is summed from zero, and the sums of the parts are
+// added in order. So the result has the same bits as that of wide.cu with the same split.
 //
 // Barriers. FULL: one arrival plus the bytes of a slot, from any CTA of the cluster. EMPTY: one arrival of each
 // consumer warp of the cluster, because what a CTA fetches is written to all its CTAs. Use u of a slot has parity u &
@@ -34,8 +35,9 @@ constexpr int GROUPS = 2, WARPS = 4 * GROUPS, ROWS = 64 * GROUPS;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
 constexpr u32 PANEL = 128 * 64;  // bytes of 64 rows of 64 outputs
 
-template <int COLUMNS, int SHARING> struct Shape {
+template <int COLUMNS, int SHARING, bool FIXED_ORDER> struct Shape {
   static constexpr int WIDTH = COLUMNS, CTAS = SHARING, STAGES = WIDTH == 256 ? 4 : 6;
+  static constexpr bool FIXED = FIXED_ORDER, CAN_SPLIT = FIXED && WIDTH == 128;  // wider tiles have too few registers
   static constexpr u32 X_BYTES = 128 * ROWS, W_BYTES = 128 * WIDTH, SLOT = X_BYTES + W_BYTES;
   // Two panels for each warpgroup: one is filled while the other is being stored.
   static constexpr u32 PANELS = STAGES * SLOT, BARRIERS = PANELS + 2 * GROUPS * PANEL;
@@ -203,6 +205,23 @@ template <class S> DEVICE void accumulate_tile(float (&d)[S::WIDTH / 2], Ring& r
   release_slot<S>(ring.empty + 8 * last);
 }
 
+// The same with k in `split` parts. The first part has more than one step, so that `signal` is reached.
+template <class S>
+DEVICE void accumulate_parts(float (&d)[S::WIDTH / 2], Ring& ring, int units, int split, u32 group, int signal) {
+  float total[S::WIDTH / 2];
+#pragma unroll
+  for (int i = 0; i < S::WIDTH / 2; i++) total[i] = 0.f;
+#pragma unroll 1
+  for (int part = 0; part < split; part++) {
+    const int from = units * part / split, until = units * (part + 1) / split;
+    accumulate_tile<S>(d, ring, until - from, group, part ? -1 : min(signal, until - 1));
+#pragma unroll
+    for (int i = 0; i < S::WIDTH / 2; i++) total[i] += d[i];
+  }
+#pragma unroll
+  for (int i = 0; i < S::WIDTH / 2; i++) d[i] = total[i];
+}
+
 DEVICE float approximate_reciprocal(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
 // x / (1 + exp(-x)), rounded as a division would. A division compiles to a call, and setmaxnreg has no effect in a
 // kernel with calls. Numerator and denominator are divided by 4, because the approximate reciprocal of more than 2^126
@@ -235,6 +254,7 @@ struct Outputs {
   const TensorMap* map;
   u32 panels;  // two panels in shared memory, used alternately
   int row, column, m, n;
+  const float* bias;  // added to the sums if FIXED; null for none. Not supported if gated
 };
 
 // Applies the epilogue to the sums, 64 columns at a time: rounds them, writes them to a panel in shared memory, and
@@ -258,8 +278,12 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* const c = d + (EPILOGUE == GATED ? 16 : 8) * (4 * panel + s) + 2 * i;
-        if (EPILOGUE == STORE) v[i] = pack(c[0], c[1]);
-        if (EPILOGUE == ADD) v[i] = pack(c[0] + low(more[i]), c[1] + high(more[i]));
+        float first = c[0], second = c[1];
+        const int column = to.column + 64 * panel + 16 * s + 8 * (i / 2) + 2 * int(lane % 4);
+        if (S::FIXED && EPILOGUE != GATED && to.bias && column < to.n)
+          first += to.bias[column], second += to.bias[column + 1];
+        if (EPILOGUE == STORE) v[i] = pack(first, second);
+        if (EPILOGUE == ADD) v[i] = pack(first + low(more[i]), second + high(more[i]));
         if (EPILOGUE == GATED) {
           const u32 gates = pack(c[0], c[1]);
           v[i] = multiply_pairs(pack(silu(low(gates)), silu(high(gates))), pack(c[8], c[9]));
@@ -282,31 +306,33 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
 
 template <class S, Epilogue EPILOGUE>
 DEVICE void compute(Ring ring, const TensorMap* out_map, u32 panels, Tiles tiles, int m, int n, int units, u32 rank,
-                    u32 group, int lag) {
+                    u32 group, int lag, int split, const float* bias) {
   float d[S::WIDTH / 2];
   int signal = group == 0 && lag > 0 ? min(lag, units - 1) : -1;
   if (group == 1 && lag > 0) asm volatile("bar.sync 3, 256;" ::: "memory");
   const int half = EPILOGUE == GATED ? 2 : 1;
 #pragma unroll 1
   for (int tile = tiles.first; tile < tiles.count(); tile += tiles.stride) {
-    accumulate_tile<S>(d, ring, units, group, signal);
+    if (S::CAN_SPLIT && split > 1) accumulate_parts<S>(d, ring, units, split, group, signal);
+    else accumulate_tile<S>(d, ring, units, group, signal);
     signal = -1;
     const int2 at = tiles.position(tile);
     const int row = (at.x * S::CTAS + int(rank)) * ROWS + int(group) * 64;
-    finish<S, EPILOGUE>(d, ring, Outputs{out_map, panels, row, at.y * S::WIDTH / half, m, n / half}, group);
+    finish<S, EPILOGUE>(d, ring, Outputs{out_map, panels, row, at.y * S::WIDTH / half, m, n / half, bias}, group);
   }
   if (threadIdx.x % 128 == 0) wait_for_stores();
 }
 
 // 384 threads: one thread of the first warpgroup is the producer, the other two warpgroups are consumers. The grid has
 // at most as many clusters as there are tiles. Boxes of the tensor maps: 128 rows of x and of the residual, WIDTH /
-// CTAS rows of w, 64 x 64 outputs. `pdl`: launched while the preceding kernel may still run.
-template <int WIDTH, int CTAS, Epilogue EPILOGUE>
+// CTAS rows of w, 64 x 64 outputs. `pdl`: launched while the preceding kernel may still run. `split` and `bias` have an
+// effect only if FIXED.
+template <int WIDTH, int CTAS, Epilogue EPILOGUE, bool FIXED = false>
 __global__ void __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, int m, int n, int k,
-         int band, int lag, int pdl) {
-  using S = Shape<WIDTH, CTAS>;
+         int band, int lag, int pdl, int split, const float* bias) {
+  using S = Shape<WIDTH, CTAS, FIXED>;
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u, barriers = base + S::BARRIERS;
@@ -336,7 +362,8 @@ __global__ void __launch_bounds__(384, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     wait_for_previous_kernel();
     const u32 panels = base + S::PANELS + (group - 1) * 2 * PANEL;
-    compute<S, EPILOGUE>(ring, &out_map, panels, tiles, m, n, k / 64, rank, group - 1, lag);
+    compute<S, EPILOGUE>(ring, &out_map, panels, tiles, m, n, k / 64, rank, group - 1, lag, split,
+                         bias);
     __syncwarp();
     if (CTAS > 1) cluster_sync();
   }

@@ -1,12 +1,12 @@
 """linear: computes y = x w^T, with a fused epilogue, for more rows of x than `cuda/wide.py` supports.
 
 `gemm.cu` has the kernel. A row's result is the same, bit for bit, for any number of rows, any index of the row
-and any plan.
+and any plan without a split of k. With a split, it has the same bits as `cuda/wide.py` with that split.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -39,9 +39,10 @@ class GemmPlan:
     cluster: int  # CTAs of a cluster
     band: int = BAND_TILE_ROWS  # rows of tiles that are computed column by column
     lag: int = LAG_STEPS  # steps of k by which one warpgroup is behind the other
+    split: int = 0  # parts of k whose sums are added in order, as in wide.cu; 0: sums step by step, without a bias
 
     def kernel_name(self, epilogue: str) -> str:
-        return f"gemm<{self.width}, {self.cluster}, {epilogue}>"
+        return f"gemm<{self.width}, {self.cluster}, {epilogue}{', true' if self.split else ''}>"
 
     @property
     def stage_bytes(self) -> int:
@@ -60,7 +61,8 @@ class GemmPlan:
 
 
 PLANS = tuple(GemmPlan(width, ctas) for width, ctas in product(STAGES_BY_WIDTH, CLUSTER_SIZES))
-VARIANTS = tuple(plan.kernel_name(epilogue) for plan, epilogue in product(PLANS, EPILOGUES))
+FIXED_ORDER_PLANS = tuple(replace(plan, split=1) for plan in PLANS)
+VARIANTS = tuple(plan.kernel_name(epilogue) for plan, epilogue in product(PLANS + FIXED_ORDER_PLANS, EPILOGUES))
 
 
 def supports(m: int, n: int, k: int) -> bool:
@@ -72,6 +74,7 @@ def linear(
     w: BF16Weight,
     *,
     out: Tensor,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     pdl: bool = True,
@@ -80,7 +83,7 @@ def linear(
     """Write x w^T into `out` (bf16) and return it.
 
     `residual` is added to the product and may be `out` itself. With `gated`, the result is silu(gate) * up, [m, n / 2].
-    `plan` overrides the chosen plan, for benchmarks.
+    `plan` overrides the chosen plan. `bias`, float32 [n], needs a plan with a split, and is not supported if `gated`.
     """
     m, k = x.shape
     assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
@@ -88,6 +91,8 @@ def linear(
     assert all(t.data_ptr() % 16 == 0 for t in (x, out, residual) if t is not None)
     epilogue = choose_epilogue(out, residual, gated)
     plan = plan or choose_plan(m, w.n, k)
+    assert plan.split <= (1 if plan.width > 128 else k // (2 * SLOT_K)) or plan.split == 1, "too many parts of k"
+    assert bias is None or (plan.split and not gated and bias.dtype is torch.float32 and bias.shape == (w.n,))
     assert plan.band > 0 and plan.lag < STAGES_BY_WIDTH[plan.width], "the warpgroup that is ahead needs free stages"
     outputs = make_tensor_map(out, (PANEL_SIZE, PANEL_SIZE))
     _get_kernel(plan.kernel_name(epilogue))(
@@ -98,7 +103,7 @@ def linear(
             w.get_tensor_map(plan.width // plan.cluster // 16),
             outputs,
             outputs if residual is None else make_tensor_map(residual, (TILE_ROWS, PANEL_SIZE)),
-            *(m, w.n, k, plan.band, plan.lag, int(pdl)),
+            *(m, w.n, k, plan.band, plan.lag, int(pdl), plan.split, bias),
         ),
         pdl=pdl,
         cluster=plan.cluster,
@@ -108,9 +113,10 @@ def linear(
 
 
 @cache
-def choose_plan(m: int, n: int, k: int) -> GemmPlan:
-    """Return the plan with the least estimated time. Results do not depend on the plan."""
-    return min(PLANS, key=lambda plan: estimate_us(plan, m, n, k))
+def choose_plan(m: int, n: int, k: int, split: int = 0) -> GemmPlan:
+    """Return the plan with the least estimated time. The bits of the result depend on nothing but `split`."""
+    plans = [replace(plan, split=split) for plan in PLANS if split < 2 or plan.width == 128]
+    return min(plans, key=lambda plan: estimate_us(plan, m, n, k))
 
 
 def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:

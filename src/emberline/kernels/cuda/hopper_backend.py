@@ -5,8 +5,9 @@ Matrix products with up to 256 rows of x, where reading the weights takes most o
 bias and the residual, or compute silu(gate) * up. They read uw12 weights (compressed to 12 bits) directly and return
 the same bits as for plain weights. Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with
 a `WeightUnpacker`, the next matrix is unpacked during the current product. If a weight is kept both plain and as uw12,
-each product reads the faster form. All our kernels use programmatic dependent launch: they may start before the
-preceding kernel in the stream has ended.
+each product reads the faster form. A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so
+that a row's result does not depend on the other rows. All our kernels use programmatic dependent launch: they may start
+before the preceding kernel in the stream has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
-from emberline.kernels.cuda import cublas, decode, gemm, prefill, uw12, wide
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -79,6 +80,11 @@ class HopperBackend(OpBackend):
         if is_float32:
             return _multiply_float32(x, w, bias, out)
         with _unpacked_rows(x, w, unpacker) as rows_:
+            if w.fixed_order:
+                y = add_to if add_to is not None else x.new_empty(len(x), w.n) if out is None else out
+                # `pdl` is off: weights unpacked by the preceding kernel must not be read before it ends.
+                plain = skinny.BF16Weight(rows_)
+                return fixed_order.linear(x, plain, out=y, bias=bias, residual=add_to, pdl=False)
             if add_to is not None:
                 _add_product(x, rows_, add_to)
                 return add_to if bias is None else add_to.add_(bias)
@@ -98,6 +104,8 @@ class HopperBackend(OpBackend):
             return product(out=y, gated=True)
         group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
         with _unpacked_rows(x, w, unpacker) as rows_:
+            if w.fixed_order:
+                return fixed_order.linear(x, skinny.BF16Weight(rows_), out=y, gated=True, pdl=False)
             if w.handle is not None and group == GATE_GROUP_ROWS and _uses_custom_gemm(len(x), w):
                 plain = w.handle if isinstance(w.handle, skinny.BF16Weight) else skinny.BF16Weight(rows_)
                 early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
@@ -221,6 +229,9 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
     handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
+    if w.fixed_order:
+        needs_unpacking = m > wide.MAX_ROWS and isinstance(handle, uw12.UW12Weight)
+        return None if needs_unpacking else partial(fixed_order.linear, x, handle)
     if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.UW12Weight)):
         return partial(wide.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
@@ -256,6 +267,9 @@ def _max_rows_for_uw12(w: PackedWeight) -> int:
 def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Return the product as float32, without rounding its sums to bf16."""
     y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
+    if w.fixed_order:
+        handle: Any = w.handle
+        return fixed_order.linear(x, handle, out=y, bias=bias)
     if isinstance(w.handle, uw12.UW12Weight):
         step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
         for at in range(0, w.n, step):
