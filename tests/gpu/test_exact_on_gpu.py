@@ -174,7 +174,7 @@ def test_row_of_decode_attention_is_independent_of_the_batch(
     maps = DecodeTensorMaps(keys, values)
 
     def attend(rows: list[int]) -> Tensor:
-        chosen, room = torch.tensor(rows, device="cuda"), worklist.max_fixed_work_items(len(rows))
+        chosen, room = torch.tensor(rows, device="cuda"), worklist.max_fixed_work_items(len(rows), max(lengths))
         made = worklist.plan_decode_work([lengths[row] for row in rows], kv_heads, 132, room, fixed_cuts=True)
         work = DeviceWorkList(torch.from_numpy(made.data).cuda(), len(rows), room)
         scratch = DecodeScratch(len(rows), room, q_heads, kv_heads, head_dim, qkv.device)

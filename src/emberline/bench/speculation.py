@@ -1,10 +1,11 @@
 """Measures speculative decoding: tokens per second and per step with each method against those without drafts.
 
-The prompts run in one engine, in alternating rounds. Outputs are compared with those without drafts: on a CPU they
-must be equal; on a GPU logits may differ in their last bits, and the number of completions that differ is reported."""
+The prompts run in alternating rounds with and without drafts, and the outputs of both are compared: on a CPU they must
+be equal; on a GPU logits may differ in their last bits, and the number of completions that differ is reported."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -14,13 +15,18 @@ from emberline.bench import speculation_prompts
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import SpeculationConfig
 from emberline.core.errors import UnsupportedModel
-from emberline.core.params import SamplingParams
+from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.llm import LLM
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.kernels.cpu.library import find_library
 
-PROMPT_SETS = {"edits": speculation_prompts.make_edits, "chat": speculation_prompts.make_questions}
+PROMPT_SETS = {
+    "edits": speculation_prompts.make_edits,
+    "chat": speculation_prompts.make_questions,
+    "calls": speculation_prompts.make_tool_requests,
+}
+GRAMMARS = {"calls": GrammarSpec("json_schema", json.dumps(speculation_prompts.TOOL_CALL_SCHEMA))}  # of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +56,23 @@ class SpeculationRound:
 
 
 def bench(model: str, plan: SpeculationPlan, **settings: object) -> BenchReport:
-    """Run the benchmark. `settings`: further settings of the engine."""
+    """Run the benchmark. `settings`: further settings of the engine.
+
+    Methods without a draft model share an engine; each other method has its own. Every engine also runs without drafts,
+    in turns with its methods."""
     report = BenchReport("speculation")
-    with LLM(model, prefix_cache=False, **settings) as llm:
-        report.config = {"model": model, "prompts": plan.prompts, "max_tokens": plan.max_tokens, **settings}
-        report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds, "kernels": llm.loaded.kernels}
-        for name in plan.sets:
-            prompts = [encode_prompt(llm, text) for text in PROMPT_SETS[name](plan.prompts)]
-            for streams in plan.streams:
-                _add_results(report, f"{name}_{streams}", _measure(llm, prompts, streams, plan))
+    report.config = {"model": model, "prompts": plan.prompts, "max_tokens": plan.max_tokens, **settings}
+    report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds}
+    shared = [method for method in plan.methods if ":" not in method and method != "off"]
+    for methods in filter(None, [shared, *([method] for method in plan.methods if ":" in method)]):
+        chosen = {"prefix_cache": False, "speculate": methods[0], "max_draft": plan.max_draft, **settings}
+        with LLM(model, **chosen) as llm:
+            report.config["kernels"] = llm.loaded.kernels
+            for name in plan.sets:
+                prompts = [encode_prompt(llm, text) for text in PROMPT_SETS[name](plan.prompts)]
+                for streams in plan.streams:
+                    rounds = _measure(llm, prompts, streams, plan, methods, GRAMMARS.get(name))
+                    _add_results(report, f"{name}_{streams}", rounds)
     return report
 
 
@@ -69,30 +83,42 @@ def encode_prompt(llm: LLM, text: str) -> list[int]:
 
 
 def _measure(
-    llm: LLM, prompts: Sequence[list[int]], streams: int, plan: SpeculationPlan
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    streams: int,
+    plan: SpeculationPlan,
+    methods: Sequence[str],
+    grammar: GrammarSpec | None,
 ) -> dict[str, list[SpeculationRound]]:
-    methods = ["off", *(method for method in plan.methods if method != "off")]
-    rounds: dict[str, list[SpeculationRound]] = {method: [] for method in methods}
-    _run_round(llm, prompts[:streams], "off", streams, plan)  # the first steps compile and capture kernels
+    rounds: dict[str, list[SpeculationRound]] = {method: [] for method in ("off", *methods)}
+    for method in rounds:  # the first steps compile and capture kernels
+        _run_round(llm, prompts[: 2 * streams], method, streams, plan, grammar)
     for _ in range(plan.rounds):
-        for method in methods:
-            rounds[method].append(_run_round(llm, prompts, method, streams, plan))
+        for method, measured in rounds.items():
+            measured.append(_run_round(llm, prompts, method, streams, plan, grammar))
     return rounds
 
 
 def _run_round(
-    llm: LLM, prompts: Sequence[list[int]], method: str, streams: int, plan: SpeculationPlan
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    method: str,
+    streams: int,
+    plan: SpeculationPlan,
+    grammar: GrammarSpec | None,
 ) -> SpeculationRound:
     """Complete all prompts with one method. Its drafter is new: it knows no outputs of earlier rounds."""
     engine = llm.engine
     config = SpeculationConfig(method, plan.max_draft)
-    max_rows = engine.config.max_running if llm.loaded.device == "cuda" else None
-    drafter = engine.scheduler.drafter = make_drafter(config, find_library, max_rows)
+    on_gpu = llm.loaded.device == "cuda"
+    max_rows = engine.config.max_running if on_gpu else None
+    drafter = make_drafter(config, find_library, max_rows, continues_on_device=on_gpu)
+    engine.scheduler.drafter = drafter
     outputs: dict[str, list[int]] = {}
     waiting = [(f"{method}-{i}-{time.monotonic_ns()}", prompt) for i, prompt in enumerate(prompts)]
     names = [name for name, _ in waiting]
     open_ids: set[str] = set()
-    params = SamplingParams(max_tokens=plan.max_tokens, temperature=0.0)
+    params = SamplingParams(max_tokens=plan.max_tokens, temperature=0.0, grammar=grammar)
     steps, began = engine.stats().step, time.perf_counter()
     while waiting or open_ids:
         while waiting and len(open_ids) < streams:
@@ -111,12 +137,12 @@ def _run_round(
 def _add_results(report: BenchReport, prefix: str, rounds: dict[str, list[SpeculationRound]]) -> None:
     expected = rounds["off"][0].outputs
     plain = [one.num_tokens / one.seconds for one in rounds["off"]]
-    report.add(f"{prefix}_off", plain, "tok/s")
-    for method, measured in rounds.items():
-        if method == "off":
+    for key, measured in rounds.items():
+        if key == "off":
             continue
+        method = key.partition(":")[0]
         rates = [one.num_tokens / one.seconds for one in measured]
-        report.add(f"{prefix}_{method}", rates, "tok/s", peer=report.results[f"{prefix}_off"].value)
+        report.add(f"{prefix}_{method}", rates, "tok/s", peer=sum(plain) / len(plain))
         ratios = [rate / base for rate, base in zip(rates, plain, strict=True)]
         report.add(f"{prefix}_{method}_speedup", ratios, "x")
         last = measured[-1]
@@ -124,5 +150,8 @@ def _add_results(report: BenchReport, prefix: str, rounds: dict[str, list[Specul
         report.add(f"{prefix}_{method}_accepted", 100 * last.accepted / max(last.drafted, 1), "%")
         differing = sum(a != b for a, b in zip(last.outputs, expected, strict=True))
         report.add(f"{prefix}_{method}_differing", differing, "completions")
+    if f"{prefix}_off" in report.results:
+        return
+    report.add(f"{prefix}_off", plain, "tok/s")
     again = rounds["off"][-1].outputs
     report.add(f"{prefix}_off_differing", sum(a != b for a, b in zip(again, expected, strict=True)), "completions")

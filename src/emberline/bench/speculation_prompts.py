@@ -76,3 +76,43 @@ def _ask_for_a_parameter(name: str, code: str) -> str:
 
 
 _EDITS: tuple[Callable[[str, str], str], ...] = (_ask_to_rename, _ask_for_a_comment, _ask_for_a_parameter)
+
+
+CITIES = ("Lisbon", "Osaka", "Nairobi", "Quito", "Oslo", "Perth", "Riga", "Lima", "Hanoi", "Cork")
+NAME_SCHEMA = {"type": "string", "maxLength": 40}
+TOOL_CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "get_weather_forecast"},
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "location": {
+                    "type": "object",
+                    "properties": {
+                        "city": {"type": "string", "maxLength": 40},
+                        "country": {"type": "string", "maxLength": 40},
+                    },
+                    "required": ["city", "country"],
+                    "additionalProperties": False,
+                },
+                "number_of_days": {"type": "integer", "minimum": 1, "maximum": 14},
+                "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
+                "include_hourly_forecast": {"type": "boolean"},
+            },
+            "required": ["location", "number_of_days", "temperature_unit", "include_hourly_forecast"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+def make_tool_requests(count: int) -> list[str]:
+    """Return requests that a model answers by a tool call of TOOL_CALL_SCHEMA."""
+    return [
+        f"What will the weather be in {CITIES[i % len(CITIES)]} over the next {2 + i % 6} days? Reply with a JSON call "
+        "of the tool get_weather_forecast."
+        for i in range(count)
+    ]

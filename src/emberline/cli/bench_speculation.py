@@ -13,7 +13,12 @@ from emberline.core.engine_config import DEVICES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure; it needs a chat template.")
     parser.add_argument("--device", default="auto", choices=DEVICES, help="Device that computes.")
-    parser.add_argument("--sets", nargs="+", default=["edits", "chat"], help="Prompts: edits of code, chat, or both.")
+    parser.add_argument(
+        "--sets",
+        nargs="+",
+        default=["edits", "chat"],
+        help="Prompts: edits (of code), chat, calls (of tools).",
+    )
     parser.add_argument("--methods", nargs="+", default=["suffix"], help="Methods to compare with off.")
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="Requests at the same time.")
     parser.add_argument("--prompts", type=int, default=60, help="Number of prompts of each set.")

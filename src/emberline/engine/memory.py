@@ -127,6 +127,7 @@ def plan_engine_memory(
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         draft=draft,
+        max_new_tokens=settings.speculation.max_new_tokens,
     )
 
 
@@ -205,14 +206,15 @@ def plan_memory(
     tiers: bool = False,
     transfer: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
+    max_new_tokens: int = 1,
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
     `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `both`: weights are kept plain and
-    packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. The CUDA graphs of
-    all step shapes are included."""
+    packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. `max_new_tokens`: of
+    a request in a step, with its draft. The CUDA graphs of all step shapes are included."""
     grid = shape_grid_for(config, max_batch_tokens)
-    graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
+    graphs = len(captured_shapes(max_running, max_batch_tokens, grid, queries=max_new_tokens))
     block_bytes = (kv_token_bytes(config, kv_dtype_bytes) + draft.kv_token_values * kv_dtype_bytes) * block_size
     scratch = _scratch_bytes(config, block_size, max_running, max_context) + packed * _unpacked_bytes(config)
     scratch += _vocab_table_bytes(config, max_running)

@@ -116,28 +116,17 @@ def boot_gpu(
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
-    if exact := settings.gpu.exact:
+    exact = settings.gpu.exact
+    if exact:
         require_fixed_order(model, shape)
-    can_tune = device.torch_device.type == "cuda" and settings.gpu.graphs and not exact  # exact uses no cuBLAS
-    tuned = _tune_matrix_products(model, settings) if can_tune else 0.0  # before the cache fills the memory
+    tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
     eos = frozenset(config.eos)
     runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, make_compiler), settings, device, context, draft)
     seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
-    seconds |= _load_weights(weights, runner)
-    if settings.gpu.weights == "both":
-        seconds["pack"] = _add_packed_copies(weights, runner)
-    filled = time.perf_counter()
-    if weights.packed or settings.gpu.weights == "both":
-        _check_packed_size(weights.loaded_bytes, plan)
-    # Computing the identity reads a little of every tensor: not while the disk is busy.
-    weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
-    # The format is part of the fingerprint, since other kernels compute other keys and values.
-    suffix = (f"-{weight_format}" if weight_format != "plain" else "") + "-exact" * exact
-    model_id = compute_fingerprint() + suffix
-    runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
-    seconds["identity"] = time.perf_counter() - filled
+    weight_format, spent = _fill_and_identify(weights, runner, settings, plan, compute_fingerprint)
+    seconds |= spent
     scheduler = settings.scheduler.for_model(context)
     begun = time.perf_counter()
     below = make_tiers(runner, build_tiers) if build_tiers is not None else None
@@ -150,6 +139,31 @@ def boot_gpu(
     seconds["capture"] = _capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
+
+
+def _fill_and_identify(
+    weights: Weights,
+    runner: GPURunner,
+    settings: EngineConfig,
+    plan: memory.MemoryPlan,
+    compute_fingerprint: Callable[[], str],
+) -> tuple[str, dict[str, float]]:
+    """Wait for the weights, and set the fingerprint of the runner's model.
+
+    Return the format of the weights, and the seconds of each phase, by name."""
+    model, seconds = runner.model, _load_weights(weights, runner)
+    if settings.gpu.weights == "both":
+        seconds["pack"] = _add_packed_copies(weights, runner)
+    filled = time.perf_counter()
+    if weights.packed or settings.gpu.weights == "both":
+        _check_packed_size(weights.loaded_bytes, plan)
+    # Computing the identity reads a little of every tensor: not while the disk is busy.
+    weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
+    # The format is part of the fingerprint, since other kernels compute other keys and values.
+    suffix = (f"-{weight_format}" if weight_format != "plain" else "") + "-exact" * settings.gpu.exact
+    runner.model = replace(model, fingerprint=compute_fingerprint() + suffix, weight_bytes=weights.loaded_bytes)
+    seconds["identity"] = time.perf_counter() - filled
+    return weight_format, seconds
 
 
 def _check_packed_size(loaded_bytes: int, plan: memory.MemoryPlan) -> None:
@@ -225,7 +239,9 @@ def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
 def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
     """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
 
-    Measurements of an earlier start are reused."""
+    Measurements of an earlier start are reused. Without a GPU or captured graphs, nothing is measured."""
+    if model.layers[0].attention.layer.cos_sin.device.type != "cuda" or not settings.gpu.graphs:
+        return 0.0
     from emberline.kernels import tuning
 
     weights = set(iter_instances(ops.PackedWeight, model.layers))

@@ -100,12 +100,15 @@ class CudaStream:
         self._stream.wait_event(event.event)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        from emberline.kernels.cuda import wide
+
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # One memory pool for all graphs of a stream: they run one after the other, so they can share memory.
         # Not torch's own context manager, which would wait for the device and empty torch's memory cache.
         with torch.cuda.stream(self._stream):
+            wide.allocate_exchange_memory(self._stream.device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()

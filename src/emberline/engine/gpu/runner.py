@@ -67,10 +67,8 @@ class GPURunner:
         width = -(-max_context // self._block_size)
         self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        running, widened = (
-            limits.max_running,
-            max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
-        )
+        running = limits.max_running
+        widened = max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens)
         max_queries = min(settings.speculation.max_new_tokens, ops.max_row_queries(heads[0] // heads[1]))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
@@ -88,7 +86,9 @@ class GPURunner:
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
-        self.shapes = order_by_expected_use(captured_shapes(running, limits.max_batch_tokens, self._grid))
+        self.shapes = order_by_expected_use(
+            captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._max_queries)
+        )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         size = _staging_bytes(limits, self._attention_planner)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())

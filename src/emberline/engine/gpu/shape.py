@@ -6,7 +6,7 @@ captured."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from emberline.core.plan import WorkItem
 
@@ -112,8 +112,12 @@ def order_by_expected_use(shapes: Iterable[StepShape]) -> list[StepShape]:
     return sorted(shapes, key=lambda shape: (streams_at_first_use(shape), shape.singles, shape.chunks))
 
 
-def captured_shapes(max_running: int, max_batch_tokens: int, grid: ShapeGrid | None = None) -> set[StepShape]:
-    """Return all shapes that captured steps can have."""
+def captured_shapes(
+    max_running: int, max_batch_tokens: int, grid: ShapeGrid | None = None, *, queries: int = 1
+) -> set[StepShape]:
+    """Return all shapes of steps that are captured ahead of their use.
+
+    `queries`: tokens of a row in steps with drafts. Those with prompt chunks are captured at their first use."""
     grid = grid or ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
     without_chunks = {StepShape(pad_row_count(rows), 0, 0) for rows in range(1, max_running + 1)}
     mixed = {
@@ -125,7 +129,8 @@ def captured_shapes(max_running: int, max_batch_tokens: int, grid: ShapeGrid | N
             padded + grid.max_tokens,
         )
     }
-    return without_chunks | mixed
+    with_drafts = {replace(shape, queries=queries) for shape in without_chunks if shape.singles > 1}
+    return without_chunks | with_drafts | mixed
 
 
 def captured_token_counts(max_running: int, max_batch_tokens: int) -> set[int]:

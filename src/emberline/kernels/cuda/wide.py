@@ -329,6 +329,11 @@ def _make_exchange_arguments(plan: WidePlan, device: torch.device, exchange_poll
     return *memory, exchange_polls
 
 
+def allocate_exchange_memory(device: torch.device) -> None:
+    """Allocate the memory that kernels of the current stream need, before a launch on it is captured."""
+    _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream)
+
+
 @cache
 def _get_exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Return device memory in which CTAs without a cluster exchange partial sums, and zeroed counters."""
