@@ -90,7 +90,7 @@ class DraftInputs:
         return self.numbers[4]
 
     @property
-    def known(self) -> Tensor:
+    def last_tokens(self) -> Tensor:
         """The token at `starts`; PENDING_TOKEN if only the device has it."""
         return self.numbers[5]
 

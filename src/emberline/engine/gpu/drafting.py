@@ -226,7 +226,7 @@ class DeviceDrafting:
 
         The newest token is missing in its cache, and the one before it too if the whole draft was accepted."""
         before = drafted.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
-        known = ops.fill_newest_tokens(inputs.known, inputs.rows * (1 + self._rows.max_draft), self._rows.newest)
+        known = ops.fill_newest_tokens(inputs.last_tokens, inputs.rows * (1 + self._rows.max_draft), self._rows.newest)
         before = torch.where(accepted > 0, before, known)
         assert inputs.pair_plan is not None
         batch = self._chain_batch(
