@@ -26,6 +26,7 @@ PROMPT_SETS = {
     "chat": speculation_prompts.make_questions,
     "calls": speculation_prompts.make_tool_requests,
 }
+ENGINE_SETTINGS = {"prefix_cache": False, "kv_memory": 4 << 30}  # several engines share the memory of a device
 GRAMMARS = {"calls": GrammarSpec("json_schema", json.dumps(speculation_prompts.TOOL_CALL_SCHEMA))}  # of the output
 
 
@@ -65,7 +66,7 @@ def bench(model: str, plan: SpeculationPlan, **settings: object) -> BenchReport:
     report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds}
     shared = [method for method in plan.methods if ":" not in method and method != "off"]
     for methods in filter(None, [shared, *([method] for method in plan.methods if ":" in method)]):
-        chosen = {"prefix_cache": False, "speculate": methods[0], "max_draft": plan.max_draft, **settings}
+        chosen = {"speculate": methods[0], "max_draft": plan.max_draft, **ENGINE_SETTINGS, **settings}
         with LLM(model, **chosen) as llm:
             report.config["kernels"] = llm.loaded.kernels
             for name in plan.sets:
