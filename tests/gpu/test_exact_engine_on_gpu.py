@@ -90,7 +90,8 @@ def test_batch_and_drafts_never_change_the_bits(checkpoint: Path, request: pytes
     expected = {(name, 0): tokens for name, (tokens, _) in alone.items()}
     is_llama = "llama" in request.node.callspec.id
     for settings in VARIANTS if is_llama else VARIANTS[:1]:
-        engine = make_engine(checkpoint, prefix_cache=False, **settings)
+        engine = make_engine(checkpoint, prefix_cache=False, speculate="ngram", max_draft=6, **settings)
+        engine.scheduler.drafter = None
         for steps in (0, 2):
             assert run(engine, submissions, steps) == alone, (settings, steps)
         for right in ((True,), (True, True, False), (False,)):

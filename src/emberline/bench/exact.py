@@ -88,7 +88,9 @@ def add_results(report: BenchReport, normal: ModeResult, exact: ModeResult) -> N
 
 def measure_mode(model: str | None, plan: ExactPlan, settings: Mapping[str, Any]) -> ModeResult:
     """Boot an engine with these settings, run all requests without and with drafts, and compare their tokens."""
-    engine, prompts, kernels = _boot(model, plan, {"prefix_cache": False, **settings})
+    drafting = {"speculate": "ngram", "max_draft": plan.max_draft}
+    engine, prompts, kernels = _boot(model, plan, {"prefix_cache": False, **drafting, **settings})
+    engine.scheduler.drafter = None
     submissions = [_make_submission(i, prompt, plan) for i, prompt in enumerate(prompts)]
     counts = sorted({1, 2, 3, 5, 8, 17, 33, plan.streams} & set(range(1, plan.streams + 1)))
     expected = _run(engine, submissions, counts, "plain")

@@ -83,6 +83,7 @@ class GPURunner:
             max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
         )
         self._max_queries = self._attention_planner.limit_queries(max_queries)
+        self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
@@ -170,7 +171,9 @@ class GPURunner:
         singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
-        queries = self._max_queries if batch.single_tokens > len(singles) else 1
+        has_drafts = batch.single_tokens > len(singles)
+        queries = self._max_queries if has_drafts else 1
+        assert queries > 1 or not (has_drafts and self._has_decode_kernel), "drafts need EngineConfig.speculation"
         shape = self._choose_captured_shape(batch.single_tokens, chunks, queries)
         model_step = self._prepare_model_step(batch, shape, queries)
         logits = self._run_model_step(model_step)
