@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from emberline.bench import speculation_prompts
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import SpeculationConfig
-from emberline.core.errors import UnsupportedModel
+from emberline.core.errors import EmberlineError, UnsupportedModel
 from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.llm import LLM
@@ -127,6 +127,8 @@ def _run_round(
             engine.add(Submission(name, prompt, params, timeout=math.inf))
             open_ids.add(name)
         for output in engine.step():
+            if output.error is not None:
+                raise EmberlineError(f"a request of the benchmark failed: {output.error}")
             outputs.setdefault(output.id, []).extend(output.tokens)
             if output.finish is not None:
                 open_ids.discard(output.id)

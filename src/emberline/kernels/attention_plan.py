@@ -65,6 +65,7 @@ class WidenedBlocks:
 class AttentionPlan:
     decode_rows: int  # number of rows with at most max_queries tokens each
     max_queries: int = 1  # selects the decode kernel, so a captured graph holds for one value only
+    reads_early: bool = True  # whether decode may read old keys before the preceding kernel ends
     decode_work: decode.DeviceWorkList | None = None  # work list of the decode rows
     decode_scratch: decode.DecodeScratch | None = None
     prefill_tiles: Tensor | None = None  # [n, 2] int32: row, and first query in its chunk
@@ -137,8 +138,12 @@ class AttentionPlanner:
                 self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=max_queries)
 
     def limit_queries(self, max_queries: int) -> int:
-        """Return how many queries a decode row may have: `max_queries`, or 1 if the decode kernel is not used."""
-        return max_queries if self._has_decode_kernel or self._device.type != "cuda" else 1
+        """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts or without the kernel.
+
+        With fixed cuts, the queries of a sequence are rows of their own, which cannot read keys early."""
+        if self._fixed_cuts or (self._device.type == "cuda" and not self._has_decode_kernel):
+            return 1
+        return max_queries
 
     @property
     def has_static_shapes(self) -> bool:
@@ -175,7 +180,9 @@ class AttentionPlanner:
         of the new tokens whose logits are needed.
         """
         assert (new_token_counts[:decode_rows] <= max_queries).all(), "a decode row has too many new tokens"
-        plan = AttentionPlan(decode_rows, max_queries, prefill_counters=self._counters, tensor_maps=self._maps)
+        plan = AttentionPlan(
+            decode_rows, max_queries, not self._fixed_cuts, prefill_counters=self._counters, tensor_maps=self._maps
+        )
         if self._device.type != "cuda":
             return plan
         first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too

@@ -214,7 +214,7 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     decode.decode_attention(
         qkv, maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work, layer.scale,
         layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out, scratch=plan.decode_scratch,
-        overlaps_prefill=overlaps_prefill, max_queries=queries,
+        overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
         query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
     )  # fmt: skip
 
