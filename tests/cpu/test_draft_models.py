@@ -4,6 +4,7 @@ The pipelined runner is that of GPUs, on the CPU."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,9 +18,11 @@ from eagle3_head import draft_by_definition, write_eagle3_head
 from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_speculation_on_models import SETTINGS, make_params, run
 
 from emberline.core.engine_config import SchedulerConfig, SpeculationConfig
+from emberline.core.errors import ModelError, ModelFileError, UnsupportedModel
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
@@ -223,3 +226,70 @@ def record_drafts(e: Engine, proposed: dict[str, dict[int, list[int]]]) -> None:
                 proposed[request.submission_id][len(request.tokens)] = values
 
     scheduler.update = wrapped_update  # type: ignore[method-assign]
+
+
+def load(model: DecoderModel, directory: Path, source: str) -> DraftModel | None:
+    return load_draft_model(
+        SpeculationConfig(speculate=source), model, directory, lambda checkpoint: Weights(checkpoint, model.dtype)
+    )
+
+
+def test_draft_model_with_another_vocabulary_is_refused(model: DecoderModel, directory: Path, tmp_path: Path) -> None:
+    other = tiny.write(tmp_path / "other", CONFIG)
+    tokenizer_file(other)
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"A":', '"AA":', 1))
+    with pytest.raises(UnsupportedModel, match=r"another vocabulary.*'A'|another vocabulary.*'AA'"):
+        load(model, directory, f"draft:{other}")
+    (other / "tokenizer.json").unlink()
+    tiny.write(other, {**CONFIG, "vocab_size": VOCAB_SIZE + 1})
+    with pytest.raises(UnsupportedModel, match=f"{VOCAB_SIZE + 1} tokens"):
+        load(model, directory, f"draft:{other}")
+
+
+def test_draft_model_with_a_shorter_context_is_refused(model: DecoderModel, directory: Path, tmp_path: Path) -> None:
+    short = tiny.write(tmp_path / "short", {**CONFIG, "max_position_embeddings": CONTEXT // 2})
+    tokenizer_file(short)
+    with pytest.raises(UnsupportedModel, match="has a context of 64 tokens"):
+        load(model, directory, f"draft:{short}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 96}, "hidden size of 96"),
+        ({"vocab_size": VOCAB_SIZE + 64}, f"vocabulary of {VOCAB_SIZE + 64}"),
+        ({"num_hidden_layers": 2}, "has 2 layers"),
+        ({"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 head"),
+        ({"target_hidden_size": 64}, "hidden size of the target model of 64"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "3 ascending layers from 0 to 2"),
+    ],
+)
+def test_head_of_another_model_is_refused(
+    model: DecoderModel, directory: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    head = write_eagle3_head(tmp_path, CONFIG | {}, draft_vocab=100)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=message):
+        load(model, directory, f"eagle3:{head}")
+
+
+def test_damaged_head_is_refused(model: DecoderModel, directory: Path, tmp_path: Path) -> None:
+    head = write_eagle3_head(tmp_path, CONFIG, draft_vocab=100)
+    whole = load_file(head / "model.safetensors")
+    for change in ("d2t", "fc.weight", "midlayer.hidden_norm.weight"):
+        save_file({name: tensor for name, tensor in whole.items() if name != change}, head / "model.safetensors")
+        with pytest.raises(ModelFileError, match=change.partition(".")[0]):
+            load(model, directory, f"eagle3:{head}")
+    save_file(whole | {"d2t": whole["d2t"] + VOCAB_SIZE}, head / "model.safetensors")
+    with pytest.raises(ModelFileError, match="ids outside the vocabulary"):
+        load(model, directory, f"eagle3:{head}")
+    save_file(whole | {"fc.weight": whole["fc.weight"][:, 1:].contiguous()}, head / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"fc\.weight"):
+        load(model, directory, f"eagle3:{head}")
+    save_file(whole, head / "model.safetensors")
+    file = head / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelFileError):
+        load(model, directory, f"eagle3:{head}")
