@@ -184,3 +184,13 @@ def test_sleeping_models_give_the_same_tokens_as_alone(checkpoints: dict[str, Pa
 def test_unsupported_block_size_is_rejected_before_loading(configs: dict[str, EngineConfig], size: int) -> None:
     with pytest.raises(InvalidRequest, match="block_size"):
         boot_engine_group({"a": configs["a"].with_settings(block_size=size)}, TimeSharingConfig())
+
+
+def test_models_that_share_a_gpu_cannot_have_draft_models(configs: dict[str, EngineConfig]) -> None:
+    drafting = configs | {"b": configs["b"].with_settings(speculate="draft:other")}
+    with pytest.raises(InvalidRequest, match="'b' is draft:other"):
+        plan_time_sharing(drafting, 80 * GIB, 80 * GIB, never_load)
+
+
+def never_load(name: str, settings: EngineConfig) -> BootedGPUEngine:
+    raise AssertionError("nothing may be loaded")

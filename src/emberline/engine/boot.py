@@ -21,7 +21,7 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.runner import TorchRunner, allocate_cache
-from emberline.engine.speculation.draft_cache import make_draft_cache
+from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
@@ -157,9 +157,11 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         model,
         dtype=_parse_dtype("kv_dtype", config.kv_cache.kv_dtype) or model.dtype,
         block_size=scheduler.block_size,
-        memory_bytes=config.kv_cache.kv_memory
-        or default_kv_bytes
-        or (free_memory() - config.tiers.kv_host_memory) // 2,
+        memory_bytes=share_cache_memory(
+            config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
+            model.config,
+            draft_model,
+        ),
         max_tokens=_max_kv_tokens(config, model.context),
         uses_shared_memory=config.transfer is not None,
     )
