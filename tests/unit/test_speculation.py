@@ -290,6 +290,17 @@ def test_switch_ends_a_trial_that_clearly_loses() -> None:
     assert len(trials) <= 18 + 7  # the first one has nothing to be compared with
 
 
+def test_drafts_of_a_model_are_tried_after_steps_without_them() -> None:
+    """A draft model that clearly does not pay costs a few steps only, and is kept up to date while it is measured."""
+    switch, trials = DraftSwitch(starts_on=False), []
+    assert not switch.is_on(5) and switch.is_measuring(5)
+    for _ in range(250):
+        if is_on := switch.is_on(5):
+            trials.append(is_on)
+        switch.record(5, 5, 2.0 if is_on else 1.0)
+    assert 0 < len(trials) <= 7 and not switch.is_measuring(5)
+
+
 def test_cost_of_a_step_includes_the_time_to_plan_it() -> None:
     drafter = Drafter([], 4)
     plan = StepPlan(1, (), [WorkItem("a", 5, [7], [0], samples=True)], ())

@@ -29,7 +29,9 @@ class SwitchPeriod:
 
 
 class DraftSwitch:
-    def __init__(self) -> None:
+    def __init__(self, *, starts_on: bool = True) -> None:
+        """`starts_on`: whether the first steps of each size of batch have drafts, before any were measured without."""
+        self._starts_on = starts_on
         self._periods: dict[int, SwitchPeriod] = {}  # by size of the batch
         self._base_rates: dict[int, float] = {}  # tokens per second without drafts
         self._off_steps: dict[int, int] = {}  # length of the next period without drafts, if drafts do not pay
@@ -56,7 +58,7 @@ class DraftSwitch:
 
     def _period(self, size: int) -> SwitchPeriod:
         if size not in self._periods:
-            self._periods[size] = SwitchPeriod(True, TRIAL_STEPS)  # a first request may come with a prediction
+            self._periods[size] = SwitchPeriod(self._starts_on, TRIAL_STEPS if self._starts_on else BASE_STEPS)
         return self._periods[size]
 
     def _is_clear_loss(self, size: int, period: SwitchPeriod) -> bool:

@@ -53,7 +53,9 @@ class Drafter:
         self._adaptive = adaptive
         self._acceptance = AcceptanceEstimate()
         self._cost = StepCost()
-        self._switch = DraftSwitch()
+        # Proposers start with drafts, since a first request may come with a prediction. The passes of a draft model
+        # may cost more than they gain: they are tried after a few steps without.
+        self._switch = DraftSwitch(starts_on=not uses_draft_model)
         self.uses_draft_model = uses_draft_model
         self._continues_on_device = continues_on_device
         self._forced: dict[str, Sequence[int]] = {}  # by request: tokens that its grammar forces next
