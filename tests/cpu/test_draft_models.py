@@ -228,6 +228,57 @@ def record_drafts(e: Engine, proposed: dict[str, dict[int, list[int]]]) -> None:
     scheduler.update = wrapped_update  # type: ignore[method-assign]
 
 
+class PausedDrafter(Drafter):
+    """Has no drafts while it is paused, as if the steps without them were measured."""
+
+    paused = False
+
+    def is_on(self, num_requests: int) -> bool:
+        return not self.paused
+
+    def complete_plan(self, plan: StepPlan) -> StepPlan:
+        return replace(super().complete_plan(plan), runs_draft_model=True)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_draft_model_stays_up_to_date_during_steps_without_drafts(
+    make_engine: MakeEngine, drafts: dict[str, DraftModel], pipelined: bool
+) -> None:
+    """One that equals the target model is still always right afterwards."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    submissions = [Submission(f"r{i}", encode(text), params) for i, text in enumerate(["some text", "another one"])]
+    expected = run(make_engine(None), submissions)
+    accepted = {}
+    for pause in (0, 10):
+        drafter = PausedDrafter(
+            [], 4, max_rows=12, uses_draft_model=True, adaptive=False, continues_on_device=pipelined
+        )
+        e = make_engine(drafts["same"], pipelined=pipelined, drafter=drafter)
+        for submission in submissions:
+            e.add(submission)
+        outputs = [output for _ in range(4) for output in e.step()]
+        drafter.paused = True
+        outputs += [output for _ in range(pause) for output in e.step()]
+        drafter.paused = False
+        while not e.idle:
+            outputs += e.step()
+        tokens: dict[str, list[int]] = {}
+        for output in outputs:
+            tokens.setdefault(output.id, []).extend(output.tokens)
+        assert tokens == {name: found for (name, _), (found, _, _) in expected.items()}
+        accepted[pause] = drafter.accepted_tokens / drafter.drafted_tokens
+        assert not drafter._drafted  # nothing is kept of requests that ended
+    assert accepted == {0: 1.0, 10: 1.0}
+
+
+def test_buffers_hold_the_largest_padded_step(make_engine: MakeEngine, drafts: dict[str, DraftModel]) -> None:
+    e = make_engine(drafts["eagle3"], pipelined=True, graphs=True, budget=1400)
+    assert isinstance(e.runner, GPURunner) and e.runner._drafting is not None
+    capture = e.runner._drafting.capture
+    assert capture is not None
+    assert len(capture.out) >= max(shape.singles + shape.tokens for shape in e.runner.shapes)
+
+
 def load(model: DecoderModel, directory: Path, source: str) -> DraftModel | None:
     return load_draft_model(
         SpeculationConfig(speculate=source), model, directory, lambda checkpoint: Weights(checkpoint, model.dtype)

@@ -228,7 +228,7 @@ def plan_memory(
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
         "activations": _activation_bytes(config, dtype_bytes, max(max_batch_tokens, max_running))
-        + draft.state_values * dtype_bytes * (max_batch_tokens + max_step_rows(max_running)),
+        + draft.state_values * dtype_bytes * (grid.pad_token_count(max_batch_tokens) + max_step_rows(max_running)),
         "scratch": scratch,
         "logits": LOGIT_COPIES * F32_BYTES * (max_running + MAX_SCORED_TOKENS) * config.vocab,
         "graphs": graphs * GRAPH_BYTES + _activation_bytes(config, dtype_bytes, grid.max_tokens + grid.coarse_grain),

@@ -157,7 +157,7 @@ class Scheduler:
             self._prompt_pacer.record_step_time(sum(chunks), result.seconds)
         now = self.clock.now()
         if self.drafter is not None:
-            self.drafter.record_step(plan, result, now)
+            self.drafter.record_step(plan, result, now, self.requests)
         for work in plan.work:
             request = self.requests.get(work.id)
             if request is None:

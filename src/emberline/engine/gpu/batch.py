@@ -36,6 +36,7 @@ def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
+    requests: int  # without padding
     singles: int  # rows
     single_tokens: int  # tokens of these rows
     rows: np.ndarray  # [B] int64: row of each request in DeviceRows
@@ -128,7 +129,7 @@ class DeviceBatch:
             max_starts[:num_rows] += shifts[sequences]
         wanted = np.arange(len(logit_rows))
         return DeviceBatch(
-            *(num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index),
+            *(len(work), num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index),
             *(token_shifts, row_shifts, max_starts, logit_rows, wanted),
         )
 
@@ -161,6 +162,7 @@ class DeviceBatch:
         wanted = np.arange(count + len(scored))
         wanted[count:] += shape.singles - count
         return DeviceBatch(
+            self.requests,
             shape.singles,
             count,
             pad_rows(self.rows, padding_row, padding_row),

@@ -8,6 +8,8 @@ from emberline.core.engine_config import SpeculationConfig
 from emberline.engine.gpu.device import Device
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory, reject_mixture_of_experts
 from emberline.engine.speculation.draft_loader import load_draft_model
+from emberline.kernels import ops
+from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.draft_model import DraftModel
@@ -34,3 +36,9 @@ def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
     if draft is None:
         return NO_DRAFT_MODEL
     return DraftMemory.of(draft.weight_bytes, draft.config, len(draft.captured_layers))
+
+
+def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:
+    """Return how many tokens of a request the attention of both models can compute together."""
+    configs = [target] if draft is None else [target, draft.config]
+    return min(ops.max_row_queries(config.heads // config.kv_heads) for config in configs)

@@ -55,8 +55,8 @@ class DraftRows:
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
     length: int  # tokens of the new drafts; 0: none is wanted
-    has_chunks: bool  # whether the step has prompt chunks
-    numbers: Tensor  # [7, B] int64; see the properties
+    computes_step: bool  # whether a model that reads tokens must compute all tokens of the step first
+    numbers: Tensor  # [6, B] int64; see the properties
     drafts: Tensor  # [B, max_draft] int64: the draft; PENDING_TOKEN where only the device has it, then NO_TOKEN
     plan: ops.AttentionPlan  # of a pass with one token for each request
     pair_plan: ops.AttentionPlan | None  # of a pass with two tokens for each request
@@ -90,14 +90,9 @@ class DraftInputs:
         return self.numbers[4]
 
     @property
-    def last_tokens(self) -> Tensor:
-        """The token at `starts`; PENDING_TOKEN if only the device has it."""
-        return self.numbers[5]
-
-    @property
     def shifts(self) -> Tensor:
         """The row in DeviceRows.accepted by which `starts` is shifted; usually the padding row."""
-        return self.numbers[6]
+        return self.numbers[5]
 
 
 def stage_draft_inputs(
@@ -118,8 +113,8 @@ def stage_draft_inputs(
     drafts = np.full((padded, rows.max_draft), NO_TOKEN, np.int64)
     for i, draft in enumerate(found.drafts):
         drafts[i, : len(draft)] = draft
-    numbers = np.zeros((7, padded), np.int64)
-    numbers[0] = numbers[6] = rows.padding_row
+    numbers = np.zeros((6, padded), np.int64)
+    numbers[0] = numbers[5] = rows.padding_row
     lengths = [w.start + len(w.tokens) for w in found.work]  # with the draft
     numbers[:, :count] = (
         [row.index for row in found.request_rows],
@@ -127,7 +122,6 @@ def stage_draft_inputs(
         found.step_rows,
         [end - 1 - w.num_draft for w, end in zip(found.work, lengths, strict=True)],
         [end + w.max_shift + w.num_propose for w, end in zip(found.work, lengths, strict=True)],
-        [w.tokens[-1 - w.num_draft] for w in found.work],
         [row.index if w.max_shift else rows.padding_row for w, row in zip(found.work, found.request_rows, strict=True)],
     )
     ones, longest = np.ones(padded, np.int32), (np.maximum(numbers[4], 1) - 1).astype(np.int32)
@@ -135,7 +129,8 @@ def stage_draft_inputs(
     next_tokens, next_index = following
     return DraftInputs(
         length=max((w.num_propose for w in found.work), default=0),
-        has_chunks=bool(chunks),
+        # Requests that want a draft get their newest tokens computed by the first pass of the chain.
+        computes_step=bool(chunks) or count < batch.requests,
         numbers=put(numbers),
         drafts=put(drafts),
         plan=planner.plan(longest, ones, padded, put),

@@ -9,6 +9,7 @@ both."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,9 @@ from emberline.kv.cache import KVCache
 from emberline.models.draft_model import DraftModel
 from emberline.models.forward import ForwardBatch, HiddenCapture
 
+log = logging.getLogger("emberline.engine")
 LENGTH_GRAIN = 512  # keys: plans of consecutive steps are the same until a request grows beyond such a multiple
+DraftKey = tuple[StepShape, int, int, bool]  # of a captured chain
 MAX_GRAPHS = 256  # captured chains; the oldest half is dropped when there are more
 
 
@@ -41,7 +44,7 @@ class PreparedDrafting:
 
     inputs: DraftInputs
     rows: DraftRows
-    key: tuple[StepShape, int, int] | None  # of its captured graph; None: it cannot be captured
+    key: DraftKey | None  # of its captured graph; None: it cannot be captured
 
 
 class DeviceDrafting:
@@ -53,13 +56,13 @@ class DeviceDrafting:
         device: Device,
         limits: SchedulerConfig,
         graphs: bool,
-        target_shape: tuple[tuple[int, int, int], torch.dtype, int],
+        target_shape: tuple[tuple[int, int, int], torch.dtype, int, int],
     ) -> None:
         """`graphs`: whether to capture CUDA graphs.
 
-        `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, and the
-        tokens of a row of its attention, at most."""
-        target_heads, dtype, max_queries = target_shape
+        `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, the
+        tokens of a row of its attention, and the tokens of a step's prompt chunks with padding, at most."""
+        target_heads, dtype, max_queries, max_chunk_tokens = target_shape
         max_running, max_batch_tokens = limits.max_running, limits.max_batch_tokens
         cache = make_draft_cache(model, target_cache, str(device.torch_device))
         self.cache = cache
@@ -68,7 +71,7 @@ class DeviceDrafting:
         self._stream = device.step_stream
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         self._shares_plans = heads == target_heads  # then the attention of both is split in the same way
-        max_rows = max_step_rows(2 * max_running)
+        max_rows = max(max_step_rows(2 * max_running), 2 * pad_row_count(max_running))
         self._planner = ops.AttentionPlanner(
             heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN
         )
@@ -82,10 +85,10 @@ class DeviceDrafting:
         max_sampled = max_step_rows(max_running) + max_batch_tokens + rows.max_draft
         self._sampled = torch.zeros(max_sampled, dtype=torch.int64, device=device.torch_device)
         self._drafts = torch.zeros(max_rows, rows.max_draft, dtype=torch.int64, device=device.torch_device)
-        self._captured = _allocate_captured_states(model, max_batch_tokens + max_step_rows(max_running), dtype, device)
+        self._captured = _allocate_captured_states(model, max_chunk_tokens + max_step_rows(max_running), dtype, device)
         self._graphs = graphs and self._planner.has_static_shapes
-        self._replays: dict[tuple[StepShape, int, int], Callable[[], None]] = {}
-        self._seen: set[tuple[StepShape, int, int]] = set()
+        self._replays: dict[DraftKey, Callable[[], None]] = {}
+        self._seen: set[DraftKey] = set()
 
     @property
     def capture(self) -> HiddenCapture | None:
@@ -95,7 +98,7 @@ class DeviceDrafting:
     def device_buffers(self) -> list[Tensor]:
         captured = [] if self._captured is None else [self._captured]
         scratch = self._planner.scratch_buffers()
-        kept = [self._sampled, self._drafts, self._staging.device, self._query_start, self._draft_offsets]
+        kept = [self._sampled, self._drafts, self._staging.device]
         return [self.cache.keys, self.cache.values, *kept, *captured, *scratch]
 
     def drop_device_addresses(self) -> None:
@@ -124,7 +127,7 @@ class DeviceDrafting:
         inputs = stage_draft_inputs(
             rows, padded, staged, self._rows, self._planner, chunks, batch, tokens if reads_states else 0
         )
-        if not self._shares_plans and (reads_states or chunks):
+        if not self._shares_plans and (reads_states or inputs.computes_step):
             padded_batch = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
             min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
             queries = self._max_queries if batch.single_tokens > len(singles) else 1
@@ -135,7 +138,8 @@ class DeviceDrafting:
             )
             inputs = replace(inputs, step_plan=plan)
         staged.send()
-        key = None if shape is None or not self._graphs or chunks else (shape, padded, inputs.length)
+        can_capture = shape is not None and self._graphs and not chunks
+        key = (shape, padded, inputs.length, inputs.computes_step) if can_capture and shape is not None else None
         return partial(self._launch, PreparedDrafting(inputs, rows, key), step)
 
     def _launch(
@@ -166,7 +170,13 @@ class DeviceDrafting:
             if len(self._replays) >= MAX_GRAPHS:
                 for old in list(self._replays)[: MAX_GRAPHS // 2]:
                     del self._replays[old]
-            self._replays[key] = self._stream.capture(run)
+            try:
+                self._replays[key] = self._stream.capture(run)
+            except Exception:  # of the driver, of torch, or an assertion: torch cannot capture again after it
+                log.exception("Capturing drafts as a CUDA graph failed, drafting runs without graphs")
+                self._graphs = False
+                run()
+                return
         self._replays[key]()
 
     def _run(self, inputs: DraftInputs, step: StepInputs) -> None:
@@ -185,16 +195,15 @@ class DeviceDrafting:
             hidden = model.combine(self._captured[: len(tokens)])
             chosen = inputs.step_rows[:0] if accepted is None else inputs.step_rows + accepted
             token, hidden = model.forward(self._step_batch(step, tokens, chosen, plan), hidden)
-        elif inputs.has_chunks:
-            tokens = ops.fill_newest_tokens(step.tokens, step.newest_index, rows.newest)
-            model.forward(self._step_batch(step, tokens, step.rows[:0], plan), None)
+        elif inputs.computes_step:
+            model.forward(self._step_batch(step, step.tokens, step.rows[:0], plan), None)
         if accepted is None:
             return
         newest = self._sampled[inputs.first + accepted]
         tables = rows.tables.index_select(0, inputs.rows)
         position = inputs.starts + rows.accepted[inputs.shifts] + accepted
         if self._captured is None:
-            token = self._compute_last_two(inputs, drafted, accepted, newest, position, tables)
+            token = self._compute_last_two(inputs, step, drafted, accepted, newest, position, tables)
             position = position + 1
         found = [newest, token]
         for _ in range(1, inputs.length):
@@ -220,13 +229,20 @@ class DeviceDrafting:
         )
 
     def _compute_last_two(
-        self, inputs: DraftInputs, drafted: Tensor, accepted: Tensor, newest: Tensor, position: Tensor, tables: Tensor
+        self,
+        inputs: DraftInputs,
+        step: StepInputs,
+        drafted: Tensor,
+        accepted: Tensor,
+        newest: Tensor,
+        position: Tensor,
+        tables: Tensor,
     ) -> Tensor:
         """Return the first drafted token of a model that reads tokens, after its pass over the last two known tokens.
 
         The newest token is missing in its cache, and the one before it too if the whole draft was accepted."""
         before = drafted.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
-        known = ops.fill_newest_tokens(inputs.last_tokens, inputs.rows * (1 + self._rows.max_draft), self._rows.newest)
+        known = step.tokens[inputs.step_rows]
         before = torch.where(accepted > 0, before, known)
         assert inputs.pair_plan is not None
         batch = self._chain_batch(

@@ -110,7 +110,7 @@ class DeviceRows:
             self._assign_row(row, self._free.pop())
 
     def _assign_row(self, row: RequestRow, index: int) -> None:
-        row.index, row.num_blocks, row.has_counts = index, 0, False
+        row.index, row.num_blocks, row.has_counts, row.drafts = index, 0, False, None
         p = row.sampling.params
         self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
         self.top_p[index], self.min_p[index] = p.top_p, p.min_p

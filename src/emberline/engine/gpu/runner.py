@@ -22,6 +22,7 @@ from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs
 from emberline.engine.gpu.penalties import DevicePenalties
@@ -69,7 +70,7 @@ class GPURunner:
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running = limits.max_running
         widened = max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens)
-        max_queries = min(settings.speculation.max_new_tokens, ops.max_row_queries(heads[0] // heads[1]))
+        max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = ops.AttentionPlanner(
@@ -101,7 +102,7 @@ class GPURunner:
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
-            shape = heads, model.dtype, self._max_queries
+            shape = heads, model.dtype, self._max_queries, self._grid.pad_token_count(limits.max_batch_tokens)
             self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, shape)
 
     @property
@@ -171,8 +172,7 @@ class GPURunner:
         singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
-        has_drafts = batch.single_tokens > len(singles)
-        queries = self._max_queries if has_drafts else 1
+        queries = self._max_queries if (has_drafts := batch.single_tokens > len(singles)) else 1
         assert queries > 1 or not (has_drafts and self._has_decode_kernel), "drafts need EngineConfig.speculation"
         shape = self._choose_captured_shape(batch.single_tokens, chunks, queries)
         model_step = self._prepare_model_step(batch, shape, queries)
@@ -363,14 +363,16 @@ class GPURunner:
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         rows = self._rows
+        tokens = ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest)
         if inputs.shifts is not None:
+            inputs.tokens.copy_(tokens)  # sampling overwrites `newest`, which the draft model needs
             ops.shift_positions(
                 *(inputs.positions, inputs.slots, inputs.context, *inputs.shifts),
                 *(rows.accepted, rows.tables, rows.padding_row, self._block_size),
             )
         return self.model.forward(
             ForwardBatch(
-                tokens=ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest),
+                tokens=tokens,
                 attention=ops.AttentionMetadata(
                     positions=inputs.positions,
                     slots=inputs.slots,

@@ -8,7 +8,7 @@ only time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -59,6 +59,8 @@ class Drafter:
         self.uses_draft_model = uses_draft_model
         self._continues_on_device = continues_on_device
         self._forced: dict[str, Sequence[int]] = {}  # by request: tokens that its grammar forces next
+        # Requests of the newest step. The device has the drafts of these only: others may have lost their memory there.
+        self._newest_ids: set[str] = set()
         self._model_confidence = [MODEL_CONFIDENCE] * max_draft
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
@@ -75,7 +77,8 @@ class Drafter:
         drafts: dict[str, Sequence[int]] = {}
         if not self.is_on(len(requests)):
             return drafts
-        by_id = {r.id: r for r in requests if r.can_draft}
+        # Behind the last token of a prompt, which may be alone in the step, a draft could not continue on the device.
+        by_id = {r.id: r for r in requests if r.can_draft and r.num_planned >= r.prompt_len}
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
         for name, count in self._choose_lengths(by_id, proposals, len(requests), room).items():
             longest = by_id[name].num_known + by_id[name].num_draft + count
@@ -111,6 +114,8 @@ class Drafter:
         While drafts are off only for a short time, the draft model computes the step's tokens too, so that it can
         continue from them."""
         rows = len(plan.work)
+        if self.uses_draft_model:
+            self._newest_ids = {w.id for w in plan.work}
         is_on = self.is_on(rows)
         runs = self.uses_draft_model and (is_on or self._switch.is_measuring(rows))
         return replace(plan, reports_forced=is_on, runs_draft_model=runs) if is_on or runs else plan
@@ -152,18 +157,18 @@ class Drafter:
         num_known = work.start + len(work.tokens) - work.num_draft
         self._acceptance.record(request.id, num_known, work.num_draft, accepted)
 
-    def record_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
+    def record_step(self, plan: StepPlan, result: StepResult, now: float, open_ids: Container[str]) -> None:
         """Keep the tokens that grammars force next as drafts, and record how long the step took.
 
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded. `now`: time of this result in seconds."""
+        are not recorded. `now`: time of this result in seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
                 for work in plan.work:
                     proposed.pop(work.id, None)
-        self._forced.update(result.forced)
-        self._drafted.update(result.drafted)
+        for proposed, found in ((self._forced, result.forced), (self._drafted, result.drafted)):
+            proposed.update((name, tokens) for name, tokens in found.items() if name in open_ids)
         interval, self._last_result_at = now - self._last_result_at, now
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
         if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
@@ -195,7 +200,8 @@ class Drafter:
             for proposer in self._proposers:
                 if (proposal := proposer.propose(request, limit)).tokens:
                     return proposal
-            if drafted := self._drafted.get(request.id):
+            drafted = self._drafted.get(request.id, ())
+            if drafted and (drafted[0] != PENDING_TOKEN or request.id in self._newest_ids):
                 return Proposal(drafted[:limit], self._model_confidence[: min(limit, len(drafted))])
         return EMPTY_PROPOSAL
 
