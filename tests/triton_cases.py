@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from rope_metadata import rope_metadata
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata
+from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, PositionShift
+from emberline.kernels.reference import ReferenceBackend
+from emberline.kernels.triton import cache_slots
 from emberline.kernels.triton.activation import silu_mul
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention
 from emberline.kernels.triton.norm import rms_norm
@@ -218,6 +220,27 @@ def check_rows(device: str, count: int, *, pdl: bool = False) -> None:
     out = torch.full((count,), -7, device=device)
     gather_tokens(tokens, rows, last, out, pdl=pdl)
     assert torch.equal(out, torch.where(tokens < 0, last[rows], tokens))
+
+
+def check_cache_slots(device: str, count: int) -> None:
+    """Check positions and slots against the CPU's definition, with padding rows and limits."""
+    reference, generator = ReferenceBackend("test"), torch.Generator().manual_seed(count)
+    tables = torch.randperm(8 * (count + 1), generator=generator).int().view(count + 1, 8)
+    limits = torch.randint(0, 128, (count,), generator=generator)
+    position = torch.randint(0, 128, (count,), generator=generator)
+    found = cache_slots.find_slots(*(x.to(device) for x in (position, limits, tables[:count].contiguous())), 16)
+    for ours, wanted in zip(found, reference.find_slots(position, limits, tables[:count], 16), strict=True):
+        assert torch.equal(ours.cpu(), wanted)
+    owners = torch.where(limits > 40, torch.arange(count), count)  # the last row is padding
+    accepted = torch.cat([torch.randint(0, 5, (count,), generator=generator), torch.zeros(1, dtype=torch.int64)])
+    moved = [position.int().clamp(max=120), position.clone(), position.int()[: count // 2 + 1]]
+    tensors = [*moved, owners, owners[: count // 2 + 1], accepted, tables]
+    on_device = PositionShift(*(x.to(device, copy=True) for x in tensors), count, 16)
+    cache_slots.shift_positions(on_device)
+    expected = PositionShift(*(x.clone() for x in tensors), count, 16)
+    reference.shift_positions(expected)
+    for ours, wanted in zip(on_device[:3], expected[:3], strict=True):
+        assert torch.equal(ours.cpu(), wanted)
 
 
 def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl: bool = False) -> None:

@@ -258,3 +258,9 @@ def test_attention_compiles(
     metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
     paged_attention(AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata), tiles, block_m=block_m, pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 7, 129])
+def test_cache_slots_in_the_interpreter(count: int) -> None:
+    triton_cases.check_cache_slots(CPU, count)

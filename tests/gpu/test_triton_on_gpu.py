@@ -93,3 +93,8 @@ def test_rows(count: int, pdl: bool) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_widen(rows: int, heads: int, size: int, dim: int, pdl: bool) -> None:
     triton_cases.check_widen(GPU, rows, heads, size, dim, pdl=pdl)
+
+
+@pytest.mark.parametrize("count", [1, 7, 129])
+def test_cache_slots(count: int) -> None:
+    triton_cases.check_cache_slots(GPU, count)

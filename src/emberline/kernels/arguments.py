@@ -67,3 +67,21 @@ class AttentionInputs(NamedTuple):
     keys: Tensor  # the layer's KV cache, which contains the new tokens too
     values: Tensor
     metadata: AttentionMetadata
+
+
+class PositionShift(NamedTuple):
+    """Tokens that move, in place, to positions that only the device knows: behind the accepted tokens of a draft.
+
+    positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
+    context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.
+    """
+
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int64
+    context: Tensor  # [B] int32
+    token_shifts: Tensor  # [T] int64
+    row_shifts: Tensor  # [B] int64
+    accepted: Tensor  # [rows] int64
+    tables: Tensor  # [rows, max blocks] int32
+    padding_row: int
+    block_size: int

@@ -10,7 +10,14 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
+from emberline.kernels.arguments import (
+    AttentionInputs,
+    AttentionLayer,
+    AttentionMetadata,
+    LinearLayer,
+    LinearOutput,
+    PositionShift,
+)
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture
@@ -142,16 +149,5 @@ class OpBackend(ABC):
         Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""
 
     @abstractmethod
-    def shift_positions(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        context: Tensor,
-        token_shifts: Tensor,
-        row_shifts: Tensor,
-        accepted: Tensor,
-        tables: Tensor,
-        padding_row: int,
-        block_size: int,
-    ) -> None:
-        """Move tokens in place to positions that only the device knows; see `ops.shift_positions`."""
+    def shift_positions(self, shift: PositionShift) -> None:
+        """Move tokens in place to positions that only the device knows; see PositionShift."""

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
+from emberline.kernels.arguments import (
+    AttentionInputs,
+    AttentionLayer,
+    AttentionMetadata,
+    LinearLayer,
+    LinearOutput,
+    PositionShift,
+)
 from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
 from emberline.kernels.backend import (
     backend_of,
@@ -38,6 +45,7 @@ __all__ = [
     "LogProbs",
     "Mixture",
     "PackedWeight",
+    "PositionShift",
     "ReferenceBackend",
     "SamplingTensors",
     "WeightUnpacker",
@@ -210,22 +218,6 @@ def find_slots(position: Tensor, limits: Tensor, tables: Tensor, block_size: int
     return backend_of(position).find_slots(position, limits, tables, block_size)
 
 
-def shift_positions(
-    positions: Tensor,
-    slots: Tensor,
-    context: Tensor,
-    token_shifts: Tensor,
-    row_shifts: Tensor,
-    accepted: Tensor,
-    tables: Tensor,
-    padding_row: int,
-    block_size: int,
-) -> None:
-    """Move tokens in place to positions that only the device knows, behind the accepted tokens of a draft.
-
-    positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
-    context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.
-    """
-    backend_of(positions).shift_positions(
-        positions, slots, context, token_shifts, row_shifts, accepted, tables, padding_row, block_size
-    )
+def shift_positions(shift: PositionShift) -> None:
+    """Move tokens in place to positions that only the device knows; see PositionShift."""
+    backend_of(shift.positions).shift_positions(shift)

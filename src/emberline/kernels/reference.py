@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
+from emberline.kernels.arguments import (
+    AttentionInputs,
+    AttentionLayer,
+    AttentionMetadata,
+    LinearLayer,
+    LinearOutput,
+    PositionShift,
+)
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
@@ -177,18 +184,8 @@ class ReferenceBackend(OpBackend):
         blocks = tables.gather(1, (at // block_size)[:, None]).squeeze(1).long()
         return at.int(), torch.where(limits > 0, blocks * block_size + at % block_size, -1)
 
-    def shift_positions(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        context: Tensor,
-        token_shifts: Tensor,
-        row_shifts: Tensor,
-        accepted: Tensor,
-        tables: Tensor,
-        padding_row: int,
-        block_size: int,
-    ) -> None:
+    def shift_positions(self, shift: PositionShift) -> None:
+        positions, slots, context, token_shifts, row_shifts, accepted, tables, padding_row, block_size = shift
         shifted = token_shifts != padding_row
         positions += accepted[token_shifts].int()
         at = positions.long()

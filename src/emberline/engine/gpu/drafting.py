@@ -25,7 +25,7 @@ from emberline.engine.gpu.draft_inputs import DraftInputs, DraftRows, stage_draf
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts
 from emberline.engine.gpu.shape import StepShape, max_step_rows, pad_row_count
-from emberline.engine.gpu.staging import InputStaging
+from emberline.engine.gpu.staging import InputStaging, copy_to_host
 from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
@@ -153,7 +153,7 @@ class DeviceDrafting:
         self._run_or_replay(prepared, step)
         if not prepared.inputs.length:
             return dict
-        drafts = HostDrafts(_copy_to_host(self._drafts[: len(prepared.rows.work), : prepared.inputs.length]))
+        drafts = HostDrafts(copy_to_host(self._drafts[: len(prepared.rows.work), : prepared.inputs.length]))
         for i, row in enumerate(prepared.rows.request_rows):
             row.drafts = drafts, i
         event = self._stream.record_event()
@@ -282,9 +282,3 @@ def _read_drafts(rows: DraftRows, drafts: HostDrafts, event: DeviceEvent) -> dic
         w.id: drafts.values[i][: w.num_propose] if needed[i] else [PENDING_TOKEN] * w.num_propose
         for i, w in enumerate(rows.work)
     }
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

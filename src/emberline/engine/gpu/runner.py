@@ -366,9 +366,9 @@ class GPURunner:
         tokens = ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest)
         if inputs.shifts is not None:
             inputs.tokens.copy_(tokens)  # sampling overwrites `newest`, which the draft model needs
+            moved = inputs.positions, inputs.slots, inputs.context, *inputs.shifts
             ops.shift_positions(
-                *(inputs.positions, inputs.slots, inputs.context, *inputs.shifts),
-                *(rows.accepted, rows.tables, rows.padding_row, self._block_size),
+                ops.PositionShift(*moved, rows.accepted, rows.tables, rows.padding_row, self._block_size)
             )
         return self.model.forward(
             ForwardBatch(

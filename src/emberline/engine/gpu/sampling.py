@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from emberline.core.plan import PENDING_TOKEN, SampledToken, TokenLogprob, WorkItem
@@ -24,7 +23,7 @@ from emberline.engine.gpu.penalties import (
     prepare_penalised_rows,
 )
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts, RequestRow
-from emberline.engine.gpu.staging import StagedInputs
+from emberline.engine.gpu.staging import StagedInputs, copy_to_host
 from emberline.engine.sampler import SamplingState
 from emberline.engine.token_rules import TokenMasker, fill_masks
 from emberline.kernels import ops
@@ -224,7 +223,7 @@ def launch_sampling(
     parts = [tokens]
     if inputs.scored is not None and raw is not None:
         parts += ops.log_probs(raw, tokens.index_select(0, inputs.scored[1]), max(inputs.num_top))
-    return SamplingOutputs(tokens, *map(_copy_to_host, parts))
+    return SamplingOutputs(tokens, *map(copy_to_host, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +297,6 @@ def _follow_rules(
         run.append(SampledToken(tokens[first + i], scores.get(first + i), stop=state.is_complete))
     run[0].further = run[1:]
     return run[0]
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _stage_logit_edits(

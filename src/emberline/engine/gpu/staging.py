@@ -83,3 +83,10 @@ class InputStaging:
     def forget_views(self) -> None:
         """Drop the tensors that `view` cached, because the device's buffer will move to another address."""
         self._views.clear()
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of the tensor in pinned memory, which is complete when a later event of the stream has passed."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
+from emberline.kernels.arguments import (
+    AttentionInputs,
+    AttentionLayer,
+    AttentionMetadata,
+    LinearLayer,
+    LinearOutput,
+    PositionShift,
+)
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
@@ -169,21 +176,8 @@ class HopperBackend(OpBackend):
     def find_slots(self, position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         return cache_slots.find_slots(position, limits, tables, block_size)
 
-    def shift_positions(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        context: Tensor,
-        token_shifts: Tensor,
-        row_shifts: Tensor,
-        accepted: Tensor,
-        tables: Tensor,
-        padding_row: int,
-        block_size: int,
-    ) -> None:
-        cache_slots.shift_positions(
-            positions, slots, context, token_shifts, row_shifts, accepted, tables, padding_row, block_size
-        )
+    def shift_positions(self, shift: PositionShift) -> None:
+        cache_slots.shift_positions(shift)
 
 
 def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:

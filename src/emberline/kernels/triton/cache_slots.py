@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
+from emberline.kernels.arguments import PositionShift
 from emberline.kernels.triton.jit import jit
 
 ROWS_PER_PROGRAM = 128
@@ -75,22 +76,12 @@ def _shift_positions(
     tl.store(context + i, start.to(tl.int32), moved)
 
 
-def shift_positions(
-    positions: Tensor,
-    slots: Tensor,
-    context: Tensor,
-    token_shifts: Tensor,
-    row_shifts: Tensor,
-    accepted: Tensor,
-    tables: Tensor,
-    padding_row: int,
-    block_size: int,
-) -> None:
-    """Move tokens in place behind the accepted tokens of a draft; see `ops.shift_positions`."""
-    tokens, rows = len(positions), len(context)
+def shift_positions(shift: PositionShift) -> None:
+    """Move tokens in place behind the accepted tokens of a draft; see PositionShift."""
+    *tensors, padding_row, block_size = shift
+    tokens, rows = len(shift.positions), len(shift.context)
     if count := max(tokens, rows):
         _shift_positions[(-(-count // ROWS_PER_PROGRAM),)](
-            *(positions, slots, context, token_shifts, row_shifts, accepted, tables, tokens, rows, tables.stride(0)),
-            *(padding_row, block_size, ROWS_PER_PROGRAM),
+            *(*tensors, tokens, rows, shift.tables.stride(0), padding_row, block_size, ROWS_PER_PROGRAM),
             num_warps=4,
         )
