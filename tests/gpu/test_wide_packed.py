@@ -20,7 +20,7 @@ from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (17, 32, 33, 64, 65, 100, 128, 129, 200, 256)
+ROWS = (17, 32, 33, 64, 65, 100, 128, 129, 150, 160, 161, 192, 200, 256)
 # (k, n): layers of Llama 3.1 8B, narrower; one unit of k; more tiles than CTAs; ragged tails; more than 64 units per
 # part
 SHAPES = [(4096, 6144), (14336, 1024), (896, 1152), (64, 64), (320, 192), (192, 40000), (960, 2624)]
@@ -74,7 +74,7 @@ def plain(plan: wide.WidePlan, n: int, k: int) -> wide.WidePlan:
 def tiles(m: int, split: int) -> Iterator[tuple[int, int]]:
     """Yield warpgroups, and the number of CTAs that share x; a cluster has at most 8 CTAs."""
     own = width(m)
-    shares = [share for share in (wide.SHARES if own == wide.LARGE_COLUMNS else (1,)) if split * share <= 8]
+    shares = [share for share in (wide.SHARES if wide.is_large(own) else (1,)) if split * share <= 8]
     yield from product((groups for groups, columns in wide.PACKED_TILES if columns == own), shares)
 
 
@@ -180,7 +180,7 @@ def test_row_is_independent_of_the_batch(most: int) -> None:
     packed = packed_with_few_escapes(n, k)
     x = random(most, k)
     whole = linear(x, packed, out=poisoned(most, n, dtype=F32))
-    for m in (row for row in ROWS if most // 2 < row <= most):
+    for m in (row for row in ROWS if wide.choose_tile_columns(row, packed=True) == most):
         assert torch.equal(linear(x[:m], packed, out=poisoned(m, n, dtype=F32)), whole[:m]), m
         assert torch.equal(linear(x[-m:], packed, out=poisoned(m, n, dtype=F32)), whole[-m:]), m
 
@@ -232,7 +232,7 @@ def test_unclustered_parts_of_consecutive_products() -> None:
     sizes = ((64, 1024, 4096), (128, 2048, 2048), (100, 1600, 1344), (200, 1024, 1024))
     cases = []
     for i, (m, n, k) in enumerate(sizes * 3):
-        row = TileConfig(1 if width(m) < wide.LARGE_COLUMNS else 2, (4, 2, 3, 5, 6)[i % 5], unclustered=True)
+        row = TileConfig(2 if wide.is_large(width(m)) else 1, (4, 2, 3, 5, 6)[i % 5], unclustered=True)
         cases.append((random(m, k), packed_with_few_escapes(n, k), make_plan(width(m), n, k, row, packed=True)))
     expected = [linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=False) for x, w, plan in cases]
     outs = [torch.empty_like(out) for out in expected]

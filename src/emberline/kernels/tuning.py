@@ -55,7 +55,7 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
         cache_file = _cache_file()
         found = _load_choices(cache_file)
         shapes = {_make_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
-        all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.COLUMNS[-2])
+        all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.SMALL_COLUMNS[-1])
         needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= MIN_PRODUCT_FLOP}
         if missing := needed - found.keys():
             measured = _measure(missing)

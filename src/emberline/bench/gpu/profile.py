@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from emberline.bench import workload
+from emberline.bench.gpu import speculation
 from emberline.bench.gpu.engine import PROMPT_TOKENS, SETTINGS, VOCAB, boot_engine, make_submission
 from emberline.engine.engine import Engine
 
@@ -18,9 +19,10 @@ PROFILED_STEPS = 20
 
 def profile_decode(engine: Engine, batch: int) -> None:
     """Print the kernel times of decode steps with `batch` requests, after a warm-up."""
-    job = workload.make_job([(PROMPT_TOKENS, 4 * PROFILED_STEPS)] * batch, VOCAB)
+    max_tokens = 4 * PROFILED_STEPS * (1 + speculation.MAX_DRAFT if engine.scheduler.drafter else 1)
+    job = workload.make_job([(PROMPT_TOKENS, max_tokens)] * batch, VOCAB - max_tokens)
     for i, prompt in enumerate(job.prompts):
-        engine.add(make_submission(f"decode-{batch}-{i}", prompt, 4 * PROFILED_STEPS))
+        engine.add(make_submission(f"decode-{batch}-{i}", prompt, max_tokens))
     for _ in range(2 * PROFILED_STEPS):  # prefill, and the capture of CUDA graphs
         engine.step()
     _print_profile(
@@ -63,8 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.profile", description=__doc__)
     parser.add_argument("--batches", default="1,32,64,256", help="decode batch sizes, separated by commas")
     parser.add_argument("--prompts", default="2048,8192", help="prompt lengths in tokens, separated by commas")
+    parser.add_argument("--draft-with", choices=("plain", "packed", "both"), help="with drafts, and these weights")
     args = parser.parse_args()
-    engine = boot_engine(SETTINGS).engine
+    if args.draft_with is None:
+        engine = boot_engine(SETTINGS).engine
+    else:
+        settings = speculation.BENCH_SETTINGS | {"weights": args.draft_with}
+        engine = speculation.boot_engine(settings).engine
+        engine.scheduler.drafter = speculation.make_drafter(settings)
     for batch in (int(b) for b in args.batches.split(",") if b):
         profile_decode(engine, batch)
     for tokens in (int(t) for t in args.prompts.split(",") if t):

@@ -39,6 +39,7 @@ RIGHT_PROBABILITY = 0.7216  # 1 + p + p^2 + p^3 + p^4 is the acceptance length
 DRAFT_VOCAB = 32_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 129
 ROUNDS = 3
+BENCH_SETTINGS = SETTINGS | {"max_running": 512, "max_batch_tokens": 16_384, "max_context": 16_384}
 TIMEOUT_S = 60.0
 # vLLM 0.26.0 on the same machine, with the same acceptance length
 VLLM_MS = {1: 2.26, 8: 2.54, 32: 3.15, 64: 4.57}
@@ -99,24 +100,32 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, load_draft=load_draft)
 
 
-def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES) -> None:
-    """Measure the milliseconds per token at several batch sizes, and add them to the report."""
-    chosen = SETTINGS | {"max_running": 512, "max_batch_tokens": 16_384, "max_context": 16_384} | (settings or {})
-    booted = boot_engine(chosen)
-    name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
-    engine, cost = booted.engine, compute_token_cost(chosen)
-    drafter = Drafter(
-        *([], MAX_DRAFT),
-        max_rows=chosen["max_running"],
-        adaptive=False,
+def make_drafter(settings: dict[str, Any], *, adaptive: bool = False) -> Drafter:
+    """Return a drafter that always verifies all drafted tokens, or if `adaptive` as many as pay."""
+    max_draft = settings.get("max_draft", MAX_DRAFT)
+    return Drafter(
+        *([], max_draft),
+        max_rows=settings["max_running"],
+        adaptive=adaptive,
         uses_draft_model=True,
         continues_on_device=True,
     )
+
+
+def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES) -> None:
+    """Measure the milliseconds per token at several batch sizes, and add them to the report."""
+    chosen = BENCH_SETTINGS | (settings or {})
+    adaptive = bool(chosen.pop("adaptive", False))
+    booted = boot_engine(chosen)
+    name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
+    engine, cost = booted.engine, compute_token_cost(chosen)
+    drafter = make_drafter(chosen, adaptive=adaptive)
     drafters = {"plain": None, "spec": drafter}
     assert booted.runner.draft_model is not None
     report.config |= {
         "settings": chosen,
-        "max_draft": MAX_DRAFT,
+        "max_draft": chosen.get("max_draft", MAX_DRAFT),
+        "adaptive": adaptive,
         "right_probability": RIGHT_PROBABILITY,
         "head_bytes": booted.runner.draft_model.weight_bytes,
         "rounds": ROUNDS,

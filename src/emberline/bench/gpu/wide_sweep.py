@@ -1,4 +1,4 @@
-"""Measures kernel plans of `cuda.wide` for compressed weights (64, 128, 256 rows) and for plain weights (256 rows).
+"""Measures kernel plans of `cuda.wide` for compressed weights (64 to 256 rows) and for plain weights (160 to 256 rows).
 
 It prints a JSON line for each plan, then the best plan of each shape as Python dictionaries to paste into
 `wide.MEASURED_PACKED` and `wide.MEASURED`. Run it with `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
@@ -27,7 +27,8 @@ from emberline.kernels.cuda.linear import NUM_SMS, BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.kernels.triton import activation
 
-SWEEP_CASES = ((64, True), (128, True), (256, True), (256, False))  # rows of x, and whether weights are packed
+# Rows of x, and whether weights are packed.
+SWEEP_CASES = ((64, True), (128, True), (160, True), (192, True), (256, True), (160, False), (192, False), (256, False))
 SPLITS = range(1, 9)
 MAX_CLUSTER_CTAS = 8
 SWEEP_SECONDS = 70.0
@@ -39,8 +40,11 @@ DEGREES_OF_FREEDOM = 5  # of Student's t distribution, whose tails give as many 
 AnyWeight = BF16Weight | UW12Weight
 
 
-def sweep(seconds: float = SWEEP_SECONDS) -> None:
-    """Measure plans for each shape, each for an equal share of the time, and compare them with cuBLAS."""
+def sweep(seconds: float = SWEEP_SECONDS, row_counts: Sequence[int] = ()) -> None:
+    """Measure plans for each shape, each for an equal share of the time, and compare them with cuBLAS.
+
+    `row_counts`: only these numbers of rows of x; none: all of SWEEP_CASES."""
+    cases = [case for case in SWEEP_CASES if not row_counts or case[0] in row_counts]
     end = time.monotonic() + seconds
     compile_all_variants()
     best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}
@@ -48,8 +52,8 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
     for i, (name, (k, n)) in enumerate(shapes):
         shape_deadline = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
         plain, packed_weights = make_weights(n, k)
-        for j, (m, packed) in enumerate(SWEEP_CASES):
-            share = (shape_deadline - time.monotonic()) / (len(SWEEP_CASES) - j)
+        for j, (m, packed) in enumerate(cases):
+            share = (shape_deadline - time.monotonic()) / (len(cases) - j)
             found = sweep_shape(name, plain, packed_weights if packed else plain, m, time.monotonic() + share)
             best[packed][m, n, k] = found
         del plain, packed_weights
@@ -97,9 +101,7 @@ def sweep_shape(
     _print_json_line(
         labels, best=asdict(best), us=fastest_us, without_pdl=alone, rule=tried.get(rule), over_cublas=speedup
     )
-    beats_cublas = (
-        m < wide.LARGE_COLUMNS or measure_fused_speedup(labels, plain_weights, candidate_weights, x, best) > 1
-    )
+    beats_cublas = not wide.is_large(m) or measure_fused_speedup(labels, plain_weights, candidate_weights, x, best) > 1
     return known[best] if packed or beats_cublas else None
 
 
@@ -151,7 +153,7 @@ def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.
 
 
 def _tile_configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
-    shares = wide.SHARES if columns == wide.LARGE_COLUMNS else (1,)
+    shares = wide.SHARES if wide.is_large(columns) else (1,)
     for groups in (groups for groups, wide_ in (wide.PACKED_TILES if packed else wide.PLAIN_TILES) if wide_ == columns):
         two = packed and groups <= 2 and groups * columns <= wide.MAX_SIZE_OF_TWO_CTAS
         for ctas_per_sm, split, share in product((1, 2) if two else (1,), SPLITS, shares):
@@ -190,7 +192,9 @@ def _print_json_line(labels: dict[str, object], **values: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=SWEEP_SECONDS, help="seconds after which the sweep stops")
-    sweep(parser.parse_args().seconds)
+    parser.add_argument("--rows", default="", help="rows of x, separated by commas (default: all)")
+    args = parser.parse_args()
+    sweep(args.seconds, [int(rows) for rows in args.rows.split(",") if rows])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -134,7 +134,10 @@ def stage_draft_inputs(
         numbers=put(numbers),
         drafts=put(drafts),
         plan=planner.plan(longest, ones, padded, put),
-        pair_plan=None if num_states else planner.plan(np.tile(longest, 2), np.tile(ones, 2), 2 * padded, put),
+        # The second token of a request attends to the first, whose key the same pass writes.
+        pair_plan=None
+        if num_states
+        else replace(planner.plan(np.tile(longest, 2), np.tile(ones, 2), 2 * padded, put), reads_early=False),
         next_tokens=next_tokens,
         next_index=next_index,
     )

@@ -95,7 +95,7 @@ def _make_plans(columns: int, n: int, k: int, split: int, packed: bool) -> list[
             continue
         allows_two_ctas = packed and groups <= 2 and groups * columns <= wide.MAX_SIZE_OF_TWO_CTAS
         for ctas_per_sm in (1, 2) if allows_two_ctas else (1,):
-            for share in wide.SHARES if columns == wide.LARGE_COLUMNS else (1,):
+            for share in wide.SHARES if wide.is_large(columns) else (1,):
                 config = TileConfig(groups, split, ctas_per_sm, share)
                 plan = wide.make_plan(columns, n, k, config, packed=packed)
                 max_ctas = ctas_per_sm * plan.cluster * wide.MAX_CLUSTERS[plan.cluster]

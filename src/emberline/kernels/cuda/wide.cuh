@@ -1,5 +1,4 @@
-// The tile shapes of wide.cu, their wgmma instructions, and the epilogues. Include after common.cuh, wgmma.cuh and
-// uw12.cuh.
+// The tile shapes of wide.cu and the epilogues. Include after common.cuh, wgmma.cuh and uw12.cuh.
 //
 // Fragments. Warp i of the CTA has 16 rows of a tile of w. Lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and column
 // 8 j + 2 (l % 4) + e. Four consecutive j are a `quad`: 32 columns.
@@ -18,11 +17,12 @@ template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
   static constexpr bool PACKED = PACKED_;
   static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
   static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
-  static constexpr bool LARGE = COLUMNS == 256;  // CTAs of a cluster may share x
+  static constexpr bool LARGE = COLUMNS > 128;  // CTAs of a cluster may share x
   static constexpr bool TRADES_REGISTERS = trades_registers(GROUPS, COLUMNS);
   // 128 * 40 + 256 * 232 = 384 * 168, as launched; 128 * 24 + 512 * 112 < 640 * 96
   static constexpr int PRODUCER_REGISTERS = LARGE ? 40 : 24, CONSUMER_REGISTERS = LARGE ? 232 : 112;
-  static constexpr int DECODE_SETS = LARGE ? 2 : 1;  // sets of registers into which packed weights are decoded
+  // Sets of registers into which packed weights are decoded. Three warpgroups with large tiles have none to spare.
+  static constexpr int DECODE_SETS = LARGE && GROUPS < 3 ? 2 : 1;
   static constexpr u32 GROUP_BYTES = PACKED ? 4 * UNIT_BYTES : 8192;
   static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = GROUPS * GROUP_BYTES, SLOT = X_BYTES + W_BYTES;
 };
@@ -66,60 +66,6 @@ template <class S> DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity
   } else {
     barrier_wait(barrier, parity);
   }
-}
-
-// -- warpgroup products -----------------------------------------------------------------------------------------------
-
-
-// wgmma's descriptor of rows of 64 k: address, and stride from 8 rows to the next 8, in units of 16 bytes, with the
-// 128-byte swizzle. The next 16 k are 32 bytes further.
-DEVICE u64 matrix_descriptor(u32 address) { return u64(address >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62; }
-
-// d = w x^T over 16 k, or d += w x^T if `accumulate`.
-DEVICE void wgmma(float (&d)[32], u64 w, u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0) : "l"(w), "l"(x), "r"(accumulate));
-}
-DEVICE void wgmma(float (&d)[64], u64 w, u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(w), "l"(x), "r"(accumulate));
-}
-DEVICE void wgmma(float (&d)[128], u64 w, u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(w), "l"(x), "r"(accumulate));
-}
-// The same with w in registers, 16 rows per warp.
-DEVICE void wgmma(float (&d)[16], const u32 (&w)[4], u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-      : FLOATS_16(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
-}
-DEVICE void wgmma(float (&d)[32], const u32 (&w)[4], u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-      : FLOATS_32(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
-}
-DEVICE void wgmma(float (&d)[64], const u32 (&w)[4], u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
-}
-DEVICE void wgmma(float (&d)[128], const u32 (&w)[4], u64 x, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, "
-      "0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96)
-      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
 }
 
 // -- outputs ----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 In this range reading the weights takes about as long as the arithmetic, or longer. `wide.cu` has the kernel.
 
 A row's result does not depend, bit for bit, on its index. It depends on the number of rows only through the range in
-which that number is: up to 32, 64, 128 or 256. Plain and packed weights give the same result if k is split into the
-same number of parts.
+which that number is: up to 32, 64, 128, 160, 192 or 256. Plain and packed weights give the same result if k is split
+into the same number of parts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from emberline.kernels.cuda.uw12 import UNIT_BYTES, UW12Weight
 
 FILE = "wide.cu"
 MIN_ROWS, MAX_ROWS = 33, 256
-MIN_LARGE_ROWS = 225  # rows of x; for 129 to 224 rows and plain weights cuBLAS is faster
+MIN_LARGE_ROWS = 225  # rows of x from which tiles of 256 columns may beat cuBLAS with plain weights
 GROUPS = (1, 2, 3, 4)  # warpgroups of a CTA, each with 64 rows of w
-COLUMNS = (64, 128, 256)  # columns of a tile: rows of x
-LARGE_COLUMNS = 256  # columns of large tiles: registers suffice for two warpgroups, and CTAs of a cluster may share x
-LARGE_GROUPS, SHARES = 2, (1, 2)
+SMALL_COLUMNS = (64, 128)  # columns of a tile: rows of x
+# Columns of large tiles, and for how many warpgroups registers suffice. CTAs of a cluster may share x.
+LARGE_GROUPS = {160: (2, 3), 192: (2, 3), 256: (2,)}
+COLUMNS = (*SMALL_COLUMNS, *LARGE_GROUPS)
+SHARES = (1, 2)  # CTAs that may share x, with large tiles
 REGISTER_TRADE_SIZE = (
     512  # groups * columns from which a whole warpgroup only fetches and gives its registers to the others
 )
@@ -50,8 +52,8 @@ MEMORY_BYTES_PER_US, L2_BYTES_PER_US, SM_BYTES_PER_US = 4.39e6, 7.8e6, 0.1e6
 CLUSTER_SYNC_US, EXCHANGE_BYTES_PER_US = 0.7, 0.06e6
 # Packed weights: a step of a CTA, plus each warpgroup, plus each column of a warpgroup.
 STEP_US, GROUP_STEP_US, COLUMN_STEP_US = 0.15, 0.12, 0.0004
-# Large tiles: a step of a warpgroup, as in gemm.cu; the fixed time of a tile; the L2's rate meanwhile. And cuBLAS for
-# as many rows: FLOP per microsecond and the fixed time of a call.
+# Large tiles: a step of a warpgroup with 256 columns, as in gemm.cu; the fixed time of a tile; the L2's rate meanwhile.
+# And cuBLAS for as many rows: FLOP per microsecond and the fixed time of a call.
 LARGE_GROUP_STEP_US, LARGE_TILE_OVERHEAD_US, LARGE_L2_BYTES_PER_US = 0.36, 1.5, 6.0e6
 CUBLAS_FLOP_PER_US, CUBLAS_CALL_US = 7.0e8, 6.0
 # Unclustered CTAs exchange sums in global memory: floats for the sums of all tiles, a counter word for each fragment,
@@ -81,6 +83,16 @@ MEASURED: dict[tuple[int, int, int], TileConfig | None] = {
     (128, 4096, 14336): TileConfig(1, 2),
     (64, 128256, 4096): TileConfig(2),
     (128, 128256, 4096): TileConfig(2),
+    (160, 6144, 4096): None,
+    (192, 6144, 4096): TileConfig(2, 2),
+    (160, 4096, 4096): TileConfig(2, 3),
+    (192, 4096, 4096): TileConfig(2, 3),
+    (160, 28672, 4096): None,
+    (192, 28672, 4096): TileConfig(2),
+    (160, 4096, 14336): TileConfig(2, 3),
+    (192, 4096, 14336): TileConfig(2, 3),
+    (160, 128256, 4096): None,
+    (192, 128256, 4096): TileConfig(2),
     (256, 6144, 4096): None,
     (256, 4096, 4096): None,
     (256, 28672, 4096): TileConfig(2, share=2),
@@ -98,6 +110,16 @@ MEASURED_PACKED: dict[tuple[int, int, int], TileConfig] = {
     (128, 4096, 14336): TileConfig(3, 6, unclustered=True),
     (64, 128256, 4096): TileConfig(4),
     (128, 128256, 4096): TileConfig(4),
+    (160, 6144, 4096): TileConfig(3, 4, unclustered=True),
+    (192, 6144, 4096): TileConfig(2, 2),
+    (160, 4096, 4096): TileConfig(2, 4, unclustered=True),
+    (192, 4096, 4096): TileConfig(2, 4, unclustered=True),
+    (160, 28672, 4096): TileConfig(2, share=2),
+    (192, 28672, 4096): TileConfig(2),
+    (160, 4096, 14336): TileConfig(3, 6, unclustered=True),
+    (192, 4096, 14336): TileConfig(2, 4, unclustered=True),
+    (160, 128256, 4096): TileConfig(3, share=2),
+    (192, 128256, 4096): TileConfig(2, share=2),
     (256, 6144, 4096): TileConfig(2, 2),
     (256, 4096, 4096): TileConfig(2, 4, unclustered=True),
     (256, 28672, 4096): TileConfig(2, share=2),
@@ -166,7 +188,10 @@ class WidePlan:
         return -(-64 * self.columns * fragments // self.stage_bytes) if self.split > 1 and not self.unclustered else 1
 
 
-PLAIN_TILES = (*product(GROUPS, COLUMNS[:2]), (LARGE_GROUPS, LARGE_COLUMNS))
+PLAIN_TILES = (
+    *product(GROUPS, SMALL_COLUMNS),
+    *((groups, columns) for columns, counts in LARGE_GROUPS.items() for groups in counts),
+)
 PACKED_TILES = (*PLAIN_TILES, (TALL_GROUPS, FEW_COLUMNS))
 VARIANTS = tuple(
     WidePlan(*tile, 1, 1, 1, tiles is PACKED_TILES).kernel_name
@@ -183,7 +208,7 @@ def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
     """
     if m < MIN_ROWS:
         return supports_shape(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
-    return supports_shape(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= MIN_LARGE_ROWS and beats_cublas(n, k)))
+    return supports_shape(m, n, k) and (m <= SMALL_COLUMNS[-1] or packed or beats_cublas(m, n, k))
 
 
 def supports_shape(m: int, n: int, k: int) -> bool:
@@ -191,14 +216,14 @@ def supports_shape(m: int, n: int, k: int) -> bool:
 
 
 @cache
-def beats_cublas(n: int, k: int) -> bool:
+def beats_cublas(m: int, n: int, k: int) -> bool:
     """Return whether large tiles are faster than cuBLAS for plain weights of this shape."""
-    if (LARGE_COLUMNS, n, k) in MEASURED:
-        return bool(MEASURED[LARGE_COLUMNS, n, k])
-    return (
-        estimate_us(choose_plan(LARGE_COLUMNS, n, k), n, k)
-        < 2 * LARGE_COLUMNS * n * k / CUBLAS_FLOP_PER_US + CUBLAS_CALL_US
-    )
+    columns = choose_tile_columns(m)
+    if columns == COLUMNS[-1] and m < MIN_LARGE_ROWS:
+        return False
+    if (columns, n, k) in MEASURED:
+        return bool(MEASURED[columns, n, k])
+    return estimate_us(choose_plan(columns, n, k), n, k) < 2 * columns * n * k / CUBLAS_FLOP_PER_US + CUBLAS_CALL_US
 
 
 def linear(
@@ -231,7 +256,7 @@ def linear(
     assert plan.stages >= plan.min_stages
     teams = -(-w.n // (64 * plan.groups * plan.share))
     assert plan.split == 1 or plan.grid == plan.split * plan.share * teams, "with a split, a CTA has one tile"
-    assert plan.grid % plan.cluster == 0 and (plan.share == 1 or plan.columns == LARGE_COLUMNS)
+    assert plan.grid % plan.cluster == 0 and (plan.share == 1 or is_large(plan.columns))
     # A gated epilogue needs a cluster, within which CTAs exchange gates and ups.
     assert not plan.unclustered or (packed and plan.can_exchange_sums and not gated)
     _get_kernel(plan.kernel_name)(
@@ -255,6 +280,10 @@ def choose_tile_columns(m: int, *, packed: bool = False) -> int:
     return next(columns for columns in ((FEW_COLUMNS, *COLUMNS) if packed else COLUMNS) if columns >= m)
 
 
+def is_large(columns: int) -> bool:
+    return columns > SMALL_COLUMNS[-1]
+
+
 @cache
 def choose_plan(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = False) -> WidePlan:
     """Return the measured plan for this shape, or else the plan with the least estimated time.
@@ -265,7 +294,7 @@ def choose_plan(columns: int, n: int, k: int, *, packed: bool = False, gated: bo
     if row is not None and not (row.unclustered and gated):
         return make_plan(columns, n, k, row, packed=packed)
     group_counts = [groups for groups, wide in (PACKED_TILES if packed else PLAIN_TILES) if wide == columns]
-    tiles = product(group_counts, SPLITS, SHARES if columns == LARGE_COLUMNS else (1,))
+    tiles = product(group_counts, SPLITS, SHARES if is_large(columns) else (1,))
     rows = (TileConfig(groups, split, share=share) for groups, split, share in tiles)
     plans = [make_plan(columns, n, k, row, packed=packed) for row in rows]
     fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * MAX_CLUSTERS[plan.cluster]]
@@ -303,13 +332,14 @@ def estimate_us(plan: WidePlan, n: int, k: int) -> float:
         tiles
         * units
         * plan.fetched_stage_bytes
-        / (LARGE_L2_BYTES_PER_US if plan.columns == LARGE_COLUMNS else L2_BYTES_PER_US),
+        / (LARGE_L2_BYTES_PER_US if is_large(plan.columns) else L2_BYTES_PER_US),
         steps * plan.stage_bytes / SM_BYTES_PER_US,
     ]
     exchanged = 4 * 64 * plan.groups * plan.columns * (plan.split - 1) / plan.split
     split_cost = CLUSTER_SYNC_US + exchanged / EXCHANGE_BYTES_PER_US if plan.split > 1 else 0.0
-    if plan.columns == LARGE_COLUMNS:
-        return max(*limits, steps * plan.groups * LARGE_GROUP_STEP_US) + waves * LARGE_TILE_OVERHEAD_US + split_cost
+    if is_large(plan.columns):
+        arithmetic = steps * plan.groups * LARGE_GROUP_STEP_US * plan.columns / COLUMNS[-1]
+        return max(*limits, arithmetic) + waves * LARGE_TILE_OVERHEAD_US + split_cost
     if plan.packed:
         limits.append(steps * (STEP_US + plan.groups * (GROUP_STEP_US + plan.columns * COLUMN_STEP_US)))
     return max(limits) + sum(limits) / 10 + split_cost
