@@ -28,6 +28,7 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import HostDrafts
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
@@ -109,7 +110,7 @@ def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
             draft_runner = None if draft is None else DraftRunner(draft, make_draft_cache(draft, cache))
             return Engine(config, TorchRunner(model, cache, eos, compiler, draft_runner), drafter=drafter)
         gpu = gpu_config(max_running=12, max_batch_tokens=budget, graphs=graphs)
-        gpu = replace(gpu, speculation=SpeculationConfig(max_draft=max_draft))
+        gpu = replace(gpu, speculation=SpeculationConfig("auto" if draft is None else "draft:model", max_draft))
         runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), gpu, HostDevice(), CONTEXT, draft)
         return Engine(config, runner, drafter=drafter)
 
@@ -271,12 +272,35 @@ def test_a_draft_model_stays_up_to_date_during_steps_without_drafts(
     assert accepted == {0: 1.0, 10: 1.0}
 
 
-def test_buffers_hold_the_largest_padded_step(make_engine: MakeEngine, drafts: dict[str, DraftModel]) -> None:
-    e = make_engine(drafts["eagle3"], pipelined=True, graphs=True, budget=1400)
+@pytest.mark.parametrize("budget", [1400, 2048])
+def test_buffers_hold_the_largest_padded_step(
+    make_engine: MakeEngine, drafts: dict[str, DraftModel], budget: int
+) -> None:
+    e = make_engine(drafts["eagle3"], pipelined=True, graphs=True, budget=budget)
     assert isinstance(e.runner, GPURunner) and e.runner._drafting is not None
     capture = e.runner._drafting.capture
     assert capture is not None
     assert len(capture.out) >= max(shape.singles + shape.tokens for shape in e.runner.shapes)
+
+
+def test_steps_captured_ahead_have_the_plans_of_their_shapes(
+    make_engine: MakeEngine, drafts: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention kernel of a captured step is chosen by the plan: rows with drafts need that of several queries."""
+    e = make_engine(drafts["eagle3"], pipelined=True, graphs=True)
+    assert isinstance(e.runner, GPURunner)
+    planned, run_model = [], e.runner._run_model
+
+    def record(inputs: StepInputs, out: torch.Tensor | None) -> torch.Tensor:
+        planned.append(inputs.tiles.max_queries)
+        return run_model(inputs, out)
+
+    monkeypatch.setattr(e.runner, "_run_model", record)
+    for shape in e.runner.shapes:
+        planned.clear()
+        assert e.runner.prepare_next()
+        assert planned and set(planned) == {shape.queries}, shape
+    assert {shape.queries for shape in e.runner.shapes} == {1, 5}
 
 
 def load(model: DecoderModel, directory: Path, source: str) -> DraftModel | None:

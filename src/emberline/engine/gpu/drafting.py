@@ -60,9 +60,9 @@ class DeviceDrafting:
     ) -> None:
         """`graphs`: whether to capture CUDA graphs.
 
-        `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, the
-        tokens of a row of its attention, and the tokens of a step's prompt chunks with padding, at most."""
-        target_heads, dtype, max_queries, max_chunk_tokens = target_shape
+        `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, and
+        the tokens of a row of its attention and those of a step, with padding, at most."""
+        target_heads, dtype, max_queries, max_step_tokens = target_shape
         max_running, max_batch_tokens = limits.max_running, limits.max_batch_tokens
         cache = make_draft_cache(model, target_cache, str(device.torch_device))
         self.cache = cache
@@ -85,7 +85,7 @@ class DeviceDrafting:
         max_sampled = max_step_rows(max_running) + max_batch_tokens + rows.max_draft
         self._sampled = torch.zeros(max_sampled, dtype=torch.int64, device=device.torch_device)
         self._drafts = torch.zeros(max_rows, rows.max_draft, dtype=torch.int64, device=device.torch_device)
-        self._captured = _allocate_captured_states(model, max_chunk_tokens + max_step_rows(max_running), dtype, device)
+        self._captured = _allocate_captured_states(model, max_step_tokens, dtype, device)
         self._graphs = graphs and self._planner.has_static_shapes
         self._replays: dict[DraftKey, Callable[[], None]] = {}
         self._seen: set[DraftKey] = set()

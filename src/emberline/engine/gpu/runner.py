@@ -102,8 +102,10 @@ class GPURunner:
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
-            shape = heads, model.dtype, self._max_queries, self._grid.pad_token_count(limits.max_batch_tokens)
-            self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, shape)
+            uncaptured = self._grid.pad_token_count(limits.max_batch_tokens) + max_step_rows(running)
+            largest = max(uncaptured, *(shape.singles + shape.tokens for shape in self.shapes))
+            target = heads, model.dtype, self._max_queries, largest
+            self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, target)
 
     @property
     def layout(self) -> str:
@@ -301,7 +303,7 @@ class GPURunner:
         """Return inputs of a step that is only padding. The step writes only logits, which are not used."""
         batch = DeviceBatch.from_work([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
         staged = self._graphs.inputs.new_inputs()
-        inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker)
+        inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, shape.queries)
         staged.send()
         return inputs
 
@@ -336,12 +338,11 @@ class GPURunner:
         shape: StepShape | None,
         staged: StagedInputs,
         weight_unpacker: ops.WeightUnpacker,
-        queries: int = 1,
+        queries: int,
     ) -> StepInputs:
         """Stage the model's inputs. Steps of one shape get the same addresses, as captured graphs require."""
-        min_tiles, logit_tokens = (
-            (0, batch.logit_rows) if shape is None else (ops.max_prefill_tiles(shape.tokens, shape.chunks), None)
-        )
+        min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
+        logit_tokens = batch.logit_rows if shape is None else None
         return StepInputs(
             tokens=staged.put(batch.tokens),
             newest_index=staged.put(batch.newest_index),
