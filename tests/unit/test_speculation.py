@@ -15,13 +15,13 @@ from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output, SpeculationStats, Stats
 from emberline.core.params import SamplingParams
-from emberline.core.plan import StepPlan, StepResult, WorkItem
+from emberline.core.plan import SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.engine.speculation.acceptance import AcceptanceEstimate
 from emberline.engine.speculation.draft_length import choose_lengths
-from emberline.engine.speculation.draft_switch import DraftSwitch
+from emberline.engine.speculation.draft_switch import SKIPPED_STEPS, DraftSwitch
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
 from emberline.engine.speculation.proposer import Proposal
@@ -266,6 +266,28 @@ def test_step_cost_interpolates_and_tries_larger_steps() -> None:
     cost.record(5, 3.0)
     assert cost.estimate(1, 5).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0]
     assert 3.0 < cost.estimate(8, 1)[0] < 3.3
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_drafts_are_tried_once_in_batches_of_any_size(requests: int) -> None:
+    """With one sampled token of each request measured only, whole drafts seem worth their cost."""
+    cost, likely = StepCost(), [0.7, 0.5, 0.35, 0.25]
+    cost.record(requests, 0.006)
+    room = len(likely) * requests
+    chosen = choose_lengths(
+        {str(i): likely for i in range(requests)}, requests, room, cost.estimate(requests, room + 1)
+    )
+    assert chosen == {str(i): len(likely) for i in range(requests)}
+
+
+def test_steps_that_wait_for_a_capture_are_not_measured() -> None:
+    drafter = Drafter([], 4, uses_draft_model=True)
+    work = WorkItem("a", 5, [1], [0], samples=True)
+    for num_prepared, seconds in ((0, 1.0), (0, 1.0), (3, 50.0), (3, 1.0)):
+        result = StepResult(0, {"a": SampledToken(2)}, seconds=seconds, num_prepared=num_prepared)
+        drafter.record_step(StepPlan(0, (), (work,), ()), result, 0.0, {"a"})
+    assert drafter._cost.estimate(1, 1).tolist() == [1.0]
+    assert drafter._switch._periods[1].steps == 3 - SKIPPED_STEPS
 
 
 @pytest.mark.parametrize("seconds_with_drafts", [0.9, 1.1])

@@ -109,3 +109,6 @@ class StepResult:
     forced: dict[str, list[int]] = field(default_factory=dict)
     # By request: tokens that the draft model proposes next. PENDING_TOKEN stands for one that only the device has.
     drafted: dict[str, Sequence[int]] = field(default_factory=dict)
+    # How many kinds of steps the runner has prepared so far, which takes longer than a step. If the number changes, the
+    # time since the previous result says nothing about later steps.
+    num_prepared: int = 0

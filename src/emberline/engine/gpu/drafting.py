@@ -95,6 +95,11 @@ class DeviceDrafting:
         """Where the target model copies its hidden states in each step."""
         return None if self._captured is None else HiddenCapture(self.model.captured_layers, self._captured)
 
+    @property
+    def num_prepared(self) -> int:
+        """How many kinds of chains have run for the first time, and how many were captured."""
+        return len(self._seen) + len(self._replays)
+
     def device_buffers(self) -> list[Tensor]:
         captured = [] if self._captured is None else [self._captured]
         scratch = self._planner.scratch_buffers()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from emberline.core.engine_config import SchedulerConfig
 from emberline.engine.gpu.device import DeviceStream
-from emberline.engine.gpu.shape import StepShape
+from emberline.engine.gpu.shape import StepShape, max_step_rows
 from emberline.engine.gpu.staging import InputStaging
 from emberline.kernels import ops
 
@@ -78,3 +79,12 @@ class ModelStep:
     replay: Callable[[], None] | None  # replays the captured graph; None: run uncaptured
     count: int  # rows of logits that are used
     used_rows: Tensor | None  # indexes of these rows; None: the first `count`
+
+
+def max_input_bytes(limits: SchedulerConfig, planner: ops.AttentionPlanner) -> int:
+    """Return the size of the memory for the inputs of a step."""
+    per_token, per_row = 8 + 8 + 8 + 8 + 4, 4 + 8 + 4 + 8 + 8 + 64
+    tables = 16 * (limits.max_batch_tokens // limits.block_size + limits.max_running)
+    rows = max_step_rows(limits.max_running)
+    tiles = planner.max_plan_bytes(rows, limits.max_batch_tokens)
+    return 2 * (limits.max_batch_tokens * per_token + rows * per_row + tables + tiles) + (1 << 20)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from emberline.core.engine_config import EngineConfig, SchedulerConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.batch import DeviceBatch
@@ -24,7 +24,7 @@ from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.drafting import DeviceDrafting
-from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs
+from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
 from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.prompt_scores import score_prompts
 from emberline.engine.gpu.rows import DeviceRows
@@ -92,7 +92,7 @@ class GPURunner:
             captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._max_queries)
         )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
-        size = _staging_bytes(limits, self._attention_planner)
+        size = max_input_bytes(limits, self._attention_planner)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
         masks = limits.max_running * words_per_mask(self.vocab_size) * 4
@@ -206,9 +206,14 @@ class GPURunner:
             forced = self._rows.forced_tokens(tokens) if plan.reports_forced else {}
             seconds = sampled.end_event.seconds_since(began)
             drafted = sampled.read_drafts()
-            return StepResult(plan.step, tokens, prompts, failures_by_request | lost, seconds, forced, drafted)
+            failed = failures_by_request | lost
+            return StepResult(plan.step, tokens, prompts, failed, seconds, forced, drafted, self._num_prepared)
 
         return finish
+
+    @property
+    def _num_prepared(self) -> int:
+        return len(self._graphs.captured) + (0 if self._drafting is None else self._drafting.num_prepared)
 
     def _send_table_updates(self, work: Sequence[WorkItem]) -> None:
         """Queue the copy of new block table entries to the device."""
@@ -390,11 +395,3 @@ class GPURunner:
             ),
             out=out,
         )
-
-
-def _staging_bytes(limits: SchedulerConfig, planner: ops.AttentionPlanner) -> int:
-    per_token, per_row = 8 + 8 + 8 + 4, 4 + 8 + 4 + 8 + 64
-    tables = 16 * (limits.max_batch_tokens // limits.block_size + limits.max_running)
-    rows = max_step_rows(limits.max_running)
-    tiles = planner.max_plan_bytes(rows, limits.max_batch_tokens)
-    return 2 * (limits.max_batch_tokens * per_token + rows * per_row + tables + tiles) + (1 << 20)

@@ -64,6 +64,7 @@ class Drafter:
         self._model_confidence = [MODEL_CONFIDENCE] * max_draft
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
+        self._num_prepared = 0  # StepResult.num_prepared of the last result
 
     def is_on(self, num_requests: int) -> bool:
         """Return whether a step with this number of requests should have drafts."""
@@ -162,7 +163,7 @@ class Drafter:
 
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded. `now`: time of this result in seconds. `open_ids`: ids of the requests that have not ended."""
+        are not recorded, nor those during which the runner prepared a kind of step. `now`: time of this result in seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
                 for work in plan.work:
@@ -171,7 +172,8 @@ class Drafter:
             proposed.update((name, tokens) for name, tokens in found.items() if name in open_ids)
         interval, self._last_result_at = now - self._last_result_at, now
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
-        if seconds > 0 and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
+        was_prepared, self._num_prepared = result.num_prepared == self._num_prepared, result.num_prepared
+        if seconds > 0 and was_prepared and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
             num_tokens = len(plan.work) + sum(len(one.further) for one in result.sampled.values())
             self._switch.record(len(plan.work), num_tokens, seconds)

@@ -10,8 +10,8 @@ import numpy as np
 
 SAMPLES = 5  # newest times of each number of tokens, of which the median counts
 MAX_AGE_STEPS = 2000  # after which a number of tokens counts as unknown: contexts grow and the load changes
-# Assumed cost of one more token, as a fraction of a step, beyond the largest known number of tokens. It is low, so that
-# larger drafts are tried once and then measured.
+# Assumed cost of one more token of each request, as a fraction of a step, beyond the largest known number of tokens. It
+# is low, so that larger drafts are tried once and then measured.
 OPTIMISTIC_SLOPE = 0.02
 
 
@@ -39,6 +39,7 @@ class StepCost:
     def estimate(self, start: int, count: int) -> np.ndarray:
         """Return the estimated seconds of steps with `start`, `start` + 1, ... tokens, `count` of them.
 
+        `start`: the number of requests, each of which has one token without a draft.
         Between measured sizes the estimate is interpolated. Smaller steps take as long as the smallest measured one,
         and larger ones a little longer than the largest. Before any measurement, all steps take 1 s."""
         tokens = np.arange(start, start + count)
@@ -46,7 +47,7 @@ class StepCost:
             return np.ones(count)
         largest = self._tokens[-1]
         seconds = np.interp(tokens, self._tokens, self._seconds)
-        return seconds * (1 + OPTIMISTIC_SLOPE * np.maximum(tokens - largest, 0))
+        return seconds * (1 + OPTIMISTIC_SLOPE * np.maximum(tokens - largest, 0) / start)
 
     def _drop_old_samples(self) -> None:
         for tokens in [t for t, step in self._recorded_at.items() if step <= self._step - MAX_AGE_STEPS]:
