@@ -163,7 +163,8 @@ class Drafter:
 
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded, nor those during which the runner prepared a kind of step. `now`: time of this result in seconds. `open_ids`: ids of the requests that have not ended."""
+        are not recorded, nor those during which the runner prepared a kind of step. `now`: time of this result in
+        seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
                 for work in plan.work:
