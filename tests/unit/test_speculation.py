@@ -280,6 +280,14 @@ def test_drafts_are_tried_once_in_batches_of_any_size(requests: int) -> None:
     assert chosen == {str(i): len(likely) for i in range(requests)}
 
 
+def test_numbers_of_drafted_tokens_are_multiples_of_the_grain() -> None:
+    likely, seconds = {"a": [0.9, 0.8, 0.7], "b": [0.6, 0.2, 0.1]}, np.array([1.0, 1.1, 1.2, 1.3, 3.0, 3.1, 3.2])
+    assert choose_lengths(likely, 2, 6, seconds) == {"a": 3}
+    assert choose_lengths(likely, 2, 6, seconds, grain=2) == {"a": 2}
+    assert choose_lengths(likely, 2, 6, seconds, grain=4) == {}  # 4 or 6 tokens would take too long
+    assert choose_lengths({"a": [0.9]}, 2, 6, seconds, grain=4) == {"a": 1}
+
+
 def test_steps_that_wait_for_a_capture_are_not_measured() -> None:
     drafter = Drafter([], 4, uses_draft_model=True)
     work = WorkItem("a", 5, [1], [0], samples=True)

@@ -222,4 +222,5 @@ class Drafter:
         if room <= 0:
             return {}
         seconds = self._cost.estimate(rows, room + 1) if self._adaptive else np.ones(room + 1)
-        return choose_lengths(probabilities, rows, room, seconds)
+        # The steps of a draft model are captured for each number of tokens, so few numbers are used.
+        return choose_lengths(probabilities, rows, room, seconds, grain=rows if self.uses_draft_model else 1)
