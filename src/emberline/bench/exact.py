@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from emberline.bench.report import BenchReport
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 PROMPT_LENGTHS = (33, 700)  # tokens of a random prompt
 STEP_PROMPT_TOKENS, WARM_UP_STEPS, TIMED_STEPS = 1024, 8, 64  # of the measurement of step times
-PHASE_REQUESTS = 16  # requests after which the number of streams changes
+PHASE_ROUNDS = 2  # the number of streams changes after this many requests of each stream
 SEED = 5
 
 
@@ -170,12 +171,12 @@ def _make_forced_drafter(engine: Engine, plan: ExactPlan) -> Drafter:
 def _run(engine: Engine, submissions: Sequence[Submission], streams: Sequence[int], name: str) -> list[list[int]]:
     """Complete all submissions and return their tokens. `streams`: numbers of requests at a time, used in turn."""
     outputs: list[list[int]] = [[] for _ in submissions]
-    waiting, is_open = list(range(len(submissions))), 0
-    added = 0
-    while waiting or is_open:
-        while waiting and is_open < streams[added // PHASE_REQUESTS % len(streams)]:
-            index = waiting.pop(0)
-            engine.add(replace(submissions[index], id=f"{name}-{index}", timeout=math.inf))
+    phases = cycle(count for count in streams for _ in range(PHASE_ROUNDS * count))
+    limits = list(islice(phases, len(submissions)))  # for each submission, the streams with it at most
+    added = is_open = 0
+    while added < len(submissions) or is_open:
+        while added < len(submissions) and is_open < limits[added]:
+            engine.add(replace(submissions[added], id=f"{name}-{added}", timeout=math.inf))
             added, is_open = added + 1, is_open + 1
         for output in engine.step():
             assert output.error is None, output.error
