@@ -48,10 +48,14 @@ def write(
     values: dict[str, NDArray[np.float32]] | None = None,
     extra: dict[str, Any] | None = None,
     tied: bool = False,
+    tensors_per_part: int = 0,
 ) -> dict[str, NDArray[np.float32]]:
-    """Returns what was stored, before quantisation."""
+    """Returns what was stored, before quantisation.
+
+    With `tensors_per_part`, the model is split: the files are called NAME-00001-of-00003.gguf and so on.
+    """
     values = values or tensors(arch, np.random.default_rng(7), tied)
-    w = gguf.GGUFWriter(path, arch)
+    w = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     w.add_block_count(LAYERS)
     w.add_context_length(128)
     w.add_embedding_length(HIDDEN)

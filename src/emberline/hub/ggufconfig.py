@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.dequant import dequantise
-from emberline.hub.gguf import GGUFFile
+from emberline.hub.gguf_model import GGUFModel
 from emberline.hub.gguftokenizer import CONTROL
 
 ARCHITECTURES = {
@@ -90,24 +90,24 @@ class GGUFMetadata:
         return value
 
 
-def build_model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
-    fields = GGUFMetadata(file.metadata)
+def build_model_config(model: GGUFModel, torch_dtype: str) -> dict[str, Any]:
+    fields = GGUFMetadata(model.metadata)
     if fields.arch not in ARCHITECTURES or fields.get_integer("expert_count", 0):
         raise UnsupportedModel(
             f"GGUF architecture {fields.arch!r} is not supported", hint=f"supported: dense {', '.join(ARCHITECTURES)}"
         )
-    if "token_embd.weight" not in file.tensors:
-        raise ModelFileError(f"{file.path} has no token_embd.weight")
+    if "token_embd.weight" not in model.tensors:
+        raise ModelFileError(f"{model.path} has no token_embd.weight")
     name, model_type = ARCHITECTURES[fields.arch]
     heads, hidden = fields.get_integer("attention.head_count"), fields.get_integer("embedding_length")
     if heads < 1 or hidden < 1:
         raise ModelFileError(
-            f"{file.path} must have at least one attention head and one hidden dimension, not {heads} and {hidden}"
+            f"{model.path} must have at least one attention head and one hidden dimension, not {heads} and {hidden}"
         )
     head_dim = fields.get_integer("attention.key_length", hidden // heads)
     if (rotated := fields.get_integer("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedModel(
-            f"{file.path} applies rope to {rotated} of {head_dim} dimensions of a head, but must apply it to all"
+            f"{model.path} applies rope to {rotated} of {head_dim} dimensions of a head, but must apply it to all"
         )
     config = {
         "architectures": [name],
@@ -122,11 +122,11 @@ def build_model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
         "max_position_embeddings": fields.get_integer("context_length"),
         "rms_norm_eps": _shortest_decimal(fields.get_number("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest_decimal(fields.get_number("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(file, fields),
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "rope_scaling": _rope_scaling(model, fields),
+        "vocab_size": model.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "torch_dtype": torch_dtype,
         "bos_token_id": fields.special_token_id("bos"),
         "eos_token_id": fields.special_token_id("eos"),
@@ -160,13 +160,13 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int | None]:
     ]
 
 
-def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None:
+def _rope_scaling(model: GGUFModel, fields: GGUFMetadata) -> dict[str, Any] | None:
     factor = fields.get_number(
         "rope.scaling.factor", fields.get_number("rope.scale_linear", 0.0)
     )  # the second is older
     kind = fields.get_text(f"{fields.arch}.rope.scaling.type", "linear" if factor else "none")
-    if ROPE_FREQS in file.tensors:
-        return _detect_llama3_scaling(file, fields)
+    if ROPE_FREQS in model.tensors:
+        return _detect_llama3_scaling(model, fields)
     if kind == "none":
         return None
     if kind == "linear":
@@ -185,18 +185,18 @@ def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None
     return scaling
 
 
-def _detect_llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
+def _detect_llama3_scaling(model: GGUFModel, fields: GGUFMetadata) -> dict[str, Any]:
     """Return the parameters of Llama 3's rope scaling. Raise UnsupportedModel if they are unusual.
 
     A GGUF file does not contain these parameters, only the frequency divisors that result from them. So the divisors in
     the file are compared with those of the usual parameters.
     """
-    tensor = file.tensors[ROPE_FREQS]
-    divisors = dequantise(file.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes)
+    tensor = model.tensors[ROPE_FREQS]
+    divisors = dequantise(model.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes)
     scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_ROPE}
     expected = _llama3_divisors(scaling, fields.get_number("rope.freq_base", 10000.0), 2 * len(divisors))
     if not np.allclose(divisors, expected, rtol=1e-3):
-        raise UnsupportedModel(f"the rope frequencies in {file.path} are not those of Llama 3")
+        raise UnsupportedModel(f"the rope frequencies in {model.path} are not those of Llama 3")
     return scaling
 
 
