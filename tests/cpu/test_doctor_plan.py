@@ -21,6 +21,7 @@ from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.kernels.cuda import hopper_backend
 from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec
 
@@ -122,7 +123,7 @@ def test_weight_dtype_is_the_widest_part_of_the_first_matrix(
     boot_plans: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, odd: int
 ) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
-    tensors[memory.FIRST_MATRIX_NAMES[odd]] = tensors[memory.FIRST_MATRIX_NAMES[odd]].float()
+    tensors[FIRST_MATRIX_NAMES[odd]] = tensors[FIRST_MATRIX_NAMES[odd]].float()
     directory = tiny.write_tensors(tmp_path / "mixed", tiny.CONFIGS["llama"], tensors)
     serve(directory, {})
     run_doctor(capsys, directory, {})

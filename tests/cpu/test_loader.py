@@ -18,10 +18,12 @@ from torch import Tensor
 
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError, UnsupportedModel
 from emberline.engine import memory
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_decoder
+from emberline.models.weights import Weights
 
 Tensors = dict[str, Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -66,12 +68,33 @@ def test_weight_bytes(tmp_path: Path) -> None:
 def test_auto_keeps_the_dtype_of_the_file(tmp_path: Path) -> None:
     for dtype, kept in (
         (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
+        (torch.float16, torch.bfloat16),
         (torch.float32, torch.float32),
     ):
         directory = tiny.write(tmp_path / str(dtype), dtype=dtype)
-        assert load_decoder(directory).dtype == kept
-        assert load_decoder(directory, "float32").dtype == torch.float32
+        model, exact = load_decoder(directory), load_decoder(directory, "float32")
+        assert model.dtype == kept and exact.dtype == torch.float32
+        assert model.weight_bytes == memory.weight_bytes(model.config, kept.itemsize)
+        assert exact.weight_bytes == memory.weight_bytes(model.config, 4)
+
+
+def test_float16_is_rounded_to_nearest(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-10, 65504.0, 2.0**-24, -(2.0**-14)])
+    tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.float16)
+    tensors[Q].view(-1)[: len(values)] = values
+    directory = tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors)
+    checkpoint = Checkpoint.open(directory)
+    matrix = Weights(checkpoint).load_matrix(Q, *tensors[Q].shape)
+    expected = [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, 65536.0, 2.0**-24, -(2.0**-14)]
+    assert matrix.dtype == torch.bfloat16 and matrix.view(-1)[: len(values)].tolist() == expected
+    exact = Weights(checkpoint, torch.float32).load_matrix(Q, *tensors[Q].shape)
+    assert torch.equal(exact, tensors[Q].float())
+
+
+def test_float16_in_memory_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="dtype is float16, which no kernel reads") as raised:
+        load_decoder(tiny.write(tmp_path, dtype=torch.float16), "float16")
+    assert raised.value.param == "dtype" and "float32" in str(raised.value.hint)
 
 
 def test_tensors_at_odd_offsets(tmp_path: Path) -> None:

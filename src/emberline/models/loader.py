@@ -19,6 +19,7 @@ from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.rope import compute_inverse_frequencies
+from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.format import Bytes
@@ -30,13 +31,16 @@ SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
+    """Load a model from a checkpoint directory, as `load_checkpoint` does."""
+    return load_checkpoint(Checkpoint.open(directory), dtype, max_context)
+
+
+def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
     """Load a model for sequences of up to `max_context` tokens, by default the context of its config.
 
-    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes float32.
+    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16.
     """
-    if dtype not in DTYPES:
-        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
-    checkpoint = Checkpoint.open(directory)
+    check_requested_dtype(dtype)
     config = ModelConfig.from_checkpoint(checkpoint)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.longest_context:

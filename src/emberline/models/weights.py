@@ -45,7 +45,7 @@ class Weights:
         """
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
-        self.dtype = dtype  # of matrices; None: that of the file, but float32 for float16, which no kernel reads
+        self.dtype = dtype  # of matrices; None: that of the file, but bfloat16 for float16, which no kernel reads
         self.loaded_bytes = 0  # in the final dtype
         self._unused = set(checkpoint.tensor_names())
         self._files: dict[Path, mmap.mmap] = {}
@@ -72,9 +72,7 @@ class Weights:
 
         It is a view of the mapped file, unless its dtype had to be converted.
         """
-        view = self._view_tensor(name, (rows, columns))
-        kept = torch.float32 if view.dtype == torch.float16 else view.dtype
-        return self._mark_used(name, view.to(self.dtype or kept))
+        return self.stack([(name, rows)], columns)
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return matrices (name, rows) stacked into one.
@@ -82,8 +80,16 @@ class Weights:
         With `gated`, the parts are a gate and an up matrix. Here their rows are not interleaved, because packing for
         the CPU does that; DeviceWeights interleaves them.
         """
-        views = [self.load_matrix(name, rows, columns) for name, rows in parts]
+        dtype = self.stack_dtype(parts, columns)
+        views = [self._mark_used(name, self._view_tensor(name, (rows, columns)).to(dtype)) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
+
+    def stack_dtype(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.dtype:
+        """Check the shape and dtype of matrices (name, rows), and return the dtype of the stacked matrix."""
+        for name, rows in parts:
+            self._check_tensor(name, (rows, columns))
+        stored = {DTYPES[self.checkpoint.tensor_info(name).dtype] for name, _ in parts}
+        return self.dtype or (torch.float32 if torch.float32 in stored else torch.bfloat16)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""

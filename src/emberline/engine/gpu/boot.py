@@ -49,6 +49,7 @@ from emberline.models.draft_model import DraftModel
 from emberline.models.loader import IGNORABLE_TENSORS, compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
+from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class BootedGPUEngine:
     plan: MemoryPlan
     seconds: Mapping[str, float]
     weights: str = "plain"  # format in GPU memory: plain, packed or both
+    stored_dtype: str = ""  # of the matrices in the checkpoint's files
 
 
 class SyncRunner:
@@ -192,7 +194,7 @@ def boot_from_checkpoint(
     memory.reject_mixture_of_experts(config)
     context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    used = memory.weight_dtype(checkpoint, name)
+    used = choose_weight_dtype(checkpoint, name)
     packed = memory.uses_packed_weights(checkpoint, settings, used)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
@@ -216,7 +218,8 @@ def boot_from_checkpoint(
         build_endpoint=build_endpoint,
         load_draft=lambda target: load_on_device(settings.speculation, target, directory, device, packed=packed),
     )
-    return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
+    seconds = {"config": opened - began, "device": initialized - opened, **booted.seconds}
+    return replace(booted, seconds=seconds, stored_dtype=stored_weight_dtype(checkpoint))
 
 
 def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:
