@@ -40,10 +40,10 @@ from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoa
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.reader import FileReader, weight_file_paths
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_load import TensorLoad, TensorPlacement
+from emberline.models.tensor_names import IGNORABLE_TENSORS
 from emberline.models.weight_dtype import choose_weight_dtype
 from emberline.models.weights import Weights
 from emberline.unweight import model

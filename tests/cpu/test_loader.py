@@ -149,6 +149,39 @@ def test_invalid_tensors(change: Callable[[Tensors], Any], message: str, tmp_pat
         load_decoder(with_tensors(tmp_path, "llama", change))
 
 
+def test_all_missing_and_unused_tensors_are_listed(tmp_path: Path) -> None:
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "layers.1." in name]:
+            tensors[name.replace("layers.1.", "layers.7.")] = tensors.pop(name)
+        tensors.pop("lm_head.weight")
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    with pytest.raises(ModelFileError) as raised:
+        load_decoder(with_tensors(tmp_path, "llama", rename))
+    message = raised.value.message
+    assert "lacks tensors that config.json requires (10): " in message and "; unused tensors (9): " in message
+    assert "'lm_head.weight'" in message and repr(Q) in message and repr(Q.replace("1", "7")) in message
+    assert "inv_freq" not in message
+
+
+def test_long_lists_of_tensors_are_cut(tmp_path: Path) -> None:
+    more = {f"extra.{i:02}.weight": torch.ones(1) for i in range(12)}
+    message = r"has tensors that the model does not use \(12\): 'extra\.00\.weight', .*'extra\.09\.weight' and 2 more"
+    with pytest.raises(ModelFileError, match=message):
+        load_decoder(with_tensors(tmp_path, "llama", lambda t: t.update(more)))
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_names_of_missing_tensors_are_those_of_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS[name])
+    left = "model.layers.0.input_layernorm.weight"
+    directory = tiny.write_tensors(tmp_path, tiny.CONFIGS[name], {left: tensors[left]})
+    (directory / "model.safetensors").rename(directory / "one.safetensors")
+    with pytest.raises(ModelFileError, match=rf"requires \({len(tensors) - 1}\): ") as raised:
+        load_decoder(directory)
+    assert "unused" not in raised.value.message
+
+
 def test_fused_experts_are_refused(tmp_path: Path) -> None:
     """Some tools write fused experts; transformers does not."""
     fused = "model.layers.0.mlp.experts.down_proj"

@@ -19,6 +19,7 @@ from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.rope import compute_inverse_frequencies
+from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
@@ -26,7 +27,6 @@ from emberline.unweight.format import Bytes
 from emberline.unweight.tensor import CodedTensor, is_coded
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
 SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
@@ -48,7 +48,7 @@ def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: in
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
     weights = Weights(checkpoint, DTYPES[dtype])
-    decoder = DecoderModel.load(config, weights, context, "")
+    decoder = load_model(config, weights, context)
     weights.finish(IGNORABLE_TENSORS)
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, used, context))

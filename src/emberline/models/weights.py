@@ -26,7 +26,14 @@ from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
 COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
+MAX_LISTED_NAMES = 10
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names of a list, for an error message."""
+    more = len(names) - MAX_LISTED_NAMES
+    return ", ".join(repr(name[:120]) for name in names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class Weights:
@@ -122,13 +129,16 @@ class Weights:
 
     def finish(self, ignorable_pattern: str) -> None:
         """Raise ModelFileError if a tensor was not used, unless its whole name matches `ignorable_pattern`."""
-        unused = sorted(name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
-        if unused:
-            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        if unused := self.unused_names(ignorable_pattern):
             raise ModelFileError(
-                f"{self.checkpoint.directory} has tensor {unused[0][:120]!r}{more}, which the model does not use",
+                f"{self.checkpoint.directory} has tensors that the model does not use ({len(unused)}): "
+                f"{format_names(unused)}",
                 hint="check that config.json belongs to this model",
             )
+
+    def unused_names(self, ignorable_pattern: str) -> list[str]:
+        """Return the tensors that were not loaded and whose whole name does not match `ignorable_pattern`."""
+        return sorted(name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
 
     def _mark_used(self, name: str, tensor: Tensor) -> Tensor:
         assert name in self._unused, f"{name} loaded twice"

@@ -46,9 +46,10 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.draft_model import DraftModel
-from emberline.models.loader import IGNORABLE_TENSORS, compute_fingerprint
+from emberline.models.loader import compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
+from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
 
@@ -111,7 +112,7 @@ def boot_gpu(
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice()
-    model = DecoderModel.load(config, weights, context, "")
+    model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
