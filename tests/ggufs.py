@@ -41,6 +41,17 @@ def tensors(arch: str, rng: np.random.Generator, tied: bool = False) -> dict[str
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Permute rows of q and k as llama.cpp does for Llama, index by index."""
+    dim = len(rows) // heads
+    out = np.empty_like(rows)
+    for h in range(heads):
+        for i in range(dim // 2):
+            for half in range(2):
+                out[h * dim + 2 * i + half] = rows[h * dim + half * (dim // 2) + i]
+    return out
+
+
 def write(
     path: Path,
     arch: str = "llama",

@@ -14,8 +14,9 @@ from emberline.core.errors import ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFTensor
+from emberline.hub.gguf_architectures import GGUFArchitecture, select_architecture
 from emberline.hub.gguf_model import GGUFModel
-from emberline.hub.ggufconfig import build_generation_config, build_model_config, checkpoint_tensor_name
+from emberline.hub.ggufconfig import build_generation_config, build_model_config
 from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
@@ -39,8 +40,9 @@ def convert_gguf(source: Path, target: Path) -> Path:
 
 def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
     tokenizer, tokenizer_config = build_tokenizer_files(model.metadata)
-    tensors = _tensors_by_name(model)
-    config = build_model_config(model, _torch_dtype(tensors))
+    architecture = select_architecture(model.metadata)
+    tensors = _tensors_by_name(model, architecture)
+    config = build_model_config(model, architecture, _torch_dtype(tensors))
     if len(model.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
         raise ModelFileError(f"{model.path} has more tokens in its vocabulary than rows in its embedding")
     _write_json(directory / "config.json", config)
@@ -48,16 +50,18 @@ def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_text(directory / "tokenizer.json", tokenizer)
     specs = {name: (_checkpoint_dtype(t), t.shape) for name, t in tensors.items()}
-    write_tensors(directory / "model.safetensors", specs, _iter_all_tensor_bytes(model, tensors, config))
+    permuted: dict[str, int] = {}
+    if architecture.has_rotary_pairs:
+        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    write_tensors(directory / "model.safetensors", specs, _iter_all_tensor_bytes(model, tensors, permuted))
 
 
-def _tensors_by_name(model: GGUFModel) -> dict[str, GGUFTensor]:
+def _tensors_by_name(model: GGUFModel, architecture: GGUFArchitecture) -> dict[str, GGUFTensor]:
     out: dict[str, GGUFTensor] = {}
-    for tensor in model.tensors.values():
-        name = checkpoint_tensor_name(tensor.name)
-        if name in out:
-            raise ModelFileError(f"{model.path} has two tensors for {name}")
-        if name is not None:
+    for stored in model.tensors.values():
+        for name, tensor in architecture.list_checkpoint_tensors(stored):
+            if name in out:
+                raise ModelFileError(f"{model.path} has two tensors for {name}")
             out[name] = tensor
     return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_checkpoint_dtype(item[1])], item[0])))
 
@@ -71,10 +75,10 @@ def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
-def _iter_all_tensor_bytes(model: GGUFModel, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
-    permuted: dict[str, int] = {}
-    if model.metadata["general.architecture"] == "llama":
-        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+def _iter_all_tensor_bytes(
+    model: GGUFModel, tensors: dict[str, GGUFTensor], permuted: dict[str, int]
+) -> Iterator[bytes]:
+    """Yield the bytes of all tensors. `permuted`: the number of heads of tensors that are stored as rotary pairs."""
     for tensor in tensors.values():
         yield from _iter_tensor_bytes(model, tensor, permuted.get(tensor.name.split(".")[-2]))
 

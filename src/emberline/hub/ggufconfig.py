@@ -1,9 +1,8 @@
-"""Converts GGUF metadata to config.json, and GGUF tensor names to those of Hugging Face checkpoints."""
+"""Converts GGUF metadata to config.json and generation_config.json."""
 
 from __future__ import annotations
 
 import math
-import re
 from array import array
 from typing import Any
 
@@ -12,93 +11,19 @@ from numpy.typing import NDArray
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.dequant import dequantise
+from emberline.hub.gguf_architectures import ROPE_FREQS, GGUFArchitecture
+from emberline.hub.gguf_metadata import GGUFMetadata
 from emberline.hub.gguf_model import GGUFModel
 from emberline.hub.gguftokenizer import CONTROL
 
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # that end a chat message
-ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def checkpoint_tensor_name(gguf_name: str) -> str | None:
-    """Return the checkpoint's name for a GGUF tensor, or None if the tensor becomes part of config.json."""
-    if gguf_name == ROPE_FREQS:
-        return None
-    parts = gguf_name.split(".")
-    if parts[-1] not in ("weight", "bias"):
-        parts = []
-    if len(parts) == 2 and parts[0] in TOP_TENSORS:
-        return f"{TOP_TENSORS[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in LAYER_TENSORS:
-        return f"model.layers.{int(parts[1])}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
-    hint = f"supported architectures: {', '.join(ARCHITECTURES)}"
-    raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an unsupported architecture", hint=hint)
-
-
-class GGUFMetadata:
-    """Typed access to the metadata of a GGUF file.
-
-    Raise ModelFileError if a value is missing or has the wrong type.
-    """
-
-    def __init__(self, metadata: dict[str, Any]) -> None:
-        self.metadata = metadata
-        self.arch = self.get_text("general.architecture")
-
-    def get_text(self, key: str, default: str | None = None) -> str:
-        return self._get(key, (str,), default)  # type: ignore[no-any-return]
-
-    def get_integer(self, key: str, default: int | None = None) -> int:
-        return self._get(f"{self.arch}.{key}", (int,), default)  # type: ignore[no-any-return]
-
-    def get_number(self, key: str, default: float | None = None) -> float:
-        return float(self._get(f"{self.arch}.{key}", (int, float), default))
-
-    def special_token_id(self, key: str) -> int | None:
-        value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return value if type(value) is int else None
-
-    def has(self, key: str) -> bool:
-        return f"{self.arch}.{key}" in self.metadata
-
-    def _get(self, key: str, allowed_types: tuple[type, ...], default: Any) -> Any:
-        value = self.metadata.get(key, default)
-        if type(value) not in allowed_types or (isinstance(value, float) and not math.isfinite(value)):
-            raise ModelFileError(
-                f"the GGUF key {key!r} must have a value of type {allowed_types[-1].__name__}, not {str(value)[:80]!r}"
-            )
-        return value
-
-
-def build_model_config(model: GGUFModel, torch_dtype: str) -> dict[str, Any]:
+def build_model_config(model: GGUFModel, architecture: GGUFArchitecture, torch_dtype: str) -> dict[str, Any]:
     fields = GGUFMetadata(model.metadata)
-    if fields.arch not in ARCHITECTURES or fields.get_integer("expert_count", 0):
-        raise UnsupportedModel(
-            f"GGUF architecture {fields.arch!r} is not supported", hint=f"supported: dense {', '.join(ARCHITECTURES)}"
-        )
     if "token_embd.weight" not in model.tensors:
         raise ModelFileError(f"{model.path} has no token_embd.weight")
-    name, model_type = ARCHITECTURES[fields.arch]
     heads, hidden = fields.get_integer("attention.head_count"), fields.get_integer("embedding_length")
     if heads < 1 or hidden < 1:
         raise ModelFileError(
@@ -109,9 +34,9 @@ def build_model_config(model: GGUFModel, torch_dtype: str) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{model.path} applies rope to {rotated} of {head_dim} dimensions of a head, but must apply it to all"
         )
-    config = {
-        "architectures": [name],
-        "model_type": model_type,
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": fields.get_integer("feed_forward_length"),
         "num_hidden_layers": fields.get_integer("block_count"),
@@ -130,12 +55,8 @@ def build_model_config(model: GGUFModel, torch_dtype: str) -> dict[str, Any]:
         "torch_dtype": torch_dtype,
         "bos_token_id": fields.special_token_id("bos"),
         "eos_token_id": fields.special_token_id("eos"),
+        **architecture.build_fields(fields),
     }
-    if fields.has("attention.sliding_window"):
-        config["sliding_window"] = fields.get_integer("attention.sliding_window")
-        if fields.arch == "llama":
-            config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return config
 
 
 def build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
