@@ -432,7 +432,8 @@ def test_which_weights_are_packed(tmp_path: Path) -> None:
     for weights in ("packed", "both"):
         with pytest.raises(InvalidRequest, match=f"weights is {weights}; only bfloat16"):
             memory.uses_packed_weights(ours, gpu_config(weights=weights), "float32")
-    assert choose_weight_dtype(ours) == "bfloat16" and choose_weight_dtype(ours, "float32") == "float32"
+    assert choose_weight_dtype(ours, on_gpu=True) == "bfloat16"
+    assert choose_weight_dtype(ours, "float32", on_gpu=True) == "float32"
 
 
 def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import torch
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EmberlineError, UnsupportedModel
+from emberline.core.errors import EmberlineError, InvalidRequest, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.engine_group_boot import WeightEstimate
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import HostDevice
 from emberline.kernels import ops
@@ -116,6 +117,22 @@ def test_mixture_of_experts_is_rejected_before_loading(
     assert "--device cpu" in (refused.value.hint or "")
     code, output = run_doctor(capsys, directory, {})
     assert code == 1 and "only supported on the CPU" in output and not boot_plans
+
+
+def test_float16_is_refused_on_a_gpu_and_planned_on_a_cpu(
+    boot_plans: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = model(tmp_path, torch.float16)
+    with pytest.raises(InvalidRequest, match="float16, which the kernels of a GPU do not read") as refused:
+        serve(directory, {"dtype": "float16"})
+    assert "--dtype bfloat16" in (refused.value.hint or "")
+    code, output = run_doctor(capsys, directory, {"dtype": "float16"})
+    assert code == 1 and "kernels of a GPU do not read" in output and not boot_plans
+    settings = EngineConfig.build(model=str(directory), device="cpu", dtype="float16", kv_memory=1 << 20)
+    loaded = boot(settings)
+    assert (loaded.numerics.dtype, loaded.kv_dtype, loaded.stored_dtype) == ("float16", "bfloat16", "float16")
+    assert loaded.weight_bytes == WeightEstimate.from_config(settings).weight_bytes
+    loaded.engine.close()
 
 
 @pytest.mark.parametrize("odd", range(3))

@@ -91,10 +91,28 @@ def test_float16_is_rounded_to_nearest(tmp_path: Path) -> None:
     assert torch.equal(exact, tensors[Q].float())
 
 
-def test_float16_in_memory_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="dtype is float16, which no kernel reads") as raised:
-        load_decoder(tiny.write(tmp_path, dtype=torch.float16), "float16")
-    assert raised.value.param == "dtype" and "float32" in str(raised.value.hint)
+@pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "mixtral"])
+def test_float16_on_request_is_exact(name: str, tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, name, dtype=torch.float16)
+    half, exact = load_decoder(directory, "float16"), load_decoder(directory, "float32")
+    assert half.dtype == torch.float16 and half.weight_bytes == memory.weight_bytes(half.config, 2)
+    assert torch.equal(logits(half), logits(exact))
+
+
+def test_float16_keeps_matrices_of_other_dtypes(tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.float16)
+    tensors[Q] = torch.full_like(tensors[Q], 1e6, dtype=torch.float32)  # too large for float16
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+    weights = Weights(Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors)), torch.float16)
+    assert torch.equal(weights.load_matrix(Q, *tensors[Q].shape), tensors[Q])
+    assert weights.load_matrix("lm_head.weight", *tensors["lm_head.weight"].shape).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float16_needs_a_float16_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"dtype is float16, but the weights in .* are {str(dtype)[6:]}") as raised:
+        load_decoder(tiny.write(tmp_path, dtype=dtype), "float16")
+    assert raised.value.param == "dtype" and "auto" in str(raised.value.hint)
 
 
 def test_tensors_at_odd_offsets(tmp_path: Path) -> None:

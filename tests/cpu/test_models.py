@@ -181,6 +181,7 @@ def test_partial_rotation(tmp_path: Path) -> None:
         (torch.bfloat16, "auto", torch.bfloat16),
         (torch.float16, "auto", torch.bfloat16),
         (torch.float16, "float32", torch.float32),
+        (torch.float16, "float16", torch.float16),
     ],
     ids=str,
 )
@@ -205,7 +206,8 @@ def test_narrow_weights_only_round(
 def test_float16_checkpoint_is_close_to_transformers(backend: str, tmp_path: Path) -> None:
     directory, tokens = tiny.write(tmp_path, dtype=torch.float16), prompts(30)
     (exact,) = oracle(directory, tokens)
-    assert_close([Cache(load_decoder(directory, "float32"), tokens).step([30])], [exact])
+    for dtype in ("float16", "float32"):
+        assert_close([Cache(load_decoder(directory, dtype), tokens).step([30])], [exact])
     ours = Cache(load_decoder(directory), tokens).step([30])
     errors = [
         float((logits.float() - exact).abs().max()) for logits in (ours, *oracle(directory, tokens, torch.bfloat16))

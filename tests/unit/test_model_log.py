@@ -20,7 +20,12 @@ def info(stored: str, used: str) -> LoadedModelInfo:
 
 @pytest.mark.parametrize(
     ("stored", "used", "is_rounded"),
-    [("float16", "bfloat16", True), ("float16", "float32", False), ("bfloat16", "bfloat16", False)],
+    [
+        ("float16", "bfloat16", True),
+        ("float16", "float16", False),
+        ("float16", "float32", False),
+        ("bfloat16", "bfloat16", False),
+    ],
 )
 def test_rounded_weights_are_logged(stored: str, used: str, is_rounded: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "emberline.server")

@@ -283,7 +283,7 @@ def _check_gpu_memory(
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
     ).with_gpu_defaults()
-    dtype = choose_weight_dtype(checkpoint, settings.dtype)
+    dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"

@@ -13,6 +13,7 @@ from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, m
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import default_kv_dtype
 
 USABLE_FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
@@ -156,7 +157,7 @@ def reject_mixture_of_experts(config: ModelConfig) -> None:
 
 def kv_dtype(settings: EngineConfig, dtype: str) -> str:
     """Return the name of the KV cache's dtype. Raises InvalidRequest if it is unknown."""
-    name = dtype if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
+    name = default_kv_dtype(dtype) if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
     if name not in DTYPE_BYTES:
         raise InvalidRequest(
             f"kv_dtype is {name!r}; it must be one of auto, {', '.join(DTYPE_BYTES)}", param="kv_dtype"

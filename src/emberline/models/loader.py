@@ -20,13 +20,13 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.rope import compute_inverse_frequencies
 from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
-from emberline.models.weight_dtype import check_requested_dtype
+from emberline.models.weight_dtype import choose_weight_dtype
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.format import Bytes
 from emberline.unweight.tensor import CodedTensor, is_coded
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"auto": None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
@@ -40,7 +40,7 @@ def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: in
 
     With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16.
     """
-    check_requested_dtype(dtype)
+    choose_weight_dtype(checkpoint, dtype, on_gpu=False)
     config = ModelConfig.from_checkpoint(checkpoint)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.longest_context:

@@ -9,7 +9,7 @@ import mmap
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,8 @@ class Weights:
         """
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
-        self.dtype = dtype  # of matrices; None: that of the file, but bfloat16 for float16, which no kernel reads
+        # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
+        self.dtype = dtype
         self.loaded_bytes = 0  # in the final dtype
         self._unused = set(checkpoint.tensor_names())
         self._files: dict[Path, mmap.mmap] = {}
@@ -95,7 +96,9 @@ class Weights:
         """Check the shape and dtype of matrices (name, rows), and return the dtype of the stacked matrix."""
         for name, rows in parts:
             self._check_tensor(name, (rows, columns))
-        stored = {DTYPES[self.checkpoint.tensor_info(name).dtype] for name, _ in parts}
+        stored = [DTYPES[self.checkpoint.tensor_info(name).dtype] for name, _ in parts]
+        if self.dtype is torch.float16:  # only if it is exact: other dtypes have a wider range
+            return reduce(torch.promote_types, stored)
         return self.dtype or (torch.float32 if torch.float32 in stored else torch.bfloat16)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:

@@ -195,7 +195,7 @@ def boot_from_checkpoint(
     memory.reject_mixture_of_experts(config)
     context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    used = choose_weight_dtype(checkpoint, name)
+    used = choose_weight_dtype(checkpoint, name, on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, used)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
