@@ -41,6 +41,17 @@ def tensors(arch: str, rng: np.random.Generator, tied: bool = False) -> dict[str
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Permute rows of q and k as llama.cpp does for Llama, index by index."""
+    dim = len(rows) // heads
+    out = np.empty_like(rows)
+    for h in range(heads):
+        for i in range(dim // 2):
+            for half in range(2):
+                out[h * dim + 2 * i + half] = rows[h * dim + half * (dim // 2) + i]
+    return out
+
+
 def write(
     path: Path,
     arch: str = "llama",
@@ -48,10 +59,14 @@ def write(
     values: dict[str, NDArray[np.float32]] | None = None,
     extra: dict[str, Any] | None = None,
     tied: bool = False,
+    tensors_per_part: int = 0,
 ) -> dict[str, NDArray[np.float32]]:
-    """Returns what was stored, before quantisation."""
+    """Returns what was stored, before quantisation.
+
+    With `tensors_per_part`, the model is split: the files are called NAME-00001-of-00003.gguf and so on.
+    """
     values = values or tensors(arch, np.random.default_rng(7), tied)
-    w = gguf.GGUFWriter(path, arch)
+    w = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     w.add_block_count(LAYERS)
     w.add_context_length(128)
     w.add_embedding_length(HIDDEN)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT_SHA = "5d0f6a1f1a6c4f7e9a55c3f8c4f8f3c7b1b5a9d2"
 
 
 @dataclass
@@ -74,3 +78,19 @@ def serving() -> Iterator[Site]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def serve_repository(site: Site, files: dict[str, bytes]) -> None:
+    """Answer like the Hugging Face hub for the repository org/name, with the revisions main and v1."""
+
+    def oid(data: bytes) -> str:
+        return hashlib.sha1(data).hexdigest()
+
+    info = {"_id": "1", "id": "org/name", "sha": COMMIT_SHA, "siblings": [{"rfilename": f} for f in files]}
+    tree = [{"type": "file", "path": f, "size": len(d), "oid": oid(d)} for f, d in files.items()]
+    for revision in ("main", "v1"):
+        site.pages[f"/api/models/org/name/revision/{revision}"] = Page(json.dumps(info).encode(), "application/json")
+    site.pages[f"/api/models/org/name/tree/{COMMIT_SHA}"] = Page(json.dumps(tree).encode(), "application/json")
+    for f, d in files.items():
+        headers = {"ETag": f'"{oid(d)}"', "X-Repo-Commit": COMMIT_SHA}
+        site.pages[f"/org/name/resolve/{COMMIT_SHA}/{f}"] = Page(d, headers=headers)

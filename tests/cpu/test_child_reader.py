@@ -22,8 +22,8 @@ from emberline.models import reader as reading
 from emberline.models.child_reader import ChildProcessReader, start_reader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.reader import FileChunk, FileReader, weight_file_paths
+from emberline.models.tensor_names import IGNORABLE_TENSORS
 from emberline.models.weights import Weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

@@ -40,10 +40,11 @@ from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoa
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.reader import FileReader, weight_file_paths
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_load import TensorLoad, TensorPlacement
+from emberline.models.tensor_names import IGNORABLE_TENSORS
+from emberline.models.weight_dtype import choose_weight_dtype
 from emberline.models.weights import Weights
 from emberline.unweight import model
 from emberline.unweight.codec import select_weight_codec
@@ -431,7 +432,8 @@ def test_which_weights_are_packed(tmp_path: Path) -> None:
     for weights in ("packed", "both"):
         with pytest.raises(InvalidRequest, match=f"weights is {weights}; only bfloat16"):
             memory.uses_packed_weights(ours, gpu_config(weights=weights), "float32")
-    assert memory.weight_dtype(ours) == "bfloat16" and memory.weight_dtype(ours, "float32") == "float32"
+    assert choose_weight_dtype(ours, on_gpu=True) == "bfloat16"
+    assert choose_weight_dtype(ours, "float32", on_gpu=True) == "float32"
 
 
 def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ from emberline.models.child_reader import ChildProcessReader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.layers import load_stacked_bias
-from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.reader import FileReader, weight_file_paths
 from emberline.models.sleep import put_to_sleep
+from emberline.models.tensor_names import IGNORABLE_TENSORS
 from emberline.models.weights import Weights
 
 DTYPES = [None, torch.float32, torch.bfloat16]

@@ -12,15 +12,17 @@ import torch
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EmberlineError, UnsupportedModel
+from emberline.core.errors import EmberlineError, InvalidRequest, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.engine_group_boot import WeightEstimate
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import HostDevice
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.kernels.cuda import hopper_backend
 from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec
 
@@ -117,12 +119,28 @@ def test_mixture_of_experts_is_rejected_before_loading(
     assert code == 1 and "only supported on the CPU" in output and not boot_plans
 
 
+def test_float16_is_refused_on_a_gpu_and_planned_on_a_cpu(
+    boot_plans: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = model(tmp_path, torch.float16)
+    with pytest.raises(InvalidRequest, match="float16, which the kernels of a GPU do not read") as refused:
+        serve(directory, {"dtype": "float16"})
+    assert "--dtype bfloat16" in (refused.value.hint or "")
+    code, output = run_doctor(capsys, directory, {"dtype": "float16"})
+    assert code == 1 and "kernels of a GPU do not read" in output and not boot_plans
+    settings = EngineConfig.build(model=str(directory), device="cpu", dtype="float16", kv_memory=1 << 20)
+    loaded = boot(settings)
+    assert (loaded.numerics.dtype, loaded.kv_dtype, loaded.stored_dtype) == ("float16", "bfloat16", "float16")
+    assert loaded.weight_bytes == WeightEstimate.from_config(settings).weight_bytes
+    loaded.engine.close()
+
+
 @pytest.mark.parametrize("odd", range(3))
 def test_weight_dtype_is_the_widest_part_of_the_first_matrix(
     boot_plans: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, odd: int
 ) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
-    tensors[memory.FIRST_MATRIX_NAMES[odd]] = tensors[memory.FIRST_MATRIX_NAMES[odd]].float()
+    tensors[FIRST_MATRIX_NAMES[odd]] = tensors[FIRST_MATRIX_NAMES[odd]].float()
     directory = tiny.write_tensors(tmp_path / "mixed", tiny.CONFIGS["llama"], tensors)
     serve(directory, {})
     run_doctor(capsys, directory, {})

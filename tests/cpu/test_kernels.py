@@ -73,6 +73,24 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES)
+def test_float16_weights_give_the_bits_of_float32_weights(m: int, n: int, k: int) -> None:
+    x, weight, norm = torch.randn(m, k), torch.randn(2 * n, k).to(F16), torch.rand(k) + 0.5
+    weight[0, :3] = torch.tensor([2.0**-24, -65504.0, -(2.0**-14)])  # the extremes, and a subnormal number
+    for gated, op in ((False, ops.linear), (True, ops.gate_up_silu)):
+        half, wide = (ops.pack_linear(w, gated=gated) for w in (weight, weight.float()))
+        assert half.layout is WeightLayout.F16 and half.data.nbytes * 2 == wide.data.nbytes
+        ours, expected = (op(x, LinearLayer(w, norm=norm, eps=1e-5)) for w in (half, wide))
+        assert torch.equal(ours, expected)
+
+
+def test_every_float16_number_is_widened_exactly() -> None:
+    table = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(F16).view(-1, 1).repeat(1, 8)
+    ids = torch.arange(len(table))
+    for source in (table, ops.pack_linear(table)):
+        assert torch.equal(ops.embed(ids, source).nan_to_num(7.0, 1e9, -1e9), table.float().nan_to_num(7.0, 1e9, -1e9))
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES)
 def test_norm_and_gate(m: int, n: int, k: int) -> None:
     x, norm = torch.randn(m, k), torch.rand(k) + 0.5
     weight = (torch.randn(2 * n, k) / k**0.5).to(BF16)

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError, UnsupportedModel
 from emberline.engine import memory
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_decoder
+from emberline.models.weights import Weights
 
 Tensors = dict[str, Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -66,12 +68,51 @@ def test_weight_bytes(tmp_path: Path) -> None:
 def test_auto_keeps_the_dtype_of_the_file(tmp_path: Path) -> None:
     for dtype, kept in (
         (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
+        (torch.float16, torch.bfloat16),
         (torch.float32, torch.float32),
     ):
         directory = tiny.write(tmp_path / str(dtype), dtype=dtype)
-        assert load_decoder(directory).dtype == kept
-        assert load_decoder(directory, "float32").dtype == torch.float32
+        model, exact = load_decoder(directory), load_decoder(directory, "float32")
+        assert model.dtype == kept and exact.dtype == torch.float32
+        assert model.weight_bytes == memory.weight_bytes(model.config, kept.itemsize)
+        assert exact.weight_bytes == memory.weight_bytes(model.config, 4)
+
+
+def test_float16_is_rounded_to_nearest(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-10, 65504.0, 2.0**-24, -(2.0**-14)])
+    tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.float16)
+    tensors[Q].view(-1)[: len(values)] = values
+    directory = tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors)
+    checkpoint = Checkpoint.open(directory)
+    matrix = Weights(checkpoint).load_matrix(Q, *tensors[Q].shape)
+    expected = [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, 65536.0, 2.0**-24, -(2.0**-14)]
+    assert matrix.dtype == torch.bfloat16 and matrix.view(-1)[: len(values)].tolist() == expected
+    exact = Weights(checkpoint, torch.float32).load_matrix(Q, *tensors[Q].shape)
+    assert torch.equal(exact, tensors[Q].float())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "mixtral"])
+def test_float16_on_request_is_exact(name: str, tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, name, dtype=torch.float16)
+    half, exact = load_decoder(directory, "float16"), load_decoder(directory, "float32")
+    assert half.dtype == torch.float16 and half.weight_bytes == memory.weight_bytes(half.config, 2)
+    assert torch.equal(logits(half), logits(exact))
+
+
+def test_float16_keeps_matrices_of_other_dtypes(tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.float16)
+    tensors[Q] = torch.full_like(tensors[Q], 1e6, dtype=torch.float32)  # too large for float16
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+    weights = Weights(Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors)), torch.float16)
+    assert torch.equal(weights.load_matrix(Q, *tensors[Q].shape), tensors[Q])
+    assert weights.load_matrix("lm_head.weight", *tensors["lm_head.weight"].shape).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float16_needs_a_float16_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"dtype is float16, but the weights in .* are {str(dtype)[6:]}") as raised:
+        load_decoder(tiny.write(tmp_path, dtype=dtype), "float16")
+    assert raised.value.param == "dtype" and "auto" in str(raised.value.hint)
 
 
 def test_tensors_at_odd_offsets(tmp_path: Path) -> None:
@@ -124,6 +165,39 @@ def test_head_beside_tied_embeddings(tmp_path: Path) -> None:
 def test_invalid_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=message):
         load_decoder(with_tensors(tmp_path, "llama", change))
+
+
+def test_all_missing_and_unused_tensors_are_listed(tmp_path: Path) -> None:
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "layers.1." in name]:
+            tensors[name.replace("layers.1.", "layers.7.")] = tensors.pop(name)
+        tensors.pop("lm_head.weight")
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    with pytest.raises(ModelFileError) as raised:
+        load_decoder(with_tensors(tmp_path, "llama", rename))
+    message = raised.value.message
+    assert "lacks tensors that config.json requires (10): " in message and "; unused tensors (9): " in message
+    assert "'lm_head.weight'" in message and repr(Q) in message and repr(Q.replace("1", "7")) in message
+    assert "inv_freq" not in message
+
+
+def test_long_lists_of_tensors_are_cut(tmp_path: Path) -> None:
+    more = {f"extra.{i:02}.weight": torch.ones(1) for i in range(12)}
+    message = r"has tensors that the model does not use \(12\): 'extra\.00\.weight', .*'extra\.09\.weight' and 2 more"
+    with pytest.raises(ModelFileError, match=message):
+        load_decoder(with_tensors(tmp_path, "llama", lambda t: t.update(more)))
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_names_of_missing_tensors_are_those_of_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS[name])
+    left = "model.layers.0.input_layernorm.weight"
+    directory = tiny.write_tensors(tmp_path, tiny.CONFIGS[name], {left: tensors[left]})
+    (directory / "model.safetensors").rename(directory / "one.safetensors")
+    with pytest.raises(ModelFileError, match=rf"requires \({len(tensors) - 1}\): ") as raised:
+        load_decoder(directory)
+    assert "unused" not in raised.value.message
 
 
 def test_fused_experts_are_refused(tmp_path: Path) -> None:

@@ -176,22 +176,43 @@ def test_partial_rotation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("narrow", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
+    ("narrow", "dtype", "used"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float16, "auto", torch.bfloat16),
+        (torch.float16, "float32", torch.float32),
+        (torch.float16, "float16", torch.float16),
+    ],
+    ids=str,
 )
-def test_bfloat16_weights_only_round(narrow: torch.dtype, kept: torch.dtype, backend: str, tmp_path: Path) -> None:
-    """Activations stay float32, so a bfloat16 model equals the float32 model of the rounded weights."""
+def test_narrow_weights_only_round(
+    narrow: torch.dtype, dtype: str, used: torch.dtype, backend: str, tmp_path: Path
+) -> None:
+    """Activations stay float32, so a model in a narrow dtype equals the float32 model of the rounded weights."""
     tensors = {name: t.to(narrow) for name, t in tiny.tensors(tiny.CONFIGS["llama"]).items()}
-    wide = {name: t.float() for name, t in tensors.items()}
-    model = load_decoder(tiny.write_tensors(tmp_path / "narrow", tiny.CONFIGS["llama"], tensors))
+    wide = {name: t.to(used if t.dim() == 2 else narrow).float() for name, t in tensors.items()}
+    model = load_decoder(tiny.write_tensors(tmp_path / "narrow", tiny.CONFIGS["llama"], tensors), dtype)
     exact = load_decoder(tiny.write_tensors(tmp_path / "wide", tiny.CONFIGS["llama"], wide))
-    assert (model.dtype, exact.dtype) == (kept, torch.float32)
+    assert (model.dtype, exact.dtype) == (used, torch.float32)
     tokens = prompts(20)
     ours, wanted = Cache(model, tokens).step([20]), Cache(exact, tokens).step([20])
     if model.head.weight.layout is WeightLayout.AMX:  # AMX rounds activations too
-        (theirs,) = oracle(tmp_path / "narrow", tokens, narrow)
+        (theirs,) = oracle(tmp_path / "narrow", tokens, torch.bfloat16)
         assert (ours - wanted).abs().max() <= 2 * (theirs.float() - wanted).abs().max()
     else:
         assert_close([ours], [wanted])
+
+
+def test_float16_checkpoint_is_close_to_transformers(backend: str, tmp_path: Path) -> None:
+    directory, tokens = tiny.write(tmp_path, dtype=torch.float16), prompts(30)
+    (exact,) = oracle(directory, tokens)
+    for dtype in ("float16", "float32"):
+        assert_close([Cache(load_decoder(directory, dtype), tokens).step([30])], [exact])
+    ours = Cache(load_decoder(directory), tokens).step([30])
+    errors = [
+        float((logits.float() - exact).abs().max()) for logits in (ours, *oracle(directory, tokens, torch.bfloat16))
+    ]
+    assert 0 < errors[0] <= 1.5 * errors[1], errors  # bfloat16 weights, and float32 activations if the CPU has no AMX
 
 
 def test_cast_rounds_matrices(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from emberline.kernels.uw12_ref import reference_pack, reference_unpack
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.shard import Shard
+from emberline.models.tensor_names import IGNORABLE_TENSORS
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec

@@ -23,10 +23,10 @@ from emberline.models import coded_tensor_load, weight_uploader
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.pinned import allocate_host_bytes, pin, unpin
 from emberline.models.reader import FileReader, weight_file_paths
 from emberline.models.sleep import iter_instances, put_to_sleep
+from emberline.models.tensor_names import IGNORABLE_TENSORS
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import select_weight_codec

@@ -16,11 +16,12 @@ import pytest
 from emberline.bench.gpu.model import LLAMA_8B
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.engine.memory import FIRST_MATRIX_NAMES, kv_token_bytes, plan_memory
+from emberline.engine.memory import kv_token_bytes, plan_memory
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.kv import mooncake
 from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 
 H200 = doctor.DetectedGPU("NVIDIA H200", 150_123_642_880, (9, 0))
 Run = Callable[..., tuple[int, str]]
@@ -90,13 +91,15 @@ def test_every_option_changes_plan(run: Run, tmp_path: Path) -> None:
     assert f"{token / 1e3:.1f} kB per token, {token * 1000 / 1e6:.0f} MB per context of 1000 tokens (float8)" in output
 
 
-def test_dtype_follows_files_and_float16_widens(run: Run, tmp_path: Path) -> None:
+def test_dtype_follows_files_and_float16_is_rounded(run: Run, tmp_path: Path) -> None:
     narrow = kv_tokens(run("--model", write_model(tmp_path / "bf16"), "--gpu-memory", "80G")[1])
-    for dtype in ("F32", "F16"):
-        model = write_model(tmp_path / dtype, dtype)
-        assert kv_tokens(run("--model", model, "--gpu-memory", "80G")[1]) < narrow / 2
-        half = kv_tokens(run("--model", model, "--gpu-memory", "80G", "--dtype", "bfloat16")[1])
-        assert half == narrow
+    wide = write_model(tmp_path / "f32", "F32")
+    assert kv_tokens(run("--model", wide, "--gpu-memory", "80G")[1]) < narrow / 2
+    half = write_model(tmp_path / "f16", "F16")
+    rounded = run("--model", half, "--gpu-memory", "80G")[1]
+    assert kv_tokens(rounded) == narrow and "bfloat16 (rounded from float16) plain" in rounded
+    exact = run("--model", half, "--gpu-memory", "80G", "--dtype", "float32")[1]
+    assert kv_tokens(exact) < narrow / 2 and "float32 plain" in exact
 
 
 @pytest.mark.parametrize("more", [(), ("--gpu-memory", "80G"), ("--dtype", "bfloat16")])

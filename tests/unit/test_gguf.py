@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 from emberline.hub.convert import convert_gguf
 from emberline.hub.dequant import dequantise, round_to_bf16
-from emberline.hub.gguf import TENSOR_TYPES, GGUFFile
+from emberline.hub.gguf import TENSOR_TYPES, UNSUPPORTED_TYPES, GGUFFile
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,76 @@ def test_dequantises_random_blocks_like_the_gguf_package(number: int) -> None:
     assert np.array_equal(ours, theirs.astype(np.float32), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def decode_block(name: str, block: bytes) -> list[float]:
+    kind = next(t for t in TENSOR_TYPES.values() if t.name == name)
+    assert len(block) == kind.block_bytes
+    return [float(value) for value in dequantise(memoryview(block), name, kind.block_bytes)]
+
+
+def half(value: float) -> bytes:
+    return struct.pack("<e", value)
+
+
+# One block of each format, built from the published layout, and its values in order.
+# A byte that is set in one place only shows a wrong order of groups or of the bits within a group.
+IQ4_CODES = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+E2M1_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def test_q2_k_block() -> None:
+    scales = bytes(i | (15 - i) << 4 for i in range(16))  # group i: scale i, minimum 15 - i
+    numbers = [(3 * i + i // 16) % 4 for i in range(256)]
+    quants = bytearray(64)
+    for i, number in enumerate(numbers):
+        quants[i // 128 * 32 + i % 32] |= number << 2 * (i % 128 // 32)
+    values = decode_block("Q2_K", scales + bytes(quants) + half(0.5) + half(0.25))
+    assert values == [0.5 * (i // 16) * n - 0.25 * (15 - i // 16) for i, n in enumerate(numbers)]
+
+
+def test_q3_k_block() -> None:
+    scales = [4 * i - 32 + i % 3 for i in range(16)]
+    numbers = [(5 * i + i // 16) % 8 - 4 for i in range(256)]
+    mask, quants, packed = bytearray(32), bytearray(64), bytearray(12)
+    for i, number in enumerate(numbers):
+        quants[i // 128 * 32 + i % 32] |= (number + 4) % 4 << 2 * (i % 128 // 32)
+        mask[i % 32] |= (number >= 0) << i // 32
+    for i, scale in enumerate(scales):
+        packed[i % 8] |= (scale + 32) % 16 << 4 * (i // 8)
+        packed[8 + i % 4] |= (scale + 32) // 16 << 2 * (i // 4)
+    values = decode_block("Q3_K", bytes(mask + quants + packed) + half(0.125))
+    assert values == [0.125 * scales[i // 16] * n for i, n in enumerate(numbers)]
+
+
+def test_iq4_nl_block() -> None:
+    block = half(-0.5) + bytes(i | (15 - i) << 4 for i in range(16))
+    assert decode_block("IQ4_NL", block) == [-0.5 * code for code in IQ4_CODES + IQ4_CODES[::-1]]
+
+
+def test_iq4_xs_block() -> None:
+    scales = [-32, 31, -1, 0, 1, 17, -20, 9]
+    high = sum((scale + 32) // 16 << 2 * i for i, scale in enumerate(scales))
+    low = bytes((scales[2 * i] + 32) % 16 | (scales[2 * i + 1] + 32) % 16 << 4 for i in range(4))
+    codes = [(7 * i + i // 32) % 16 for i in range(256)]
+    quants = bytes(codes[at + i] | codes[at + 16 + i] << 4 for at in range(0, 256, 32) for i in range(16))
+    values = decode_block("IQ4_XS", half(0.25) + struct.pack("<H", high) + low + quants)
+    assert values == [0.25 * scales[i // 32] * IQ4_CODES[code] for i, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 127, 130, 251])
+def test_mxfp4_block(exponent: int) -> None:
+    block = bytes([exponent]) + bytes(i | (15 - i) << 4 for i in range(16))
+    expected = [2.0 ** (exponent - 127) * value for value in E2M1_VALUES + E2M1_VALUES[::-1]]
+    assert decode_block("MXFP4", block) == expected
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_dequantised_values_are_near_the_originals(name: str) -> None:
-    """The gguf package cannot quantise to K formats; the test of random blocks covers them."""
+    """The gguf package cannot quantise to K and IQ formats; the test of random blocks covers them."""
     kind = next(t for t in TENSOR_TYPES.values() if t.name == name)
     x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
     near = dequantise(raw.data.cast("B"), kind.name, kind.block_bytes).reshape(x.shape)
-    bound = {"BF16": 0.01, "Q8_0": 0.02, "Q4_0": 0.4, "Q4_1": 0.3, "Q5_0": 0.2, "Q5_1": 0.15}[name]
+    bound = {"BF16": 0.01, "Q8_0": 0.02, "Q4_0": 0.4, "Q4_1": 0.3, "Q5_0": 0.2, "Q5_1": 0.15, "MXFP4": 1.1}[name]
     assert np.abs(near - x).max() < bound
 
 
@@ -128,9 +190,26 @@ def test_other_versions_are_not_supported(data: bytes, tmp_path: Path) -> None:
 
 
 def test_unsupported_quantisation_is_named(tmp_path: Path) -> None:
-    (tmp_path / "q.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=10) + bytes(512)))
-    with pytest.raises(UnsupportedModel, match="type 10"):
+    (tmp_path / "q.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=16) + bytes(512)))
+    with pytest.raises(UnsupportedModel, match=r"'t' in .*q\.gguf has GGUF type IQ2_XXS") as raised:
         GGUFFile(tmp_path / "q.gguf")
+    assert "Q2_K" in str(raised.value.hint)
+    (tmp_path / "old.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=31) + bytes(512)))
+    with pytest.raises(UnsupportedModel, match="type 31"):
+        GGUFFile(tmp_path / "old.gguf")
+
+
+def test_type_table_agrees_with_the_gguf_package() -> None:
+    published = {
+        kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind])
+        for kind in gguf.GGMLQuantizationType
+        if kind.value in TENSOR_TYPES
+    }
+    ours = {number: (t.name, t.block_elements, t.block_bytes) for number, t in TENSOR_TYPES.items()}
+    assert ours == published
+    unsupported = {kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind.value in UNSUPPORTED_TYPES}
+    assert unsupported == UNSUPPORTED_TYPES
+    assert not TENSOR_TYPES.keys() & UNSUPPORTED_TYPES.keys()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

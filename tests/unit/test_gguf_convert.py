@@ -18,21 +18,11 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub import convert as conversion
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.convert import convert_gguf
-from emberline.hub.gguf import GGUFFile
+from emberline.hub.gguf import TENSOR_TYPES, GGUFFile, GGUFTensor
+from emberline.hub.gguf_architectures import GGUFArchitecture
 from emberline.hub.ggufconfig import build_generation_config
 from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.tokens.tokenizer import Tokenizer
-
-
-def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Permute rows of q and k as llama.cpp does for Llama, index by index."""
-    dim = len(rows) // heads
-    out = np.empty_like(rows)
-    for h in range(heads):
-        for i in range(dim // 2):
-            for half in range(2):
-                out[h * dim + 2 * i + half] = rows[h * dim + half * (dim // 2) + i]
-    return out
 
 
 def convert_file(tmp_path: Path, arch: str, **options: Any) -> Checkpoint:
@@ -45,7 +35,7 @@ def test_llama_rows_are_unpermuted(tmp_path: Path) -> None:
     stored = dict(usual)
     for i in range(ggufs.LAYERS):
         for part, heads in (("attn_q", ggufs.HEADS), ("attn_k", ggufs.KV_HEADS)):
-            stored[f"blk.{i}.{part}.weight"] = llama_cpp_order(usual[f"blk.{i}.{part}.weight"], heads)
+            stored[f"blk.{i}.{part}.weight"] = ggufs.llama_cpp_order(usual[f"blk.{i}.{part}.weight"], heads)
     checkpoint = convert_file(tmp_path, "llama", values=stored)
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
@@ -185,8 +175,30 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     ggufs.write(tmp_path / "m.gguf", "gemma2", values=ggufs.tensors("llama", np.random.default_rng(0)))
     with pytest.raises(UnsupportedModel, match="gemma2"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
-    with pytest.raises(UnsupportedModel, match="architecture"):
-        convert_file(tmp_path, "llama", extra={"expert_count": 8})
+    with pytest.raises(UnsupportedModel, match="architecture 'qwen2' with experts"):
+        convert_file(tmp_path, "qwen2", extra={"expert_count": 8})
+    with pytest.raises(UnsupportedModel, match="architecture 'qwen3moe' is not supported"):
+        convert_file(tmp_path, "qwen3moe", values=ggufs.tensors("qwen3", np.random.default_rng(0)))
+
+
+def test_architectures_add_tensor_names() -> None:
+    architecture = GGUFArchitecture("GemmaForCausalLM", "gemma", other_tensors={"post_ffw_norm": "post_ffn_norm"})
+    names = {
+        "blk.3.post_ffw_norm.weight": "model.layers.3.post_ffn_norm.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
+    for gguf_name, name in names.items():
+        tensor = GGUFTensor(gguf_name, TENSOR_TYPES[0], (4,), 0, 16)
+        assert architecture.list_checkpoint_tensors(tensor) == [(name, tensor)]
+    for unknown in (
+        "blk.3.other.weight",
+        "blk.3.attn_q.0.weight",
+        "blk.3.ffn_gate_inp.weight",
+        "other",
+        "blk.x.attn_q.bias",
+    ):
+        with pytest.raises(UnsupportedModel, match=f"{unknown}' is not known for gemma"):
+            architecture.list_checkpoint_tensors(GGUFTensor(unknown, TENSOR_TYPES[0], (4,), 0, 16))
 
 
 def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

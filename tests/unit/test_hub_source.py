@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import ggufs
 import numpy as np
 import pytest
-from hub_server import Page, Site, serving
+from hub_server import Page, Site, serve_repository, serving
 from safetensors.numpy import save
 
 from emberline.cli import pull as command
@@ -54,6 +53,15 @@ def site() -> Iterator[Site]:
         "hf:a/b?x=1",
         "hf:a/b#c",
         "hf:http://x/y",
+        "hf:a/b:",
+        "hf:a/b:Q4/x",
+        "hf:a/b:.gguf",
+        "hf:a/b/c.bin",
+        "hf:a/b/../c.gguf",
+        "hf:a/b//c.gguf",
+        "hf:a/b/c.gguf:Q4_0",
+        "hf:a/b:Q4_0:Q4_0",
+        "hf:a/b@v1:Q4_0",
         "no-such-model",
         "/no/such/dir",
     ],
@@ -188,7 +196,6 @@ def _raise(error: EmberlineError) -> None:
     raise error
 
 
-SHA = "5d0f6a1f1a6c4f7e9a55c3f8c4f8f3c7b1b5a9d2"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": save({"a": np.arange(4, dtype=np.float32)}),
@@ -202,20 +209,6 @@ FILES = {
 }
 
 
-def hub(site: Site, files: dict[str, bytes]) -> None:
-    def oid(data: bytes) -> str:
-        return hashlib.sha1(data).hexdigest()
-
-    info = {"_id": "1", "id": "org/name", "sha": SHA, "siblings": [{"rfilename": f} for f in files]}
-    tree = [{"type": "file", "path": f, "size": len(d), "oid": oid(d)} for f, d in files.items()]
-    for revision in ("main", "v1"):
-        site.pages[f"/api/models/org/name/revision/{revision}"] = Page(json.dumps(info).encode(), "application/json")
-    site.pages[f"/api/models/org/name/tree/{SHA}"] = Page(json.dumps(tree).encode(), "application/json")
-    for f, d in files.items():
-        headers = {"ETag": f'"{oid(d)}"', "X-Repo-Commit": SHA}
-        site.pages[f"/org/name/resolve/{SHA}/{f}"] = Page(d, headers=headers)
-
-
 @pytest.fixture(autouse=True)
 def _online(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants as constants
@@ -224,7 +217,7 @@ def _online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
-    hub(site, FILES)
+    serve_repository(site, FILES)
     folder = download_snapshot("org/name", "v1", tmp_path, show_progress=False, endpoint=site.url)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
@@ -235,7 +228,7 @@ def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
 
 def test_cached_hub_repository_works_offline(tmp_path: Path) -> None:
     with serving() as site:
-        hub(site, FILES)
+        serve_repository(site, FILES)
         folder = download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url)
         url = site.url
     assert download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=url) == folder
@@ -244,7 +237,7 @@ def test_cached_hub_repository_works_offline(tmp_path: Path) -> None:
 
 
 def test_no_download_without_fetch(site: Site, tmp_path: Path) -> None:
-    hub(site, FILES)
+    serve_repository(site, FILES)
     assert (
         download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url, allow_download=False)
         is None
@@ -265,17 +258,29 @@ def test_missing_hub_repository(site: Site, tmp_path: Path) -> None:
 
 
 def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
-    hub(site, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    serve_repository(site, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     with pytest.raises(ModelError, match="safetensors"):
         download_snapshot("org/name", None, tmp_path, show_progress=False, endpoint=site.url)
 
 
 def test_hub_names_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(huggingface, "download_snapshot", lambda *args, allow_download: seen.append(args) or tmp_path)
+
+    def record(*args: object, gguf_choice: str | None, allow_download: bool) -> Path:
+        seen.append((*args, gguf_choice))
+        return tmp_path
+
+    monkeypatch.setattr(huggingface, "download_snapshot", record)
     assert resolve_model("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
     assert resolve_model("hf:org/name", tmp_path, revision="v1", show_progress=False) == tmp_path
-    assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]
+    assert resolve_model("hf:org/name:Q4_K_M", tmp_path) == tmp_path
+    assert resolve_model("hf:org/name/sub/m-Q4_0.gguf@v1", tmp_path) == tmp_path
+    assert seen == [
+        ("org/na.me-1", "refs/pr/1", tmp_path / "hf", True, None),
+        ("org/name", "v1", tmp_path / "hf", False, None),
+        ("org/name", None, tmp_path / "hf", True, "Q4_K_M"),
+        ("org/name", "v1", tmp_path / "hf", True, "sub/m-Q4_0.gguf"),
+    ]
 
 
 def test_pull_command_prints_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,6 +274,7 @@ def _check_gpu_memory(
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
+    from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
     given = given_options(args, EngineConfig)
     settings = EngineConfig.build(
@@ -282,7 +283,7 @@ def _check_gpu_memory(
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
     ).with_gpu_defaults()
-    dtype = memory.weight_dtype(checkpoint, settings.dtype)
+    dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
@@ -293,7 +294,8 @@ def _check_gpu_memory(
     packed = memory.uses_packed_weights(checkpoint, settings, dtype)
     plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
-    weights = f"{dtype} {form}"
+    rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")
+    weights = f"{dtype}{rounded} {form}"
     batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"
     yield DoctorFinding(
         "gpu memory", f"{_format_gib(gpu_bytes)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}"

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     help_ = "Train an EAGLE-3 head from the model's own output. A run that was interrupted is continued."
     train = kinds.add_parser("train", help=help_, description=help_)
-    train.add_argument("model", metavar="MODEL", help="Model: smollm2, hf:org/name, a directory or a .gguf file.")
+    train.add_argument(
+        "model", metavar="MODEL", help="Model: smollm2, hf:org/name[:Q4_K_M], a directory or a .gguf file."
+    )
     train.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="Directory for the drafter, its data and its state."
     )

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
     parser.add_argument(
         "model",
         nargs="?",
-        help=f"Model: smollm2, hf:org/name, a directory or a .gguf file. (default: {DEFAULT_MODEL})",
+        help=f"Model: smollm2, hf:org/name[:Q4_K_M], a directory or a .gguf file. (default: {DEFAULT_MODEL})",
     )
     parser.add_argument(
         "--models",

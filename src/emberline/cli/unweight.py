@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    source = f"{', '.join(ALIASES)}, hf:org/name, a directory or a .gguf file"
+    source = f"{', '.join(ALIASES)}, hf:org/name[:Q4_K_M], a directory or a .gguf file"
     for name, help_ in (
         ("pack", "Write a packed copy of a model."),
         ("unpack", "Restore the original, byte for byte."),

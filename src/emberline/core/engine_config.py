@@ -261,8 +261,8 @@ class EngineConfig:
     threads: int = option(0, "CPU threads; 0: one per core.")
     dtype: str = option(
         "auto",
-        "Data type of the weights; auto: chosen by checkpoint and device.",
-        choices=("auto", "bfloat16", "float32"),
+        "Data type of the weights; auto: that of the checkpoint, but bfloat16 for float16. float16: on a CPU only.",
+        choices=("auto", "bfloat16", "float16", "float32"),
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gpu: GPUConfig = field(default_factory=GPUConfig)

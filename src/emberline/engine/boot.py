@@ -25,6 +25,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache, share_cac
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.checksum import select_crc
@@ -46,7 +47,8 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.loader import DTYPES, load_decoder
+from emberline.models.loader import DTYPES, load_checkpoint
+from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
     from emberline.models.reader import FileReader
 
+KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # on a CPU
 STAGING_BLOCKS = 128  # buffers for blocks on their way to disk and back, if kv_host_memory is 0
 DEFAULT_KV_CONTEXTS = 8  # full contexts that the CPU's cache holds by default, if memory allows
 
@@ -73,6 +76,7 @@ class LoadedEngine:
     device: str
     kv_dtype: str
     numerics: Numerics
+    stored_dtype: str  # of the matrices in the checkpoint's files
 
 
 def boot(
@@ -98,6 +102,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
+    check_requested_dtype(config.dtype, on_gpu=True)
     _check_host_memory(config)
 
     def load_library() -> ctypes.CDLL | None:
@@ -113,7 +118,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     return boot_from_checkpoint(
         Path(config.model),
         config,
-        dtype=_parse_dtype("dtype", config.dtype),
+        dtype=DTYPES[config.dtype],
         reader=reader,
         make_compiler=_make_grammar_compiler,
         build_tiers=make_tiers if config.tiers.has_tiers else None,
@@ -135,6 +140,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         numerics=_numerics_of(
             booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", "cuda"
         ),
+        stored_dtype=booted.stored_dtype,
     )
 
 
@@ -147,15 +153,17 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     # torch's threads spin for a while after each op, on the cores that our kernels need next: one is enough for torch.
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
-    model = load_decoder(Path(config.model), config.dtype, config.requested_context)
+    checkpoint = Checkpoint.open(Path(config.model))
+    model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
+    draft_dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
     draft_model = load_draft_model(
-        config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, model.dtype)
+        config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
     cache = allocate_cache(
         model,
-        dtype=_parse_dtype("kv_dtype", config.kv_cache.kv_dtype) or model.dtype,
+        dtype=_choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
         block_size=scheduler.block_size,
         memory_bytes=share_cache_memory(
             config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
@@ -190,6 +198,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         device="cpu",
         kv_dtype=_dtype_name(cache.shape.dtype),
         numerics=_numerics_of(model, cache, "plain", "cpu"),
+        stored_dtype=stored_weight_dtype(checkpoint),
     )
 
 
@@ -273,10 +282,12 @@ def _make_grammar_compiler(directory: Path, config: ModelConfig) -> GrammarCompi
     return GrammarCompiler(directory / "tokenizer.json", config.vocab, sorted(set(config.eos)))
 
 
-def _parse_dtype(field: str, name: str) -> torch.dtype | None:
-    if name not in DTYPES:
-        raise InvalidRequest(f"{field} is {name!r}; it must be one of {', '.join(DTYPES)}", param=field)
-    return DTYPES[name]
+def _choose_kv_dtype(requested: str, weight_dtype: torch.dtype) -> torch.dtype:
+    name = default_kv_dtype(_dtype_name(weight_dtype)) if requested == "auto" else requested
+    if name not in KV_DTYPES:
+        choices = ", ".join(("auto", *KV_DTYPES))
+        raise InvalidRequest(f"kv_dtype is {name!r}; on a CPU it must be one of {choices}", param="kv_dtype")
+    return KV_DTYPES[name]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

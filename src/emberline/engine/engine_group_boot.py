@@ -21,6 +21,7 @@ from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, usable_model_bytes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -68,10 +69,10 @@ class WeightEstimate:
     def from_config(config: EngineConfig) -> WeightEstimate:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_checkpoint(checkpoint)
-        dtype = memory.weight_dtype(checkpoint, config.dtype)
+        dtype = choose_weight_dtype(checkpoint, config.dtype, on_gpu=runs_on_gpu(config))
         packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype)
         both = runs_on_gpu(config) and config.gpu.weights == "both"
-        size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed, both=both)
+        size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both)
         return WeightEstimate(model, dtype, size, packed)
 
 

@@ -13,6 +13,7 @@ from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, m
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import default_kv_dtype
 
 USABLE_FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
@@ -32,9 +33,6 @@ MAX_PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
 PACKED_GRAIN, PACKED_BLOCK_ROWS = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
-READABLE_DTYPES = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py supports
-# Stacked to the first matrix.
-FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +129,6 @@ def plan_engine_memory(
     )
 
 
-def weight_dtype(checkpoint: Checkpoint, requested: str = "auto") -> str:
-    """Return the dtype of the weights: the requested one, or that of the checkpoint's first matrix.
-
-    float16 becomes float32, since no kernel reads it. Raises UnsupportedModel for other dtypes."""
-    dtypes = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
-    if unsupported := dtypes - READABLE_DTYPES:
-        hint = f"supported dtypes: {' '.join(sorted(READABLE_DTYPES))}"
-        raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
-    if requested != "auto":
-        return requested
-    return "float32" if dtypes & {"F32", "F16"} else "bfloat16"
-
-
 def uses_packed_weights(checkpoint: Checkpoint, settings: EngineConfig, dtype: str) -> bool:
     """Return whether weights of this dtype are kept packed, in 12 bits each.
 
@@ -172,7 +157,7 @@ def reject_mixture_of_experts(config: ModelConfig) -> None:
 
 def kv_dtype(settings: EngineConfig, dtype: str) -> str:
     """Return the name of the KV cache's dtype. Raises InvalidRequest if it is unknown."""
-    name = dtype if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
+    name = default_kv_dtype(dtype) if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
     if name not in DTYPE_BYTES:
         raise InvalidRequest(
             f"kv_dtype is {name!r}; it must be one of auto, {', '.join(DTYPE_BYTES)}", param="kv_dtype"

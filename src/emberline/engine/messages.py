@@ -59,6 +59,7 @@ class LoadedModelInfo(msgspec.Struct):
     kv_dtype: str = ""  # torch's name of the KV cache's dtype
     prefix_cache: bool = True
     numerics: Numerics | None = None
+    stored_dtype: str = ""  # of the matrices in the checkpoint's files
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
 
 

@@ -140,6 +140,7 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
         prefix_cache=loaded.engine.config.prefix_cache,
         peer=dataclasses.asdict(endpoint.sender.peer) if endpoint is not None else None,
         numerics=loaded.numerics,
+        stored_dtype=loaded.stored_dtype,
         speculates=loaded.engine.scheduler.drafter is not None,
     )
 

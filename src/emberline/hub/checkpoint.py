@@ -17,6 +17,10 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 
 
+class MissingTensor(ModelFileError):
+    """The model needs a tensor that the checkpoint does not have."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     directory: Path
@@ -46,7 +50,7 @@ class Checkpoint:
             return self.tensors[name]
         except KeyError:
             hint = "check that config.json belongs to this model"
-            raise ModelFileError(f"{self.directory} has no tensor {name!r}", hint=hint) from None
+            raise MissingTensor(f"{self.directory} has no tensor {name!r}", hint=hint) from None
 
 
 def _read_all_tensors(directory: Path) -> dict[str, TensorInfo]:

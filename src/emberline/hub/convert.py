@@ -1,4 +1,4 @@
-"""Converts a GGUF file once to an ordinary checkpoint directory, so that only `hub` handles GGUF."""
+"""Converts a GGUF model once to an ordinary checkpoint directory, so that only `hub` handles GGUF."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy as np
 from emberline.core.errors import ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
-from emberline.hub.gguf import GGUFFile, GGUFTensor
-from emberline.hub.ggufconfig import build_generation_config, build_model_config, checkpoint_tensor_name
+from emberline.hub.gguf import GGUFTensor
+from emberline.hub.gguf_architectures import GGUFArchitecture, select_architecture
+from emberline.hub.gguf_model import GGUFModel
+from emberline.hub.ggufconfig import build_generation_config, build_model_config
 from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
@@ -25,38 +27,41 @@ CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 def convert_gguf(source: Path, target: Path) -> Path:
     """Convert `source` to the checkpoint directory `target` unless it exists, and return `target`.
 
-    The directory appears complete or not at all.
+    If `source` is a part of a split model, all its parts are converted. The directory appears complete or not at all.
     """
     if target.is_dir():
         return target
     with file_lock(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
-            with GGUFFile(source) as file, atomic_directory(target) as work:
-                _write_checkpoint(file, work)
+            with GGUFModel(source) as model, atomic_directory(target) as work:
+                _write_checkpoint(model, work)
     return target
 
 
-def _write_checkpoint(file: GGUFFile, directory: Path) -> None:
-    tokenizer, tokenizer_config = build_tokenizer_files(file.metadata)
-    tensors = _tensors_by_name(file)
-    config = build_model_config(file, _torch_dtype(tensors))
-    if len(file.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
-        raise ModelFileError(f"{file.path} has more tokens in its vocabulary than rows in its embedding")
+def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
+    tokenizer, tokenizer_config = build_tokenizer_files(model.metadata)
+    architecture = select_architecture(model.metadata)
+    tensors = _tensors_by_name(model, architecture)
+    config = build_model_config(model, architecture, _torch_dtype(tensors))
+    if len(model.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
+        raise ModelFileError(f"{model.path} has more tokens in its vocabulary than rows in its embedding")
     _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", build_generation_config(file.metadata))
+    _write_json(directory / "generation_config.json", build_generation_config(model.metadata))
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_text(directory / "tokenizer.json", tokenizer)
     specs = {name: (_checkpoint_dtype(t), t.shape) for name, t in tensors.items()}
-    write_tensors(directory / "model.safetensors", specs, _iter_all_tensor_bytes(file, tensors, config))
+    permuted: dict[str, int] = {}
+    if architecture.has_rotary_pairs:
+        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    write_tensors(directory / "model.safetensors", specs, _iter_all_tensor_bytes(model, tensors, permuted))
 
 
-def _tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
+def _tensors_by_name(model: GGUFModel, architecture: GGUFArchitecture) -> dict[str, GGUFTensor]:
     out: dict[str, GGUFTensor] = {}
-    for tensor in file.tensors.values():
-        name = checkpoint_tensor_name(tensor.name)
-        if name in out:
-            raise ModelFileError(f"{file.path} has two tensors for {name}")
-        if name is not None:
+    for stored in model.tensors.values():
+        for name, tensor in architecture.list_checkpoint_tensors(stored):
+            if name in out:
+                raise ModelFileError(f"{model.path} has two tensors for {name}")
             out[name] = tensor
     return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_checkpoint_dtype(item[1])], item[0])))
 
@@ -70,21 +75,21 @@ def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
-def _iter_all_tensor_bytes(file: GGUFFile, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
-    permuted: dict[str, int] = {}
-    if file.metadata["general.architecture"] == "llama":
-        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+def _iter_all_tensor_bytes(
+    model: GGUFModel, tensors: dict[str, GGUFTensor], permuted: dict[str, int]
+) -> Iterator[bytes]:
+    """Yield the bytes of all tensors. `permuted`: the number of heads of tensors that are stored as rotary pairs."""
     for tensor in tensors.values():
-        yield from _iter_tensor_bytes(file, tensor, permuted.get(tensor.name.split(".")[-2]))
+        yield from _iter_tensor_bytes(model, tensor, permuted.get(tensor.name.split(".")[-2]))
 
 
-def _iter_tensor_bytes(file: GGUFFile, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
+def _iter_tensor_bytes(model: GGUFModel, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
     """Yield the tensor's bytes in the checkpoint's dtype, a batch of rows at a time.
 
     Every GGUF format codes each row separately. So attention heads can be reordered as raw bytes before dequantisation.
     """
     row_bytes = tensor.shape[-1] // tensor.type.block_elements * tensor.type.block_bytes
-    rows = np.frombuffer(file.raw_bytes(tensor), dtype=np.uint8)
+    rows = np.frombuffer(model.raw_bytes(tensor), dtype=np.uint8)
     if permuted_heads is not None:
         unit = row_bytes if len(tensor.shape) > 1 else tensor.type.block_bytes
         rows = _reorder_rotary_rows(rows.reshape(-1, unit), permuted_heads, tensor.name)

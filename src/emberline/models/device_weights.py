@@ -105,13 +105,13 @@ class DeviceWeights(Weights):
         rows is a multiple of the group size.
         """
         rows = [count for _, count in parts]
-        whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
+        whole = torch.empty(sum(rows), columns, dtype=self.stack_dtype(parts, columns), device=self.device)
         for (name, count), view in zip(parts, split_stack(whole, rows, gated), strict=True):
             self._queue_load(name, (count, columns), view)
         return whole
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
-        dtype, rows = self._stack_dtype(parts, columns), [count for _, count in parts]
+        dtype, rows = self.stack_dtype(parts, columns), [count for _, count in parts]
         if not self.packed or dtype is not torch.bfloat16:
             return super().linear(parts, columns, gated=gated)
         weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
@@ -139,18 +139,6 @@ class DeviceWeights(Weights):
         finally:
             if self._reader is not None:
                 self._reader.close()
-
-    def _stack_dtype(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.dtype:
-        """Check the shape of every part and return the dtype of the stacked matrix."""
-        kept = [self._file_dtype(name, (rows, columns)) for name, rows in parts]
-        widest = kept[0]
-        for dtype in kept[1:]:
-            widest = torch.promote_types(widest, dtype)
-        return self.dtype or (torch.float32 if widest == torch.float16 else widest)
-
-    def _file_dtype(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
-        self._check_tensor(name, shape)
-        return DTYPES[self.checkpoint.tensor_info(name).dtype]
 
     def _queue_load(self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart) -> None:
         self._check_tensor(name, shape)

@@ -19,24 +19,28 @@ from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.rope import compute_inverse_frequencies
+from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
+from emberline.models.weight_dtype import choose_weight_dtype
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.format import Bytes
 from emberline.unweight.tensor import CodedTensor, is_coded
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
+DTYPES = {"auto": None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
+    """Load a model from a checkpoint directory, as `load_checkpoint` does."""
+    return load_checkpoint(Checkpoint.open(directory), dtype, max_context)
+
+
+def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
     """Load a model for sequences of up to `max_context` tokens, by default the context of its config.
 
-    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes float32.
+    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16.
     """
-    if dtype not in DTYPES:
-        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
-    checkpoint = Checkpoint.open(directory)
+    choose_weight_dtype(checkpoint, dtype, on_gpu=False)
     config = ModelConfig.from_checkpoint(checkpoint)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.longest_context:
@@ -44,7 +48,7 @@ def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None =
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
     weights = Weights(checkpoint, DTYPES[dtype])
-    decoder = DecoderModel.load(config, weights, context, "")
+    decoder = load_model(config, weights, context)
     weights.finish(IGNORABLE_TENSORS)
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, used, context))

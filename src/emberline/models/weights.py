@@ -9,7 +9,7 @@ import mmap
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,14 @@ from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
 COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
+MAX_LISTED_NAMES = 10
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names of a list, for an error message."""
+    more = len(names) - MAX_LISTED_NAMES
+    return ", ".join(repr(name[:120]) for name in names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class Weights:
@@ -45,7 +52,8 @@ class Weights:
         """
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
-        self.dtype = dtype  # of matrices; None: that of the file, but float32 for float16, which no kernel reads
+        # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
+        self.dtype = dtype
         self.loaded_bytes = 0  # in the final dtype
         self._unused = set(checkpoint.tensor_names())
         self._files: dict[Path, mmap.mmap] = {}
@@ -72,9 +80,7 @@ class Weights:
 
         It is a view of the mapped file, unless its dtype had to be converted.
         """
-        view = self._view_tensor(name, (rows, columns))
-        kept = torch.float32 if view.dtype == torch.float16 else view.dtype
-        return self._mark_used(name, view.to(self.dtype or kept))
+        return self.stack([(name, rows)], columns)
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return matrices (name, rows) stacked into one.
@@ -82,8 +88,18 @@ class Weights:
         With `gated`, the parts are a gate and an up matrix. Here their rows are not interleaved, because packing for
         the CPU does that; DeviceWeights interleaves them.
         """
-        views = [self.load_matrix(name, rows, columns) for name, rows in parts]
+        dtype = self.stack_dtype(parts, columns)
+        views = [self._mark_used(name, self._view_tensor(name, (rows, columns)).to(dtype)) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
+
+    def stack_dtype(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.dtype:
+        """Check the shape and dtype of matrices (name, rows), and return the dtype of the stacked matrix."""
+        for name, rows in parts:
+            self._check_tensor(name, (rows, columns))
+        stored = [DTYPES[self.checkpoint.tensor_info(name).dtype] for name, _ in parts]
+        if self.dtype is torch.float16:  # only if it is exact: other dtypes have a wider range
+            return reduce(torch.promote_types, stored)
+        return self.dtype or (torch.float32 if torch.float32 in stored else torch.bfloat16)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""
@@ -116,13 +132,16 @@ class Weights:
 
     def finish(self, ignorable_pattern: str) -> None:
         """Raise ModelFileError if a tensor was not used, unless its whole name matches `ignorable_pattern`."""
-        unused = sorted(name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
-        if unused:
-            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        if unused := self.unused_names(ignorable_pattern):
             raise ModelFileError(
-                f"{self.checkpoint.directory} has tensor {unused[0][:120]!r}{more}, which the model does not use",
+                f"{self.checkpoint.directory} has tensors that the model does not use ({len(unused)}): "
+                f"{format_names(unused)}",
                 hint="check that config.json belongs to this model",
             )
+
+    def unused_names(self, ignorable_pattern: str) -> list[str]:
+        """Return the tensors that were not loaded and whose whole name does not match `ignorable_pattern`."""
+        return sorted(name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
 
     def _mark_used(self, name: str, tensor: Tensor) -> Tensor:
         assert name in self._unused, f"{name} loaded twice"

@@ -221,9 +221,15 @@ def _build_transfer_config(worker: WorkerConfig, host: str, port: int) -> Transf
 
 def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
     for name, info in info_by_model.items():
+        dtype = "" if info.numerics is None else info.numerics.dtype
+        if info.stored_dtype == "float16" and dtype == "bfloat16":
+            hint = "--dtype float16 on a CPU, or --dtype float32 in twice the memory, keeps the exact values"
+            log.info("Weights rounded: model=%s from=float16 to=bfloat16 (hint: %s)", name, hint)
         log.info(
-            "Model loaded: model=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
+            "Model loaded: model=%s dtype=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f "
+            "kernels=%r",
             name,
+            dtype,
             info.max_context,
             info.kv_tokens,
             info.weight_bytes / 1e6,

@@ -46,9 +46,11 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.draft_model import DraftModel
-from emberline.models.loader import IGNORABLE_TENSORS, compute_fingerprint
+from emberline.models.loader import compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
+from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
+from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class BootedGPUEngine:
     plan: MemoryPlan
     seconds: Mapping[str, float]
     weights: str = "plain"  # format in GPU memory: plain, packed or both
+    stored_dtype: str = ""  # of the matrices in the checkpoint's files
 
 
 class SyncRunner:
@@ -109,7 +112,7 @@ def boot_gpu(
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice()
-    model = DecoderModel.load(config, weights, context, "")
+    model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
@@ -192,7 +195,7 @@ def boot_from_checkpoint(
     memory.reject_mixture_of_experts(config)
     context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    used = memory.weight_dtype(checkpoint, name)
+    used = choose_weight_dtype(checkpoint, name, on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, used)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
@@ -216,7 +219,8 @@ def boot_from_checkpoint(
         build_endpoint=build_endpoint,
         load_draft=lambda target: load_on_device(settings.speculation, target, directory, device, packed=packed),
     )
-    return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
+    seconds = {"config": opened - began, "device": initialized - opened, **booted.seconds}
+    return replace(booted, seconds=seconds, stored_dtype=stored_weight_dtype(checkpoint))
 
 
 def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:

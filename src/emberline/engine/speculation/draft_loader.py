@@ -15,7 +15,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DecoderDraftModel, DraftModel
 from emberline.models.eagle3 import load_eagle3_head
-from emberline.models.loader import IGNORABLE_TENSORS
+from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
 from emberline.models.weights import Weights
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -46,7 +46,7 @@ def load_draft_model(
             f"the model is served with {target.context}",
             hint=f"use --max-context {config.longest_context}",
         )
-    model = DecoderModel.load(config, weights, target.context, "")
+    model = load_model(config, weights, target.context)
     weights.finish(IGNORABLE_TENSORS)
     return DecoderDraftModel(model, target.config.vocab, weights.loaded_bytes)
 

@@ -52,17 +52,23 @@ inline Vec load_wide(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
+inline Vec load_wide(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
 inline void load_pair(const float* p, Vec& low, Vec& high) {
     low = load(p);
     high = load(p + kLanes);
 }
 
-inline void load_pair(const bf16* p, Vec& low, Vec& high) {
+template <class B>
+inline void load_pair(const B* p, Vec& low, Vec& high) {
     low = load_wide(p);
     high = load_wide(p + kLanes);
 }
 
-inline void widen8(const bf16* from, float* to) { store(to, load_wide(from)); }
+template <class B>
+inline void widen8(const B* from, float* to) {
+    store(to, load_wide(from));
+}
 
 inline void keep_together(Vec*) {}
 

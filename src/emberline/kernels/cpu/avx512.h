@@ -44,12 +44,15 @@ inline Vec load_wide(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
+inline Vec load_wide(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
 inline void load_pair(const float* p, Vec& low, Vec& high) {
     low = load(p);
     high = load(p + kLanes);
 }
 
-inline void load_pair(const bf16* p, Vec& low, Vec& high) {
+template <class B>
+inline void load_pair(const B* p, Vec& low, Vec& high) {
     low = load_wide(p);
     high = load_wide(p + kLanes);
 }
@@ -57,6 +60,10 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
 inline void widen8(const bf16* from, float* to) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
+}
+
+inline void widen8(const f16* from, float* to) {
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
 inline void keep_together(Vec*) {}

@@ -19,6 +19,12 @@ from emberline.kernels.weight_unpacker import WeightUnpacker
 
 STORE, ADD, GATED = 0, 1, 2  # what ember_linear does with a product
 
+PANEL_LAYOUTS = {
+    torch.bfloat16: WeightLayout.BF16,
+    torch.float16: WeightLayout.F16,
+    torch.float32: WeightLayout.F32,
+}
+
 
 class CPUBackend(ReferenceBackend):
     """Runs the native kernels.
@@ -44,13 +50,14 @@ class CPUBackend(ReferenceBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight rearranged into panels of columns, which the kernels read in order.
 
-        A bf16 weight stays bf16, and a float16 weight becomes float32. On a CPU with AMX, products with a bf16 weight
-        also round their inputs to bf16.
+        A bf16 or float16 weight keeps its dtype. On a CPU with AMX, products with a bf16 weight also round their inputs
+        to bf16.
         """
         assert not gated or weight.shape[0] % 2 == 0
-        rows = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
-        narrow = WeightLayout.AMX if self.library.ember_amx() else WeightLayout.BF16
-        layout = narrow if weight.dtype == torch.bfloat16 else WeightLayout.F32
+        layout = PANEL_LAYOUTS.get(weight.dtype, WeightLayout.F32)
+        if layout is WeightLayout.BF16 and self.library.ember_amx():
+            layout = WeightLayout.AMX
+        rows = (weight.float() if layout is WeightLayout.F32 else weight).contiguous()
         (n, k), panel = rows.shape, self.library.ember_panel()
         depth = -(-k // 32) * 32 if layout is WeightLayout.AMX else k
         data = torch.empty(-(-n // panel) * panel * depth, dtype=rows.dtype)
@@ -101,9 +108,9 @@ class CPUBackend(ReferenceBackend):
                 return super().embed(ids, table)
             assert not table.gated
             pointer, layout, k, packed = table.ptr, table.layout, table.k, True
-        elif table.dtype in (torch.bfloat16, torch.float32):
+        elif table.dtype in PANEL_LAYOUTS:
             assert table.is_contiguous()
-            layout = WeightLayout.BF16 if table.dtype == torch.bfloat16 else WeightLayout.F32
+            layout = PANEL_LAYOUTS[table.dtype]
             pointer, k, packed = table.data_ptr(), table.shape[1], False
         else:
             return super().embed(ids, table)

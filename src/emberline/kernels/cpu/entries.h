@@ -4,7 +4,7 @@
 extern "C" {
 
 enum Mode { kStore, kAdd, kGated };
-enum Layout { kBf16, kF32, kAmx };  // the same numbers as packed_weight.py
+enum Layout { kBf16, kF32, kAmx, kF16 };  // the same numbers as packed_weight.py
 
 struct Layer {
     const void *qkv, *o, *gate_up, *down;

@@ -4,9 +4,9 @@
 #include "portable.h"
 #elif defined(__aarch64__)
 #include "neon.h"
-#elif defined(__AVX512F__) && defined(__AVX512BW__)
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__F16C__)
 #include "avx512.h"
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "avx2.h"
 #else
 #include "portable.h"

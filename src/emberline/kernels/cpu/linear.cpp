@@ -53,7 +53,8 @@ Inputs prepare(const Linear& op) {
 
 inline const float* widen_weights(const float* b, long) { return b; }
 
-inline const float* widen_weights(const bf16* b, long count) {
+template <class B>
+inline const float* widen_weights(const B* b, long count) {
     float* to = scratch(kWeights, long(kChunk) * kPanel);
     widen_rows(b, count, 1, count, to, count);
     return to;
@@ -119,7 +120,8 @@ int ember_panel() { return kPanel; }
 
 void ember_pack(const void* from, void* to, int layout, int n, int k, int gated) {
     if (layout == kAmx) amx::pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
-    else if (layout) pack(static_cast<const float*>(from), static_cast<float*>(to), n, k, gated);
+    else if (layout == kF32) pack(static_cast<const float*>(from), static_cast<float*>(to), n, k, gated);
+    else if (layout == kF16) pack(static_cast<const f16*>(from), static_cast<f16*>(to), n, k, gated);
     else pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
 }
 
@@ -127,13 +129,15 @@ void ember_linear(const float* x, const void* w, int layout, int m, int n, int k
                   float* y, int mode) {
     Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode)};
     if (layout == kAmx) amx::run(op, static_cast<const bf16*>(w));
-    else if (layout) run(op, static_cast<const float*>(w));
+    else if (layout == kF32) run(op, static_cast<const float*>(w));
+    else if (layout == kF16) run(op, static_cast<const f16*>(w));
     else run(op, static_cast<const bf16*>(w));
 }
 
 void ember_embed(const long* ids, int count, const void* table, int layout, int k, int packed, float* out) {
     if (layout == kAmx) amx::embed(ids, count, static_cast<const bf16*>(table), k, out);
-    else if (layout) gather(ids, count, static_cast<const float*>(table), k, packed, out);
+    else if (layout == kF32) gather(ids, count, static_cast<const float*>(table), k, packed, out);
+    else if (layout == kF16) gather(ids, count, static_cast<const f16*>(table), k, packed, out);
     else gather(ids, count, static_cast<const bf16*>(table), k, packed, out);
 }
 

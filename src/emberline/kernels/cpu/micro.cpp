@@ -92,5 +92,6 @@ void run_tile(int rows, const Product<B>& p, std::integer_sequence<int, R...>) {
 
 void run_tile(int rows, const Product<float>& p) { run_tile(rows, p, std::make_integer_sequence<int, kRows>{}); }
 void run_tile(int rows, const Product<bf16>& p) { run_tile(rows, p, std::make_integer_sequence<int, kRows>{}); }
+void run_tile(int rows, const Product<f16>& p) { run_tile(rows, p, std::make_integer_sequence<int, kRows>{}); }
 
 }  // namespace ember

@@ -27,6 +27,7 @@ struct Product {
 // Multiplies `rows` inputs by one panel. Few rows use the full width, many rows use narrower tiles that fill registers better.
 void run_tile(int rows, const Product<float>& p);
 void run_tile(int rows, const Product<bf16>& p);
+void run_tile(int rows, const Product<f16>& p);
 
 // Splits `rows` into as few register tiles as possible, of nearly equal size: nine rows are 5 + 4, not 8 + 1.
 struct RowBlocks {

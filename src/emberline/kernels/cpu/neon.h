@@ -52,11 +52,18 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
     high = vreinterpretq_f32_u16(vzip2q_u16(none, both));
 }
 
+inline void load_pair(const f16* p, Vec& low, Vec& high) {
+    float16x8_t both = vreinterpretq_f16_u16(vld1q_u16(&p->bits));
+    low = vcvt_f32_f16(vget_low_f16(both));
+    high = vcvt_high_f32_f16(both);
+}
+
 inline __attribute__((always_inline)) void keep_together(Vec* w) {  // eight vectors, which the compiler would otherwise interleave
     asm volatile("" : "+w"(w[0]), "+w"(w[1]), "+w"(w[2]), "+w"(w[3]), "+w"(w[4]), "+w"(w[5]), "+w"(w[6]), "+w"(w[7]));
 }
 
-inline void widen8(const bf16* from, float* to) {
+template <class B>
+inline void widen8(const B* from, float* to) {
     Vec low, high;
     load_pair(from, low, high);
     store(to, low);

@@ -45,7 +45,8 @@ inline void load_pair(const B* p, Vec& low, Vec& high) {
     high = Vec{widen(p[4]), widen(p[5]), widen(p[6]), widen(p[7])};
 }
 
-inline void widen8(const bf16* from, float* to) {
+template <class B>
+inline void widen8(const B* from, float* to) {
     for (int i = 0; i < 8; i++) to[i] = widen(from[i]);
 }
 

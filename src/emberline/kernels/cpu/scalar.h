@@ -20,6 +20,23 @@ inline float widen(bf16 x) {
     return f;
 }
 
+struct f16 {
+    uint16_t bits;
+};
+
+// The exponent bias differs by 112 = 127 - 15. A multiplication corrects it and also normalises subnormal numbers.
+inline float widen(f16 x) {
+    uint32_t bits = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    f *= 0x1p112f;
+    std::memcpy(&bits, &f, 4);
+    if ((x.bits & 0x7c00) == 0x7c00) bits = 0x7f800000 | uint32_t(x.bits & 0x3ff) << 13;  // infinity or NaN
+    bits |= sign;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
 inline bf16 round_bf16(float x) {  // to nearest, ties to even, NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, 4);

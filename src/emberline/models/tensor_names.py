@@ -1,0 +1,77 @@
+"""load_model: loads a decoder, and lists all missing tensors if the checkpoint lacks one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.checkpoint import MissingTensor
+from emberline.kernels import ops
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.weights import Weights, format_names
+
+# Of older checkpoints: the rotary frequencies, which are computed from config.json.
+IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
+
+
+def load_model(config: ModelConfig, weights: Weights, context: int) -> DecoderModel:
+    """Load the decoder, without a fingerprint.
+
+    Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used.
+    """
+    try:
+        return DecoderModel.load(config, weights, context, "")
+    except MissingTensor as first:
+        names = TensorNameScan(weights)
+        try:
+            DecoderModel.load(config, names, context, "")
+        except ModelFileError:
+            raise first from None
+        raise names.make_error() from first
+
+
+class TensorNameScan(Weights):
+    """Collects the names of the tensors that a model loads. All tensors are empty, and no file is read."""
+
+    device = torch.device("meta")
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights.checkpoint, weights.dtype, shard=weights.shard)
+        self._missing: list[str] = []
+
+    def make_error(self) -> ModelFileError:
+        unused = self.unused_names(IGNORABLE_TENSORS)
+        also = f"; unused tensors ({len(unused)}): {format_names(unused)}" if unused else ""
+        return ModelFileError(
+            f"{self.checkpoint.directory} lacks tensors that config.json requires ({len(self._missing)}): "
+            f"{format_names(self._missing)}{also}",
+            hint="check that config.json belongs to this model, and that all its files are there",
+        )
+
+    def load_vector(self, name: str, size: int) -> Tensor:
+        return self._record(name, size)
+
+    def load_integers(self, name: str, size: int) -> Tensor:
+        return self._record(name, size)
+
+    def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+        return torch.cat([self._record(name, rows, columns) for name, rows in parts])
+
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+        whole = self.stack(parts, columns)
+        return ops.empty_weight(len(whole), columns, whole.dtype, self.device, gated=gated)
+
+    def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
+        self._unused.discard(name)
+        return True
+
+    def _record(self, name: str, *shape: int) -> Tensor:
+        if name in self.checkpoint.tensors:
+            self._unused.discard(name)
+        else:
+            self._missing.append(name)
+        return torch.empty(shape, dtype=self.dtype or torch.float32, device=self.device)

@@ -1,0 +1,63 @@
+"""The data types of matrices: in a checkpoint's files, and in memory.
+
+By default float16 is rounded to bfloat16, which has 8 significant bits instead of 11 and a wider range: the kernels of
+a GPU, and AMX on a CPU, read bfloat16. If float16 is requested, other kernels of the CPU read it without rounding.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from emberline.core.errors import InvalidRequest, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
+
+STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by their names in safetensors files
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+REQUESTED_DTYPES = ("auto", *DTYPE_BYTES)
+# Stacked to the first matrix.
+FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+def stored_weight_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype of the first matrix in the files, or the widest of its parts. Raises UnsupportedModel."""
+    dtypes = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
+    if unsupported := dtypes - STORED_DTYPES.keys():
+        hint = f"supported dtypes: {' '.join(sorted(STORED_DTYPES))}"
+        raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
+    return next((STORED_DTYPES[dtype] for dtype in ("F32", "F16") if dtype in dtypes), "bfloat16")
+
+
+def choose_weight_dtype(checkpoint: Checkpoint, requested: str = "auto", *, on_gpu: bool) -> str:
+    """Return the dtype of the weights in memory: the requested one, or that of the files, with bfloat16 for float16.
+
+    Raises InvalidRequest if the device or the model does not support it, UnsupportedModel for other dtypes in files."""
+    check_requested_dtype(requested, on_gpu=on_gpu)
+    stored = stored_weight_dtype(checkpoint)
+    if requested == "float16" and stored != "float16":
+        raise InvalidRequest(
+            f"dtype is float16, but the weights in {checkpoint.directory} are {stored}, which has a wider range",
+            param="dtype",
+            hint="use --dtype auto or --dtype bfloat16",
+        )
+    if requested != "auto":
+        return requested
+    return "bfloat16" if stored == "float16" else stored
+
+
+def check_requested_dtype(requested: str, *, on_gpu: bool) -> None:
+    """Raise InvalidRequest if the name is unknown, or if no kernel of the device reads the dtype."""
+    if requested not in REQUESTED_DTYPES:
+        raise InvalidRequest(
+            f"dtype must be one of {', '.join(REQUESTED_DTYPES)}, not {requested[:80]!r}", param="dtype"
+        )
+    if requested == "float16" and on_gpu:
+        raise InvalidRequest(
+            "dtype is float16, which the kernels of a GPU do not read",
+            param="dtype",
+            hint="use --dtype bfloat16, which rounds the weights, --dtype float32, or --device cpu",
+        )
+
+
+def default_kv_dtype(weight_dtype: str) -> str:
+    """Return the dtype of the KV cache if none is requested. No kernel reads a cache in float16."""
+    return "bfloat16" if weight_dtype == "float16" else weight_dtype

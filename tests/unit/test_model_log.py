@@ -1,0 +1,34 @@
+"""The server's log says in which dtype a model runs, and when its weights were rounded."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from emberline.core.numerics import Numerics
+from emberline.engine.messages import LoadedModelInfo
+from emberline.worker.main import _log_models
+
+
+def info(stored: str, used: str) -> LoadedModelInfo:
+    return LoadedModelInfo(
+        max_context=64, vocab_size=10, eos=[2], kv_tokens=64, block_size=16, weight_bytes=1, kv_bytes=1, kernels="test",
+        layout="", max_running=1, seconds={}, numerics=Numerics("", used, "plain", used, "cpu"), stored_dtype=stored,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stored", "used", "is_rounded"),
+    [
+        ("float16", "bfloat16", True),
+        ("float16", "float16", False),
+        ("float16", "float32", False),
+        ("bfloat16", "bfloat16", False),
+    ],
+)
+def test_rounded_weights_are_logged(stored: str, used: str, is_rounded: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline.server")
+    _log_models({"m": info(stored, used)})
+    assert ("Weights rounded: model=m from=float16 to=bfloat16" in caplog.text) is is_rounded
+    assert f"Model loaded: model=m dtype={used} " in caplog.text
