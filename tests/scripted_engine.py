@@ -15,7 +15,8 @@ from bytelevel import EOS, byte_level
 from tokenizers import AddedToken
 
 from emberline.api.reasoning import THINK
-from emberline.api.tool_style import HERMES, ToolStyle
+from emberline.api.tool_styles.registry import HERMES
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, Timing
@@ -31,7 +32,7 @@ from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
-from emberline.worker.preparation import PromptBuilder
+from emberline.worker.prompt_builder import PromptBuilder
 
 TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
 Script = Callable[[str, int], str]  # from a choice's text so far and its index to its whole text

@@ -12,8 +12,8 @@ from test_output_parser import make_parser
 
 from emberline.api.output_parser import Piece, merge_adjacent_deltas
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
-from emberline.api.tool_style import TOOL_STYLES, ToolStyle
-from emberline.api.tools import format_tool_calls
+from emberline.api.tool_styles.registry import TOOL_STYLES
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 MARKERS = sorted({m for style in TOOL_STYLES.values() for m in style.markers} | {*THINK.markers, *MAGISTRAL.markers})
@@ -22,7 +22,7 @@ NAMES = ["f", "get_weather", "a.b-c", "", '\u00e9"\n']
 ARGUMENTS = [{}, {"a": 1}, {"s": '}"{\\ </tool_call>', "n": [{"m": {}}, None]}, {"中": "👍\n"}, {"k": '\\"'}]
 CALLS = [
     *(
-        format_tool_calls([(name, json.dumps(args))], style)
+        style.format_calls([(name, json.dumps(args))])
         for style in TOOL_STYLES.values()
         for name in NAMES
         for args in ARGUMENTS
@@ -101,8 +101,8 @@ calls = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["", "Well: ", "é {} \n"]), calls, st.sampled_from(list(TOOL_STYLES.values())))
 def test_formatted_calls_are_parsed_back(text: str, calls: list[tuple[str, Any]], style: ToolStyle) -> None:
-    lead = "" if style.allows_bare_call else text
-    document = lead + format_tool_calls([(name, json.dumps(args)) for name, args in calls], style)
+    lead = "" if style.bare_starts else text
+    document = lead + style.format_calls([(name, json.dumps(args)) for name, args in calls])
     pieces = pieces_of([document], style, None, inside=False)
     assert [p.name for p in pieces if isinstance(p, ToolCallStart)] == [name for name, _ in calls]
     assert [json.loads(p.text) for p in pieces if isinstance(p, ToolCallArguments)] == [args for _, args in calls]
