@@ -61,7 +61,10 @@ THINK_RESPONSE = ReasoningStyle(
     "</think>",
     "Granite 3.3",
     dropped_markers=("<response>", "</response>"),
-    template_signs=(("</think>", "</response>"),),
+    template_signs=(("<think></think>", "<response></response>"),),
+)
+SEED_THINK = ReasoningStyle(
+    "seed", "<seed:think>", "</seed:think>", "Seed-OSS", template_signs=(("<seed:tool_call>",), ("<seed:think>",))
 )
 MAGISTRAL = ReasoningStyle(
     "mistral", "[THINK]", "[/THINK]", "Magistral, Ministral 3", template_signs=(("[/THINK]",),)
@@ -112,6 +115,7 @@ REASONING_STYLES: dict[str, ReasoningStyle] = {
         GEMMA_THOUGHT,
         COHERE_THINKING,
         KIMI_VL,
+        SEED_THINK,
         MAGISTRAL,
         GRANITE_THOUGHT,
         THINK_RESPONSE,

@@ -22,6 +22,10 @@ class RuleWriter:
         self._rules: dict[str, str] = {}
         self._schemas: list[dict[str, Any]] = []
 
+    @property
+    def num_schemas(self) -> int:
+        return len(self._schemas)
+
     def literal(self, text: str) -> str:
         """Return a term that matches exactly `text`, or no term if the text is empty."""
         return build_literal_term(text, self.special_tokens) if text else ""
@@ -38,7 +42,7 @@ class RuleWriter:
         if any(end.startswith(token) for token in self.special_tokens):
             return f"{self.any_text()} {self.literal(end)}"
         name = "until" + "".join(f"_{ord(char):x}" for char in end)
-        return self.add_rule(name, build_regex_term(ANY_TEXT + re.escape(end)), is_lazy=True)
+        return self.add_rule(name, build_regex_term(ANY_TEXT + re.escape(end).replace("\\\n", r"\n")), is_lazy=True)
 
     def add_rule(self, name: str, expression: str, is_lazy: bool = False) -> str:
         """Add a rule unless it exists, and return its name. A lazy rule matches as little text as possible."""

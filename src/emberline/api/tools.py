@@ -105,7 +105,7 @@ def build_tool_call_grammar(
         raise InvalidRequest(
             f"tool_choice names {choice.name!r}, which is not in tools", param="tool_choice", hint=hint
         )
-    several = parallel and choice.mode != "named"
+    several = parallel and choice.mode != "named" and style.allows_several_calls
     rules = RuleWriter({m: i for m, i in (special_tokens or {}).items() if m in (*style.markers, *text_markers)})
     names = [
         rules.add_rule(f"call{i}", style.write_call(rules, tool, f"call{i}")) for i, tool in enumerate(callable_)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from emberline.api import tools
@@ -17,6 +18,7 @@ from emberline.core.errors import ContextLengthExceeded, InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.call_form import PROBE_TOOL, CallForm, find_call_form
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
@@ -76,6 +78,8 @@ class PromptBuilder:
         messages = self._style.fit_messages(call.messages, tool_list or ())
         if not self._supports_tools:
             messages = tools.inject_tools(messages, _callable_tools(call), self._style)
+        elif any(message.get("tool_calls") for message in messages):
+            messages = self._call_form.apply(messages)
         marker = _choose_end_marker(messages) if call.continues_last_message else ""
         if marker:
             messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
@@ -88,6 +92,13 @@ class PromptBuilder:
             **time_args,
         )
         return _cut_at_end_marker(text, marker) if marker else text
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form in which the template takes earlier tool calls."""
+        template = self._template
+        assert template is not None
+        return find_call_form(lambda messages: template.render(self._style.fit_messages(messages, ()), [PROBE_TOOL]))
 
     def find_ignored_fields(self, call: ChatCall) -> list[str]:
         """Return the names of request fields that have no effect on this model.

@@ -4,14 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emberline.api.tool_styles.cohere import COHERE
+from emberline.api.tool_styles.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from emberline.api.tool_styles.gemma import GEMMA3
+from emberline.api.tool_styles.gemma4 import FUNCTION_GEMMA, GEMMA4
+from emberline.api.tool_styles.glm import GLM45, GLM47
+from emberline.api.tool_styles.granite import GRANITE
+from emberline.api.tool_styles.harmony import HARMONY
 from emberline.api.tool_styles.hermes import HERMES
+from emberline.api.tool_styles.kimi import KIMI
 from emberline.api.tool_styles.llama3 import LLAMA3
 from emberline.api.tool_styles.mistral import MISTRAL, MISTRAL_ARGS
+from emberline.api.tool_styles.phi4 import FUNCTOOLS, PHI4
+from emberline.api.tool_styles.pythonic import PYTHONIC
+from emberline.api.tool_styles.qwen3_coder import QWEN3_CODER, SEED
 from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.errors import InvalidRequest
 
 # Ordered: of two styles whose signs a template contains, the first one is used.
-TOOL_STYLES: dict[str, ToolStyle] = {style.name: style for style in (MISTRAL_ARGS, MISTRAL, HERMES, LLAMA3)}
+_STYLES: tuple[ToolStyle, ...] = (
+    MISTRAL_ARGS,
+    MISTRAL,
+    HARMONY,
+    GEMMA4,
+    FUNCTION_GEMMA,
+    KIMI,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    COHERE,
+    SEED,
+    QWEN3_CODER,
+    GLM47,
+    GLM45,
+    PHI4,
+    FUNCTOOLS,
+    GRANITE,
+    PYTHONIC,
+    GEMMA3,
+    HERMES,
+    LLAMA3,
+)
+TOOL_STYLES: dict[str, ToolStyle] = {style.name: style for style in _STYLES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class ToolStyle(ABC):
     bare_starts: str = ""  # characters with which an output may begin that is a call without `begin`
     gap_chars: str = ""  # characters besides white space that may separate calls
     ends_reasoning: bool = False  # `begin` ends reasoning that has no closing marker
+    allows_several_calls: bool = True  # false: the model writes one call in a reply
     uses_channels: bool = False  # calls are messages with a header: see HarmonyParser
     template_signs: tuple[tuple[str, ...], ...] = ()  # a chat template with all texts of one group uses this style
     model_types: tuple[str, ...] = ()  # of checkpoints whose template has no signs of any style
