@@ -96,6 +96,11 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2",
         [*call("weather", '{"city": "Oslo"'), ("text", "\n<parameter=days>\n2")],
     ),
+    "qwen, ended in a string": (
+        QWEN3_CODER,
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n\n</para",
+        [*call("weather", '{"city": "Oslo\\n'), ("text", "\n</para")],
+    ),
     "seed": (
         SEED,
         "<seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>2</parameter>\n</function>\n"
@@ -165,10 +170,10 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
     ),
     "pythonic, values": (
         PYTHONIC,
-        """[f(a=-1.5, b=True, c=None, d=['x', ("y",), {'k': false}], e="it's, (ok)", g='''q"\n''', h="\\u00e9\\/")]""",
+        """[f(a=-1.5, b=True, c=None, d=['x', ("y",), {'k': false}], e="it's)", g='''q"', (\n''', h="\\u00e9\\/")]""",
         call(
             "f",
-            '{"a": -1.5, "b": true, "c": null, "d": ["x", ["y"], {"k": false}], "e": "it\'s, (ok)", "g": "q\\"\\n", '
+            '{"a": -1.5, "b": true, "c": null, "d": ["x", ["y"], {"k": false}], "e": "it\'s)", "g": "q\\"\', (\\n", '
             '"h": "é/"}',
         ),
     ),
@@ -321,6 +326,13 @@ REASONING_CASES: dict[str, tuple[ReasoningStyle, ToolStyle | None, bool, str, li
         True,
         "Hm.<|END_THINKING|><|START_ACTION|>"
         '[{"tool_call_id": "0", "tool_name": "time", "parameters": {}}]<|END_ACTION|>',
+        [("thought", "Hm."), *NOW],
+    ),
+    "cohere ends reasoning by a call": (
+        COHERE_THINKING,
+        COHERE,
+        True,
+        'Hm.<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "time", "parameters": {}}]<|END_ACTION|>',
         [("thought", "Hm."), *NOW],
     ),
     "kimi ends reasoning by a call": (

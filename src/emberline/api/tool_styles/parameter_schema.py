@@ -74,10 +74,9 @@ class ParameterSchema:
         parameters are read as JSON, and as a string if they are not JSON.
         """
         types = self._types(name)
-        if types != {"string"} and (value := _parse_json(text.strip())) is not None:
-            fits = not types or "string" not in types or bool(types & _types_of(json.loads(value)) - {"string"})
-            if fits:
-                return value
+        value = _parse_json(text.strip())
+        if value is not None and ("string" not in types or types & _types_of(json.loads(value)) - {"string"}):
+            return value
         return json.dumps(text, ensure_ascii=False)
 
     def is_string(self, name: str) -> bool:
