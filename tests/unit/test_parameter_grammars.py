@@ -10,6 +10,7 @@ from test_tools import accepts, compiler
 from emberline.api.call import Tool, ToolChoice
 from emberline.api.tool_styles.gemma4 import GEMMA4
 from emberline.api.tool_styles.glm import GLM47
+from emberline.api.tool_styles.invoke import DEEPSEEK_V32
 from emberline.api.tool_styles.pythonic import PYTHONIC
 from emberline.api.tool_styles.qwen3_coder import QWEN3_CODER
 from emberline.api.tool_styles.style import ToolStyle
@@ -20,7 +21,7 @@ from emberline.engine.grammar import GrammarCompiler
 
 __all__ = ["compiler"]
 
-STYLES = [QWEN3_CODER, GLM47, PYTHONIC, GEMMA4]
+STYLES = [QWEN3_CODER, GLM47, DEEPSEEK_V32, PYTHONIC, GEMMA4]
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

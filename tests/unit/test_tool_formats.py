@@ -26,9 +26,10 @@ from emberline.api.tool_styles.gemma import GEMMA3
 from emberline.api.tool_styles.gemma4 import FUNCTION_GEMMA, GEMMA4
 from emberline.api.tool_styles.glm import GLM45, GLM47
 from emberline.api.tool_styles.granite import GRANITE
+from emberline.api.tool_styles.invoke import DEEPSEEK_V32, MINIMAX
 from emberline.api.tool_styles.kimi import KIMI
 from emberline.api.tool_styles.phi4 import FUNCTOOLS, PHI4
-from emberline.api.tool_styles.pythonic import PYTHONIC
+from emberline.api.tool_styles.pythonic import LFM2, PYTHONIC
 from emberline.api.tool_styles.qwen3_coder import QWEN3_CODER, SEED
 from emberline.api.tool_styles.registry import TOOL_STYLES
 from emberline.api.tool_styles.style import ToolStyle
@@ -107,6 +108,21 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
         "</seed:tool_call>",
         OSLO,
     ),
+    "minimax": (
+        MINIMAX,
+        'Hm.<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>',
+        [("text", "Hm."), *OSLO, *NOW],
+    ),
+    "deepseek v3.2": (
+        DEEPSEEK_V32,
+        'Hm.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [("text", "Hm.\n\n"), *OSLO, *NOW],
+    ),
+    "lfm2": (LFM2, "<|tool_call_start|>[weather(city='Oslo', days=2)]<|tool_call_end|>Ok", [*OSLO, ("text", "Ok")]),
     "glm 4.5": (
         GLM45,
         "\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
@@ -145,6 +161,7 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
         [("text", "Wait"), *OSLO, *NOW],
     ),
     "kimi, no section": (KIMI, f'{KIMI_CALL}{{"city": "Oslo", "days": 2}}<|tool_call_end|>', OSLO),
+    "kimi, no prefix": (KIMI, "<|tool_call_begin|>time:3<|tool_call_argument_begin|>{}<|tool_call_end|>", NOW),
     "cohere": (
         COHERE,
         "<|START_ACTION|>[\n    "
@@ -243,7 +260,7 @@ def test_output_of_model_family(case: str, size: int) -> None:
         ("unknown", "1e999", "1e999"),
     ],
 )
-@pytest.mark.parametrize("style", [QWEN3_CODER, GLM45, GLM47, SEED], ids=lambda style: style.name)
+@pytest.mark.parametrize("style", [QWEN3_CODER, GLM45, GLM47, SEED, MINIMAX], ids=lambda style: style.name)
 def test_type_of_parameter_follows_schema(style: ToolStyle, key: str, text: str, value: object) -> None:
     document = style.format_calls([("weather", json.dumps({key: text}))])
     (_, (_, arguments)) = split(document, make_parser(style))

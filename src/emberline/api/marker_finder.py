@@ -10,6 +10,7 @@ class MarkerFinder:
     def __init__(self, markers: Sequence[str]) -> None:
         """Of two markers that begin at the same place, the longer one is found."""
         self._markers = sorted((marker for marker in markers if marker), key=len, reverse=True)
+        self._first_chars = frozenset(marker[0] for marker in self._markers)
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
 
     def find(self, text: str, start: int) -> tuple[int, str | None]:
@@ -21,7 +22,7 @@ class MarkerFinder:
             return found.start(), found[0]
         longest = max((len(marker) for marker in self._markers), default=1) - 1
         for at in range(max(start, len(text) - longest), len(text)):
-            if self.is_prefix(text[at:]):
+            if text[at] in self._first_chars and self.is_prefix(text[at:]):
                 return at, None
         return len(text), None
 

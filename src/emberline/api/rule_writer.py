@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,16 +34,21 @@ class RuleWriter:
     def regex(self, pattern: str) -> str:
         return build_regex_term(pattern)
 
-    def any_text(self) -> str:
-        """Return a term that matches any text without special tokens."""
-        return self.add_rule("TEXT", build_regex_term(ANY_TEXT))
+    def text(self, pattern: str = ANY_TEXT) -> str:
+        """Return a term that matches text without special tokens."""
+        return self.add_rule(_name_rule("TEXT", pattern).upper(), build_regex_term(pattern))
 
-    def text_until(self, end: str) -> str:
-        """Return a term that matches any text up to the first `end`, and `end` itself."""
-        if any(end.startswith(token) for token in self.special_tokens):
-            return f"{self.any_text()} {self.literal(end)}"
-        name = "until" + "".join(f"_{ord(char):x}" for char in end)
-        return self.add_rule(name, build_regex_term(ANY_TEXT + re.escape(end).replace("\\\n", r"\n")), is_lazy=True)
+    def text_until(self, end: str, pattern: str = ANY_TEXT) -> str:
+        """Return a term that matches text up to the first `end`, and `end` itself. `pattern` matches the text."""
+        at, token = min((end.find(t), t) for t in self.special_tokens if t in end) if self._has_token(end) else (-1, "")
+        if token:
+            # Before a special token, a pattern matches as much text as possible, including the first part of `end`.
+            return f"{self.text(pattern + _escape(end[:at]))} {self.literal(end[at:])}"
+        name = _name_rule("until", end, pattern)
+        return self.add_rule(name, build_regex_term(pattern + _escape(end)), is_lazy=True)
+
+    def _has_token(self, text: str) -> bool:
+        return any(token in text for token in self.special_tokens)
 
     def add_rule(self, name: str, expression: str, is_lazy: bool = False) -> str:
         """Add a rule unless it exists, and return its name. A lazy rule matches as little text as possible."""
@@ -83,3 +89,12 @@ class RuleWriter:
         rules = {"start": start, **self._rules}
         text = "\n".join(f"{name}: {expression}" for name, expression in rules.items())
         return GrammarSpec("grammar", json.dumps({"grammars": [{"lark_grammar": text}, *self._schemas]}))
+
+
+def _escape(text: str) -> str:
+    return re.escape(text).replace("\\\n", r"\n")
+
+
+def _name_rule(kind: str, *texts: str) -> str:
+    """Return the name of a rule that depends on these texts only."""
+    return f"{kind}_{zlib.crc32(json.dumps(texts).encode()):08x}"

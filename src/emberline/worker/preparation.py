@@ -100,7 +100,7 @@ class CallPreparer:
         params = self._prompt_builder.params_with_bad_words(call)
         if params.grammar is not None:
             await asyncio.to_thread(self._grammar_guard.check, params.grammar)
-        markers = frozenset(self._special_marker_ids(None).values())
+        markers = frozenset(self._special_marker_ids(None).values()) - self._eos_token_ids
         return [
             PreparedPrompt(
                 token_ids=ids,

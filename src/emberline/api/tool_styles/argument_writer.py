@@ -22,21 +22,26 @@ class ArgumentWriter:
 
 
 class TextValueReader:
-    """Reads plain text up to the marker that ends it, and returns the characters that are certain not to be the marker.
+    """Reads plain text up to a marker that ends it, and returns the characters that are certain not to be a marker.
 
     One line break after the start and one before the marker are dropped if `trims_lines` is set.
     """
 
-    def __init__(self, end: str, trims_lines: bool) -> None:
+    def __init__(self, *ends: str, trims_lines: bool) -> None:
         self.is_complete = False
         self._is_first = trims_lines
-        self._ends = (end, "\n" + end) if trims_lines else (end,)
+        self._ends = (*ends, *("\n" + end for end in ends)) if trims_lines else ends
         self._held = ""
 
     @property
     def num_held(self) -> int:
         """The number of characters that may still become the marker."""
         return len(self._held)
+
+    @property
+    def found_end(self) -> str:
+        """The marker that ended the text."""
+        return self._held
 
     def feed(self, char: str) -> str:
         """Consume one character and return the text that it adds to the value."""

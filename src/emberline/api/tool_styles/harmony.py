@@ -23,7 +23,7 @@ class HarmonyStyle(NamedCallStyle):
         """Return a grammar expression for messages to the user, and then the answer or a call."""
         heads = " | ".join(rules.literal(f"<|channel|>{name}<|message|>") for name in ("analysis", "commentary"))
         rules.add_rule("message", f"({heads}) {rules.text_until(MESSAGE_END)}")
-        rules.add_rule("final", f"{rules.literal('<|channel|>final<|message|>')} {rules.any_text()}")
+        rules.add_rule("final", f"{rules.literal('<|channel|>final<|message|>')} {rules.text()}")
         return f"message* (final | {rules.literal(self.begin)} call)"
 
     def fit_messages(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:

@@ -54,7 +54,7 @@ KIMI = KimiStyle(
     tail="<|tool_call_end|>",
     ends=("<|tool_call_end|>",),
     head_pattern=re.compile(
-        rf"(?:<\|tool_call_begin\|>)?\s*(?P<id>functions\.(?P<name>[^\s:<]+):\d+)\s*{re.escape(_ARGUMENTS)}\s*"
+        rf"(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*{re.escape(_ARGUMENTS)}\s*"
     ),
     ends_reasoning=True,
     template_signs=(("<|tool_call_begin|>",), ("<|tool_calls_section_begin|>",)),

@@ -182,3 +182,14 @@ PYTHONIC = PythonicStyle(
     reads_json=True,
     template_signs=(("[func_name1(",),),
 )
+LFM2 = PythonicStyle(
+    name="lfm2",
+    families="LFM2, LFM2.5",
+    begin="<|tool_call_start|>",
+    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+    separator=", ",
+    list_brackets=("[", "]<|tool_call_end|>"),
+    end="<|tool_call_end|>",
+    template_signs=(("<|tool_call_start|>",),),
+    model_types=("lfm2", "lfm2_moe"),
+)

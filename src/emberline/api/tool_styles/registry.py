@@ -12,11 +12,12 @@ from emberline.api.tool_styles.glm import GLM45, GLM47
 from emberline.api.tool_styles.granite import GRANITE
 from emberline.api.tool_styles.harmony import HARMONY
 from emberline.api.tool_styles.hermes import HERMES
+from emberline.api.tool_styles.invoke import DEEPSEEK_V32, MINIMAX
 from emberline.api.tool_styles.kimi import KIMI
 from emberline.api.tool_styles.llama3 import LLAMA3
 from emberline.api.tool_styles.mistral import MISTRAL, MISTRAL_ARGS
 from emberline.api.tool_styles.phi4 import FUNCTOOLS, PHI4
-from emberline.api.tool_styles.pythonic import PYTHONIC
+from emberline.api.tool_styles.pythonic import LFM2, PYTHONIC
 from emberline.api.tool_styles.qwen3_coder import QWEN3_CODER, SEED
 from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.errors import InvalidRequest
@@ -31,6 +32,8 @@ _STYLES: tuple[ToolStyle, ...] = (
     KIMI,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
+    MINIMAX,
     COHERE,
     SEED,
     QWEN3_CODER,
@@ -39,6 +42,7 @@ _STYLES: tuple[ToolStyle, ...] = (
     PHI4,
     FUNCTOOLS,
     GRANITE,
+    LFM2,
     PYTHONIC,
     GEMMA3,
     HERMES,

@@ -88,19 +88,15 @@ class ToolStyle(ABC):
         """Return a grammar expression for text, calls, or both. Text may contain `text_markers`."""
         group = self._write_group(rules, allows_several)
         pattern = rf"(\s*[^{re.escape(self.bare_starts)}\s]{ANY_TEXT})?" if self.bare_starts else ANY_TEXT
-        text = rules.add_rule("TEXT" if pattern == ANY_TEXT else "FIRST_TEXT", rules.regex(pattern))
+        text = rules.text(pattern)
         if tokens := [rules.literal(marker) for marker in text_markers if marker in rules.special_tokens]:
-            text = rules.add_rule("text", f"{text} (({' | '.join(tokens)}) {rules.any_text()})*")
-        if self.begin in rules.special_tokens:
-            lead = rules.add_rule("lead", f"{text} {rules.literal(self.begin)}")
-        elif self.begin:
-            lead = rules.add_rule("lead", rules.regex(pattern + re.escape(self.begin)), is_lazy=True)
-        if not self.begin:
-            start = text
-        elif allows_several and self.list_brackets is None:
-            start = f"(lead {group})* {text}"
+            text = rules.add_rule("text", f"{text} (({' | '.join(tokens)}) {rules.text()})*")
+            lead = f"{text} {rules.literal(self.begin)}"
         else:
-            start = f"{text} | {lead} {group}"
+            lead = rules.text_until(self.begin, pattern)
+        lead = rules.add_rule("lead", lead)
+        is_repeated = allows_several and self.list_brackets is None
+        start = f"({lead} {group})* {text}" if is_repeated else f"{text} | {lead} {group}"
         return f"{start} | {group}" if self.bare_starts else start
 
     def _write_group(self, rules: RuleWriter, allows_several: bool) -> str:

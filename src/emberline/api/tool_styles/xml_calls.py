@@ -27,8 +27,27 @@ class XmlSyntax:
     value_end: str
     call_end: str
     section_end: str = ""  # after the call; its absence is no error
+    after_call: str = ""  # white space that the model writes after the call
     line: str = ""  # white space that the model writes between tags
     trims_lines: bool = False  # the model writes a line break before and after each value
+    is_call_open_on_new_line: bool = True  # `line` precedes `call_open`
+    string_key_end: str = ""  # in place of `key_end` if the value is a string; empty: the tool's schema says so
+
+    @property
+    def call_head(self) -> str:
+        """The text before the tool's name."""
+        return self.line + self.call_open if self.call_open and self.is_call_open_on_new_line else self.call_open
+
+    @property
+    def call_tail(self) -> str:
+        """The text after the parameters."""
+        return self.call_end + (self.line + self.section_end if self.section_end else "") + self.after_call
+
+    def end_of_key(self, is_string: bool) -> str:
+        """Return the text between a parameter's name and its value."""
+        end = self.string_key_end if is_string and self.string_key_end else self.key_end
+        newline = "\n" if self.trims_lines else ""
+        return end + (self.line + self.value_open if self.value_open else "") + newline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +63,18 @@ class XmlStyle(ToolStyle):
 
     def format_call(self, name: str, arguments: str, number: int) -> str:
         s = self.syntax
-        parts = [s.line if s.call_open else "", s.call_open, name, s.name_end, s.line]
+        parts = [s.call_head, name, s.name_end, s.line]
         newline = "\n" if s.trims_lines else ""
         for key, value in json.loads(arguments).items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            opening = s.key_open + key + s.key_end + (s.line + s.value_open if s.value_open else "")
-            parts += [opening, newline, text, newline, s.value_end, s.line]
-        return "".join([*parts, s.call_end, s.line + s.section_end if s.section_end else ""])
+            parts += [s.key_open, key, s.end_of_key(isinstance(value, str)), text, newline, s.value_end, s.line]
+        return "".join([*parts, s.call_tail])
 
     def write_call(self, rules: RuleWriter, tool: Tool, rule_name: str) -> str:
         s = self.syntax
-        head = rules.literal(f"{s.line if s.call_open else ''}{s.call_open}{tool.name}{s.name_end}{s.line}")
+        head = rules.literal(s.call_head + tool.name + s.name_end + s.line)
         parameters = write_parameters(rules, tool, rule_name, XmlParameterRules(rules, tool, s))
-        tail = rules.literal(s.call_end + (s.line + s.section_end if s.section_end else ""))
-        return f"{head} {parameters} {tail}"
+        return f"{head} {parameters} {rules.literal(s.call_tail)}"
 
 
 class XmlCallReader(CallReader):
@@ -70,7 +87,8 @@ class XmlCallReader(CallReader):
         self._schema = ParameterSchema(None)
         self._arguments = ArgumentWriter()
         self._name = self._key = ""
-        self._key_reader = self._value_reader = TextValueReader(syntax.value_end, syntax.trims_lines)
+        self._is_string = False  # the value is a string
+        self._key_reader = self._value_reader = TextValueReader(syntax.value_end, trims_lines=syntax.trims_lines)
         self._value: list[str] = []  # text of a value that is converted when it is complete
 
     @property
@@ -121,13 +139,17 @@ class XmlCallReader(CallReader):
 
     def _begin_key(self) -> None:
         self._confirm_call()
-        self._key, self._key_reader = "", TextValueReader(self._syntax.key_end, trims_lines=False)
+        ends = [end for end in (self._syntax.key_end, self._syntax.string_key_end) if end]
+        self._key, self._key_reader = "", TextValueReader(*ends, trims_lines=False)
         self._state = self._read_key
 
     def _read_key(self, char: str) -> None:
         self._key += self._key_reader.feed(char)
         if self._key_reader.is_complete:
             self._key = self._key.strip()
+            self._is_string = self._key_reader.found_end == self._syntax.string_key_end or (
+                not self._syntax.string_key_end and self._schema.is_string(self._key)
+            )
             if self._syntax.value_open:
                 self._state = self._read_value_open
             else:
@@ -137,9 +159,9 @@ class XmlCallReader(CallReader):
         self._expect_one_of(char, {self._syntax.value_open: self._begin_value})
 
     def _begin_value(self) -> None:
-        self._value_reader = TextValueReader(self._syntax.value_end, self._syntax.trims_lines)
+        self._value_reader = TextValueReader(self._syntax.value_end, trims_lines=self._syntax.trims_lines)
         self._value = []
-        if self._schema.is_string(self._key):
+        if self._is_string:
             self._add_event(self._arguments.write_key(self._key) + '"')
             self._state = self._read_string
         else:
@@ -185,29 +207,32 @@ class XmlParameterRules:
 
     def __init__(self, rules: RuleWriter, tool: Tool, syntax: XmlSyntax) -> None:
         self._rules, self._tool, self._syntax = rules, tool, syntax
-        newline = "\n" if syntax.trims_lines else ""
-        self._value_open = syntax.key_end + (syntax.line + syntax.value_open if syntax.value_open else "") + newline
-        self._value_end = newline + syntax.value_end
+        self._value_end = ("\n" if syntax.trims_lines else "") + syntax.value_end
 
     def write_parameter(self, name: str, value: str) -> str:
-        head = self._rules.literal(self._syntax.key_open + name + self._value_open)
-        return f"{head} {value} {self._rules.literal(self._syntax.line)}"
+        return f"{self._rules.literal(self._syntax.key_open + name)} {value} {self._rules.literal(self._syntax.line)}"
 
     def write_other_parameter(self) -> str:
         key = f"{self._rules.literal(self._syntax.key_open)} {self._rules.regex('[A-Za-z0-9_.-]{1,64}')}"
-        value = f"{self._rules.literal(self._value_open)} {self._rules.text_until(self._value_end)}"
-        return f"{key} {value} {self._rules.literal(self._syntax.line)}"
+        return f"{key} ({self.write_any()}) {self._rules.literal(self._syntax.line)}"
 
     def write_string(self, schema: Schema) -> str:
         reject_string_limits(self._tool, schema)
-        return self._rules.text_until(self._value_end)
+        return f"{self._open_value(is_string=True)} {self._rules.text_until(self._value_end)}"
+
+    def _open_value(self, is_string: bool) -> str:
+        return self._rules.literal(self._syntax.end_of_key(is_string))
 
     def write_literal(self, value: object) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return self._rules.literal(text + self._value_end)
+        return self._rules.literal(self._syntax.end_of_key(isinstance(value, str)) + text + self._value_end)
 
     def write_json(self, term: str, schema: Schema) -> str:
-        return f"{term} {self._rules.literal(self._value_end)}"
+        return f"{self._open_value(is_string=False)} {term} {self._rules.literal(self._value_end)}"
 
     def write_any(self) -> str:
-        return self._rules.text_until(self._value_end)
+        text = self.write_string({})
+        if not self._syntax.string_key_end:
+            return text
+        value = self._rules.add_schema(f"any{self._rules.num_schemas}", {})
+        return f"{text} | {self.write_json(value, {})}"
