@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ TEMPLATES = {
     "deepseek-v3": ("'</think>' '<｜tool▁call▁begin｜>' + '\\n```json'", "think"),
     "deepseek-v3.1": ("'</think>' '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "think"),
     "deepseek-v3.2": ("dsml_token = '｜DSML｜' <' + dsml_token + 'function_calls> </think>", "think"),
+    "deepseek-v4": ("dsml_token = '｜DSML｜' <' + dsml_token + 'tool_calls> </think>", "think"),
     "minimax": ("<minimax:tool_call> <invoke name=\"", None),
     "lfm2": ("<|tool_call_start|>", None),
     "kimi": ("<|tool_calls_section_begin|><|tool_call_begin|>", None),
@@ -156,3 +158,9 @@ def test_phi_template_gets_tools_in_the_system_message() -> None:
     source = "{% for m in messages %}" + message + "{% endfor %}"
     text = render(source, [{"role": "user", "content": "Hi"}], PHI4, (Tool("time"),))
     assert text.startswith('<|system|><|tool|>[{"name": "time"') and text.endswith("<|user|>Hi")
+
+
+def test_document_lists_all_styles() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tool-formats.md").read_text()
+    for style in (*TOOL_STYLES.values(), *REASONING_STYLES.values()):
+        assert f"| `{style.name}` | {style.families}" in page

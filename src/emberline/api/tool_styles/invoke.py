@@ -1,6 +1,8 @@
-"""MiniMax M2 and DeepSeek V3.2: XML tags <invoke name="..."> and <parameter name="..."> in one section."""
+"""MiniMax M2, DeepSeek V3.2 and V4: XML tags <invoke name="..."> and <parameter name="..."> in one section."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from emberline.api.tool_styles.xml_calls import XmlStyle, XmlSyntax
 
@@ -52,4 +54,14 @@ DEEPSEEK_V32 = XmlStyle(
     syntax=_DSML_SYNTAX,
     template_signs=(("｜DSML｜", "function_calls>"),),
     model_types=("deepseek_v32",),
+)
+DEEPSEEK_V4 = replace(
+    DEEPSEEK_V32,
+    name="deepseek-v4",
+    families="DeepSeek V4",
+    begin=f"<{_MARK}tool_calls>",
+    dropped_markers=(f"</{_MARK}tool_calls>",),
+    list_brackets=("\n", f"</{_MARK}tool_calls>"),
+    template_signs=(("｜DSML｜", "tool_calls>"),),
+    model_types=("deepseek_v4",),
 )

@@ -170,7 +170,7 @@ class PythonicParameterRules:
 
 PYTHONIC = PythonicStyle(
     name="pythonic",
-    families="Llama 3.2 and 4 with pythonic templates, ToolACE, OLMo 3",
+    families="Llama 3.2 and 4 with pythonic templates, ToolACE",
     begin="<|python_start|>",
     other_begins=("<|python_tag|>",),
     dropped_markers=("<|python_end|>",),

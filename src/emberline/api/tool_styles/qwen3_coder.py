@@ -26,7 +26,7 @@ QWEN3_CODER = XmlStyle(
         trims_lines=True,
     ),
     template_signs=(("<function=", "<parameter="),),
-    model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    model_types=("qwen3_5", "qwen3_5_moe"),
 )
 SEED = replace(
     QWEN3_CODER,

@@ -12,7 +12,7 @@ from emberline.api.tool_styles.glm import GLM45, GLM47
 from emberline.api.tool_styles.granite import GRANITE
 from emberline.api.tool_styles.harmony import HARMONY
 from emberline.api.tool_styles.hermes import HERMES
-from emberline.api.tool_styles.invoke import DEEPSEEK_V32, MINIMAX
+from emberline.api.tool_styles.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
 from emberline.api.tool_styles.kimi import KIMI
 from emberline.api.tool_styles.llama3 import LLAMA3
 from emberline.api.tool_styles.mistral import MISTRAL, MISTRAL_ARGS
@@ -33,6 +33,7 @@ _STYLES: tuple[ToolStyle, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     DEEPSEEK_V32,
+    DEEPSEEK_V4,
     MINIMAX,
     COHERE,
     SEED,
