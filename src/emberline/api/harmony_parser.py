@@ -120,12 +120,11 @@ class HarmonyParser(OutputParser):
             self._emit_call_event(CallStart(self._name))
             self._name, self._space, self._scanner, text = "", "", JsonValueScanner(), arguments
         assert self._scanner is not None
-        for i, char in enumerate(text):
-            self._emit_call_event(char)
-            if self._scanner.consume_char(char):
-                self._scanner, self._emit = None, self._emit_text_after_call
-                self._emit_text_after_call(text[i + 1 :])
-                return
+        end = next((i + 1 for i, char in enumerate(text) if self._scanner.consume_char(char)), None)
+        self._emit_call_event(text[:end])
+        if end is not None:
+            self._scanner, self._emit = None, self._emit_text_after_call
+            self._emit_text_after_call(text[end:])
 
     def _emit_text_after_call(self, text: str) -> None:
         """Pass on text after the arguments, without the white space before it."""

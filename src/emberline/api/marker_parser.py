@@ -204,8 +204,7 @@ class MarkerParser(OutputParser):
     def _parse_call(self) -> bool:
         reader = self._reader
         assert reader is not None
-        events = reader.feed(self._text[self._at])
-        self._at += 1
+        events, self._at = reader.read(self._text, self._at)
         for event in events:
             self._emit_call_event(event)
         if events:

@@ -31,6 +31,7 @@ class TextValueReader:
         self.is_complete = False
         self._is_first = trims_lines
         self._ends = (*ends, *("\n" + end for end in ends)) if trims_lines else ends
+        self._first_chars = frozenset(end[:1] for end in self._ends)
         self._held = ""
 
     @property
@@ -49,6 +50,8 @@ class TextValueReader:
             self._is_first = False
             return ""
         self._is_first = False
+        if not self._held and char not in self._first_chars:
+            return char
         self._held += char
         at = 0
         while not any(end.startswith(self._held[at:]) for end in self._ends):

@@ -59,14 +59,19 @@ class CallReader:
         """Whether the text read until now belongs to a call that has not begun; such text may not be endless."""
         return not self.has_calls
 
-    def feed(self, char: str) -> list[CallEvent]:
-        """Consume one character and return what it adds to the calls."""
-        assert self.status is ParseStatus.INCOMPLETE
-        self._unaccepted.append(char)
-        self._state(char)
-        if len(self._unaccepted) > MAX_HEAD_CHARS and self.is_in_head:
-            self._reject()
-        return self._take_events()
+    def read(self, text: str, at: int) -> tuple[list[CallEvent], int]:
+        """Read text[at:] up to the end of the call or of the text.
+
+        Return what it adds to the calls, and the position after the last character that was read.
+        """
+        while at < len(text) and self.status is ParseStatus.INCOMPLETE:
+            char = text[at]
+            self._unaccepted.append(char)
+            self._state(char)
+            at += 1
+            if len(self._unaccepted) > MAX_HEAD_CHARS and self.is_in_head:
+                self._reject()
+        return self._take_events(), at
 
     def end(self) -> list[CallEvent]:
         """Return what completes the call, if the model ended its output where only closing markers are missing."""
@@ -86,7 +91,10 @@ class CallReader:
         self._add_event(CallStart(name, id))
 
     def _add_event(self, event: CallEvent) -> None:
-        self._events.append(event)
+        if isinstance(event, str) and self._events and isinstance(last := self._events[-1], str):
+            self._events[-1] = last + event
+        else:
+            self._events.append(event)
         self._unaccepted.clear()
 
     def _accept(self) -> None:

@@ -43,8 +43,7 @@ class ToolStyle(ABC):
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
         """Return a reader for the text after `begin` and white space, or None if it cannot be a call.
 
-        `begin` is empty for a call without an opening marker. `first_char` is the first character, which the caller
-        feeds to the reader.
+        `begin` is empty for a call without an opening marker. `first_char` is the first character that the reader gets.
         """
 
     @abstractmethod
