@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_tools import HISTORY
 
 from emberline.api.call import ChatCall, CommonFields, Tool
 from emberline.api.reasoning import REASONING_STYLES, select_reasoning_style
+from emberline.api.tool_styles.granite import GRANITE
 from emberline.api.tool_styles.kimi import KIMI
 from emberline.api.tool_styles.phi4 import PHI4
 from emberline.api.tool_styles.registry import TOOL_STYLES, select_tool_style
@@ -119,7 +121,8 @@ FORMS = {
         "{% if m.content is none %}{{ c.function.name + c.function.arguments }}{% endif %}",
         CallForm(arguments_are_text=True, content_is_null=True),
     ),
-    "no calls": ("", CallForm()),
+    "no calls": ("", None),
+    "an error": ("{{ raise_exception('no calls') }}", CallForm()),
 }
 
 
@@ -141,12 +144,14 @@ def test_earlier_calls_are_rendered_in_the_form_of_the_template() -> None:
     before = [{**message, "content": "I look."} if message.get("tool_calls") else message for message in HISTORY]
     text = render(CALLS.replace("%s", FORMS["null"][0]), before, hermes)
     assert text.index("I look.") < text.index('weather{"city": "Rome"}')
+    assert '[{"name": "weather", "arguments": {"city": "Rome"}}, ' in render(CALLS.replace("%s", ""), HISTORY, GRANITE)
 
 
 def test_kimi_ids_survive_and_others_are_converted() -> None:
-    ids = "{% for c in m.tool_calls or [] %}{{ c.id }};{% endfor %}{{ m.tool_call_id + ';' if m.tool_call_id }}"
-    source = "{% for m in messages %}" + ids + "{% endfor %}{{ tools }}"
-    assert "functions.weather:0;functions.time:1;" * 2 in render(source, HISTORY, KIMI)
+    calls = "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    source = "{% for m in messages %}" + calls + "{{ m.tool_call_id }}{% endfor %}{{ tools }}"
+    ids = re.findall(r"functions\.\w+:\d", render(source, HISTORY, KIMI))
+    assert ids == ["functions.weather:0", "functions.time:1"] * 2
     kept = json.loads(json.dumps(HISTORY).replace("call_000000000000000000000abc", "functions.weather:7"))
     fitted = KIMI.fit_messages(kept, ())
     assert [call["id"] for call in fitted[2]["tool_calls"]] == ["functions.weather:7", "functions.time:1"]

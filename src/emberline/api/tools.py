@@ -43,12 +43,13 @@ def inject_tools(messages: Sequence[Message], tools: Sequence[Tool], style: Tool
             else:
                 plain.append({"role": "user", "content": answer, "answers": True})
         else:
-            plain.append(_convert_calls_to_text(message, style))
+            plain.append(write_calls(message, style))
     plain = [{k: v for k, v in message.items() if k != "answers"} for message in plain]
     return _add_instructions(plain, _build_tool_instructions(tools, style)) if tools else plain
 
 
-def _convert_calls_to_text(message: Message, style: ToolStyle) -> Message:
+def write_calls(message: Message, style: ToolStyle) -> Message:
+    """Return the message with its tool calls as text, for templates that do not write them."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)

@@ -1,7 +1,7 @@
 """Finds out in which form a chat template takes the tool calls of earlier messages.
 
 Most templates take the arguments as an object. Some append them to a text, so that they must be JSON already. Some
-write the calls only of a message whose content is null.
+write the calls only of a message whose content is null, and some leave calls out.
 """
 
 from __future__ import annotations
@@ -59,19 +59,23 @@ class CallForm:
 _FORMS = tuple(CallForm(is_text, is_null) for is_text in (False, True) for is_null in (False, True))
 
 
-def find_call_form(render: Callable[[list[Message]], str]) -> CallForm:
-    """Return the form in which the template writes a tool call completely; objects if it does so in none.
+def find_call_form(render: Callable[[list[Message]], str]) -> CallForm | None:
+    """Return the form in which the template writes a tool call completely.
 
-    `render` renders messages with the template, and raises EmberlineError if the template fails.
+    Return None if it leaves calls out in every form. `render` renders messages with the template, and raises
+    EmberlineError if the template fails.
     """
+    leaves_out = False
     for form in _FORMS:
         try:
             text = render(form.apply(_PROBE))
         except EmberlineError:
             continue
-        if _NAME in text and all(part in text for part in ("probe_key", "probe_value")) and _is_clean(text):
+        is_written = all(part in text for part in ("probe_key", "probe_value"))
+        if is_written and _is_clean(text):
             return form
-    return CallForm()
+        leaves_out = leaves_out or not is_written
+    return None if leaves_out else CallForm()
 
 
 def _is_clean(text: str) -> bool:

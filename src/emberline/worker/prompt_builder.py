@@ -79,7 +79,8 @@ class PromptBuilder:
         if not self._supports_tools:
             messages = tools.inject_tools(messages, _callable_tools(call), self._style)
         elif any(message.get("tool_calls") for message in messages):
-            messages = self._call_form.apply(messages)
+            form = self._call_form
+            messages = form.apply(messages) if form else [tools.write_calls(m, self._style) for m in messages]
         marker = _choose_end_marker(messages) if call.continues_last_message else ""
         if marker:
             messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
@@ -94,8 +95,8 @@ class PromptBuilder:
         return _cut_at_end_marker(text, marker) if marker else text
 
     @cached_property
-    def _call_form(self) -> CallForm:
-        """The form in which the template takes earlier tool calls."""
+    def _call_form(self) -> CallForm | None:
+        """The form in which the template takes earlier tool calls; None if it leaves them out."""
         template = self._template
         assert template is not None
         return find_call_form(lambda messages: template.render(self._style.fit_messages(messages, ()), [PROBE_TOOL]))
