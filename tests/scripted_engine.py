@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from bytelevel import EOS, byte_level
 from tokenizers import AddedToken
 
-from emberline.api.reasoning import THINK
-from emberline.api.tool_style import HERMES, ToolStyle
+from emberline.api.reasoning import THINK, ReasoningStyle
+from emberline.api.tool_styles.registry import HERMES
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, Timing
@@ -31,7 +32,7 @@ from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
-from emberline.worker.preparation import PromptBuilder
+from emberline.worker.prompt_builder import PromptBuilder
 
 TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
 Script = Callable[[str, int], str]  # from a choice's text so far and its index to its whole text
@@ -138,17 +139,25 @@ class ScriptedEngine:
 
 class WorkerHarness:
     def __init__(
-        self, script: Script, tool_style: ToolStyle = HERMES, *, speculates: bool = False, **settings: Any
+        self,
+        script: Script,
+        tool_style: ToolStyle = HERMES,
+        *,
+        reasoning: ReasoningStyle = THINK,
+        special_tokens: Sequence[str] = (),
+        speculates: bool = False,
+        **settings: Any,
     ) -> None:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
+        inner.add_special_tokens([AddedToken(marker, special=True) for marker in special_tokens])
         self.tokenizer = Tokenizer(inner)
         self.engine = ScriptedEngine(self.tokenizer, script)
         engine = cast("AsyncEngine", self.engine)
         prompts = PromptBuilder(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), tool_style, 4000)
         self.metrics = ModelMetrics("m")
-        style: dict[str, Any] = {"tool_style": tool_style, "reasoning": THINK, "speculates": speculates}
+        style: dict[str, Any] = {"tool_style": tool_style, "reasoning": reasoning, "speculates": speculates}
         guard = cast("GrammarGuard", self)
         generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
         self.catalog = ModelCatalog([LoadedModel("m", generator, guard, self.metrics, "fp")])

@@ -16,11 +16,11 @@ from emberline.api.anthropic import request as anthropic
 from emberline.api.call import ChatCall
 from emberline.api.openai import chat
 from emberline.api.responses import request as responses
-from emberline.api.tool_style import HERMES
+from emberline.api.tool_styles.registry import HERMES
 from emberline.core.errors import InvalidRequest
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
-from emberline.worker.preparation import PromptBuilder
+from emberline.worker.prompt_builder import PromptBuilder
 
 TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {

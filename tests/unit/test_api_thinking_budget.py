@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
 from emberline.api.reasoning import THINK, constrain_after_reasoning, constrain_answer
-from emberline.api.tool_style import HERMES
+from emberline.api.tool_styles.registry import HERMES
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import DeadlineExceeded, Overloaded
@@ -39,7 +39,7 @@ from emberline.tokens.tokenizer import Tokenizer
 from emberline.wire.deltas import Delta, Finish, ReasoningDelta, ReplyStart, StreamStart, TextDelta, UsageUpdate
 from emberline.wire.usage import EngineUsage
 from emberline.worker.generator import Generator
-from emberline.worker.preparation import PromptBuilder
+from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.request_context import RequestContext
 
 QUESTION = "What is the capital of France, and why?"

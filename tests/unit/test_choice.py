@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bytelevel import build
 
-from emberline.api.output_parser import OutputParser
-from emberline.api.tool_style import HERMES
+from emberline.api.marker_parser import MarkerParser
+from emberline.api.tool_styles.registry import HERMES
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -45,7 +45,7 @@ def test_echo_token_offsets() -> None:
 def test_cut_off_call_head_is_dropped() -> None:
     tokenizer = Tokenizer(build())
     for finish, text in ((FinishReason.LENGTH, "Well. "), (FinishReason.STOP, 'Well. <tool_call>{"name": "f')):
-        splitter = OutputParser(0, lambda: "x" * 24, HERMES)
+        splitter = MarkerParser(0, lambda: "x" * 24, HERMES)
         choice = Choice(
             0, tokenizer, SamplingParams(), splitter, visible_special_tokens=frozenset(), continues_prompt=False
         )

@@ -6,11 +6,12 @@ from itertools import count
 
 import pytest
 
-from emberline.api.output_parser import MIN_MARKER_CHARS, OutputParser, Piece, merge_adjacent_deltas
+from emberline.api.marker_parser import MIN_MARKER_CHARS, MarkerParser
+from emberline.api.output_parser import OutputParser, Piece, merge_adjacent_deltas
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
-from emberline.api.tool_call_parser import MAX_HEAD_CHARS
-from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
-from emberline.api.tools import format_tool_calls
+from emberline.api.tool_styles.call_reader import MAX_HEAD_CHARS
+from emberline.api.tool_styles.registry import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, TOOL_STYLES
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 
@@ -18,7 +19,7 @@ def make_parser(
     style: ToolStyle | None = None, reasoning: ReasoningStyle | None = None, inside: bool = False
 ) -> OutputParser:
     ids = count()
-    return OutputParser(0, lambda: f"{next(ids):024d}", style, reasoning, inside)
+    return MarkerParser(0, lambda: f"{next(ids):024d}", style, reasoning, inside)
 
 
 def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
@@ -208,19 +209,24 @@ def test_endless_call_head_becomes_text() -> None:
         assert brief(parser.push(text)) == [("text", text)]
 
 
-@pytest.mark.parametrize("style", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS], ids=lambda style: style.name)
+WHOLE_ARGUMENTS = ['{"city": "Paris"}', '{"n": 1}']
+FIRST_CHARS = {"llama3": '{"name":', "pythonic": "[get_weather("}  # by which a call without a marker is recognised
+
+
+@pytest.mark.parametrize("style", [s for s in TOOL_STYLES.values() if not s.uses_channels], ids=lambda s: s.name)
 @pytest.mark.parametrize("size", [0, 1])
 def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
-    """Exceptions: a beginning of a marker shorter than MIN_MARKER_CHARS, and the first brace of a bare call."""
-    calls = format_tool_calls([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')], style)
-    first = calls if style.allows_bare_call else calls[MIN_MARKER_CHARS:]
-    for end in range(len(calls) - len(first) + 1 if not style.allows_bare_call else len('{"name":'), len(calls) + 1):
+    """Exceptions: a beginning of a marker shorter than MIN_MARKER_CHARS, and the start of a call without a marker."""
+    calls = style.format_calls([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')])
+    for end in range(len(FIRST_CHARS.get(style.name, "x" * MIN_MARKER_CHARS)), len(calls) + 1):
         parser = make_parser(style)
         pieces = [p for at in range(0, end, size or end) for p in parser.push(calls[at : min(end, at + (size or end))])]
         pieces = merge_adjacent_deltas([*pieces, *parser.flush(was_cut_off=True)])
         assert not [p for p in pieces if isinstance(p, TextDelta)], (calls[:end], pieces)
         names = [p.name for p in pieces if isinstance(p, ToolCallStart)]
         assert names == ["get_weather", "f"][: len(names)], "a call is repeated"
+        arguments = [p.text for p in pieces if isinstance(p, ToolCallArguments)]
+        assert all(whole.startswith(part) for whole, part in zip(WHOLE_ARGUMENTS, arguments, strict=False))
     assert names == ["get_weather", "f"]
 
 

@@ -6,12 +6,12 @@ import pytest
 from bytelevel import build
 
 from emberline.api.call import ChatCall, CommonFields
-from emberline.api.tool_style import HERMES
+from emberline.api.tool_styles.registry import HERMES
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
-from emberline.worker.preparation import END_MARKER, PromptBuilder
+from emberline.worker.prompt_builder import END_MARKER, PromptBuilder
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TRIMS = CHATML.replace("m.content", "m.content | trim")

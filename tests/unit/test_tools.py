@@ -13,13 +13,11 @@ from tokenizers import AddedToken
 from emberline.api.call import Tool, ToolChoice
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle, constrain_after_reasoning
 from emberline.api.reasoning import select_reasoning_style as reasoning_for
-from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, TOOL_STYLES, ToolStyle, select_tool_style
+from emberline.api.tool_styles.registry import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, TOOL_STYLES, select_tool_style
+from emberline.api.tool_styles.style import MAX_CALLS_PER_REPLY, ToolStyle
 from emberline.api.tools import (
-    MAX_CALLS_PER_REPLY,
     build_tool_call_grammar,
-    format_tool_calls,
     inject_tools,
-    shorten_call_ids,
     template_supports_tools,
     to_template_tools,
 )
@@ -39,7 +37,7 @@ STRICT = Tool("weather", "Says the weather.", PLACE, strict=True)
 TIME = Tool("time")
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 IDS = {text: VOCAB_SIZE - len(SPECIALS) + i for i, text in enumerate(SPECIALS)}
-ALL = list(TOOL_STYLES.values())
+ALL = [style for style in TOOL_STYLES.values() if style.allows_several_calls]  # test_harmony.py has the others
 ROME = ("weather", '{"city": "Rome"}')
 NOW = ("time", "{}")
 
@@ -72,8 +70,8 @@ def special_ids(style: ToolStyle) -> dict[str, int]:
     ],
 )
 def test_tool_style_is_detected_by_markers(template: str, style: ToolStyle) -> None:
-    assert select_tool_style(template) is style
-    assert select_tool_style(template, "mistral") is MISTRAL
+    assert select_tool_style(template).style is style
+    assert select_tool_style(template, "mistral").style is MISTRAL
     with pytest.raises(InvalidRequest, match="hermes"):
         select_tool_style(template, "klingon")
 
@@ -116,7 +114,7 @@ def test_inject_describes_tools_in_system_message() -> None:
     assert [m["role"] for m in injected] == ["system", "user", "assistant", "user", "assistant"]
     assert injected[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in injected[0]["content"]
     assert HERMES.begin in injected[0]["content"]
-    assert injected[2] == {"role": "assistant", "content": format_tool_calls([ROME, NOW], HERMES)}
+    assert injected[2] == {"role": "assistant", "content": HERMES.format_calls([ROME, NOW])}
     assert injected[3]["content"].count("<tool_response>") == 2 and "answers" not in injected[3]
 
 
@@ -128,37 +126,38 @@ def test_inject_adds_system_message_only_with_tools() -> None:
 
 
 def test_mistral_call_ids_have_nine_characters() -> None:
-    fitted = shorten_call_ids(HISTORY, MISTRAL)
+    fitted = MISTRAL.fit_messages(HISTORY, ())
     ids = [call["id"] for call in fitted[2]["tool_calls"]]
     assert ids == ["000000abc", "000000def"] == [m["tool_call_id"] for m in fitted[3:5]]
-    assert shorten_call_ids(HISTORY, HERMES) == HISTORY
-    assert shorten_call_ids([{"role": "tool", "tool_call_id": "x-1"}], MISTRAL_ARGS)[0]["tool_call_id"] == "0000000x1"
+    assert HERMES.fit_messages(HISTORY, ()) == HISTORY
+    (short,) = MISTRAL_ARGS.fit_messages([{"role": "tool", "tool_call_id": "x-1"}], ())
+    assert short["tool_call_id"] == "0000000x1"
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_required_forces_calls(compiler: GrammarCompiler, style: ToolStyle) -> None:
     grammar = build_tool_call_grammar([WEATHER, TIME], ToolChoice("required"), style, True, special_ids(style))
-    assert accepts(compiler, grammar, format_tool_calls([ROME], style))
-    assert accepts(compiler, grammar, format_tool_calls([ROME, NOW, ROME], style))
-    assert accepts(compiler, grammar, format_tool_calls([NOW] * MAX_CALLS_PER_REPLY, style))
-    assert not accepts(compiler, grammar, format_tool_calls([NOW] * (MAX_CALLS_PER_REPLY + 1), style))
+    assert accepts(compiler, grammar, style.format_calls([ROME]))
+    assert accepts(compiler, grammar, style.format_calls([ROME, NOW, ROME]))
+    assert accepts(compiler, grammar, style.format_calls([NOW] * MAX_CALLS_PER_REPLY))
+    assert not accepts(compiler, grammar, style.format_calls([NOW] * (MAX_CALLS_PER_REPLY + 1)))
     for wrong in (
         "Hello",
         "",
-        format_tool_calls([("other", "{}")], style),
-        format_tool_calls([("weather", '{"city": "Oslo"}')], style),
+        style.format_calls([("other", "{}")]),
+        style.format_calls([("weather", '{"city": "Oslo"}')]),
     ):
         assert not accepts(compiler, grammar, wrong)
-    assert not accepts(compiler, grammar, format_tool_calls([("weather", "[]")], style))
+    assert not accepts(compiler, grammar, style.format_calls([("weather", "{}")]))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_single_call_without_parallel(compiler: GrammarCompiler, style: ToolStyle) -> None:
     for choice, parallel in ((ToolChoice("required"), False), (ToolChoice("named", "weather"), True)):
         grammar = build_tool_call_grammar([WEATHER, TIME], choice, style, parallel, special_ids(style))
-        assert accepts(compiler, grammar, format_tool_calls([ROME], style))
-        assert not accepts(compiler, grammar, format_tool_calls([ROME, ROME], style))
-        assert accepts(compiler, grammar, format_tool_calls([NOW], style)) == (choice.mode == "required")
+        assert accepts(compiler, grammar, style.format_calls([ROME]))
+        assert not accepts(compiler, grammar, style.format_calls([ROME, ROME]))
+        assert accepts(compiler, grammar, style.format_calls([NOW])) == (choice.mode == "required")
 
 
 def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
@@ -166,7 +165,7 @@ def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
     assert grammar is not None
     matcher = compiler.compile(grammar)
     assert (
-        all(matcher.accept(token) for token in build().encode(format_tool_calls([NOW], HERMES)).ids)
+        all(matcher.accept(token) for token in build().encode(HERMES.format_calls([NOW])).ids)
         and matcher.is_complete
     )
 
@@ -175,21 +174,21 @@ def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
 def test_auto_enforces_strict_tools_and_allows_text(compiler: GrammarCompiler, style: ToolStyle) -> None:
     grammar = build_tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special_ids(style))
     text = "It is <tool_cal or {so} [x].\n"
-    lead = "" if style.allows_bare_call else text
+    lead = "" if style.bare_starts else text
     assert accepts(compiler, grammar, text) and accepts(compiler, grammar, "")
-    assert accepts(compiler, grammar, lead + format_tool_calls([ROME], style))
-    assert accepts(compiler, grammar, lead + format_tool_calls([ROME, NOW], style))
-    assert not accepts(compiler, grammar, lead + format_tool_calls([("weather", '{"city": "Oslo"}')], style))
-    assert not accepts(compiler, grammar, lead + format_tool_calls([("other", "{}")], style))
+    assert accepts(compiler, grammar, lead + style.format_calls([ROME]))
+    assert accepts(compiler, grammar, lead + style.format_calls([ROME, NOW]))
+    assert not accepts(compiler, grammar, lead + style.format_calls([("weather", '{"city": "Oslo"}')]))
+    assert not accepts(compiler, grammar, lead + style.format_calls([("other", "{}")]))
     tagged = build_tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True, special_ids(LLAMA3))
-    assert accepts(compiler, tagged, "Well. <|python_tag|>" + format_tool_calls([ROME], LLAMA3))
+    assert accepts(compiler, tagged, "Well. <|python_tag|>" + LLAMA3.format_calls([ROME]))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_auto_without_parallel_allows_one_call(compiler: GrammarCompiler, style: ToolStyle) -> None:
     grammar = build_tool_call_grammar([WEATHER, TIME], ToolChoice("auto"), style, False, special_ids(style))
-    assert accepts(compiler, grammar, "Hello") and accepts(compiler, grammar, format_tool_calls([NOW], style))
-    assert not accepts(compiler, grammar, format_tool_calls([NOW, NOW], style))
+    assert accepts(compiler, grammar, "Hello") and accepts(compiler, grammar, style.format_calls([NOW]))
+    assert not accepts(compiler, grammar, style.format_calls([NOW, NOW]))
 
 
 def test_no_grammar_without_constraint() -> None:
@@ -209,7 +208,7 @@ def test_only_strict_tools_reject_unknown_keywords(compiler: GrammarCompiler) ->
             with pytest.raises(InvalidRequest, match="uniqueItems"):
                 accepts(compiler, grammar, "")
         else:
-            assert accepts(compiler, grammar, format_tool_calls([("t", '{"a": []}')], HERMES))
+            assert accepts(compiler, grammar, HERMES.format_calls([("t", '{"a": []}')]))
 
 
 BOTH = [
@@ -223,7 +222,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize("grammar", BOTH, ids=lambda g: f"{g.kind}-{g.text}")
-@pytest.mark.parametrize("style", [THINK, ReasoningStyle("[ARGS]", "[TOOL_CALLS]")], ids=["text", "special"])
+@pytest.mark.parametrize("style", [THINK, ReasoningStyle("x", "[ARGS]", "[TOOL_CALLS]")], ids=["text", "special"])
 def test_constraint_applies_after_reasoning(
     compiler: GrammarCompiler, grammar: GrammarSpec, style: ReasoningStyle
 ) -> None:
@@ -240,7 +239,7 @@ def test_forced_calls_allow_reasoning(compiler: GrammarCompiler) -> None:
     grammar = build_tool_call_grammar([WEATHER], ToolChoice("required"), HERMES, True)
     assert grammar is not None
     constrained = constrain_after_reasoning(grammar, THINK, True, {})
-    assert accepts(compiler, constrained, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
+    assert accepts(compiler, constrained, "Rome, I think.</think>\n\n" + HERMES.format_calls([ROME]))
     assert not accepts(compiler, constrained, "Rome, I think.</think>\n\nRome")
 
 
@@ -260,15 +259,15 @@ def test_markers_as_special_or_added_tokens(tmp_path: Path, style: ToolStyle, fl
     ids = {marker: tokenizer.token_to_id(marker) for marker in style.markers}
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [EOS])
     for choice in (ToolChoice("required"), ToolChoice("auto")):
-        for calls, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
+        for calls, fits in (([ROME, NOW], True), ([ROME, ("weather", "{}")], False)):
             grammar = build_tool_call_grammar([STRICT, TIME], choice, style, True, ids)
             assert grammar is not None
             matcher = compiler.compile(grammar)
-            tokens = tokenizer.encode(format_tool_calls(calls, style)).ids
+            tokens = tokenizer.encode(style.format_calls(calls)).ids
             assert all(token in matcher.allowed_tokens() and matcher.accept(token) for token in tokens) == fits
 
 
 def test_markers_without_tokens_match_by_text(compiler: GrammarCompiler) -> None:
     grammar = build_tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True)
-    assert accepts(compiler, grammar, format_tool_calls([ROME, ROME], LLAMA3)) and accepts(compiler, grammar, "Well")
-    assert not accepts(compiler, grammar, format_tool_calls([("weather", "{}")], LLAMA3))
+    assert accepts(compiler, grammar, LLAMA3.format_calls([ROME, ROME])) and accepts(compiler, grammar, "Well")
+    assert not accepts(compiler, grammar, LLAMA3.format_calls([("weather", "{}")]))

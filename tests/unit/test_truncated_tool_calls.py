@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from scripted_engine import WorkerHarness
 
-from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
+from emberline.api.tool_styles.registry import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.gateway.dialects.translate import ReplyContext, StreamTranslator, translate_reply
 from emberline.wire.deltas import ChatDialect
 
@@ -44,10 +45,7 @@ STYLES = [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS]
 
 def reply_text(style: ToolStyle) -> str:
     """Return the model's output: prose and two calls of the same tool."""
-    calls = [style.head % name + arguments + style.tail for name, arguments in (FIRST, SECOND)]
-    if style.list_brackets is None:
-        return PROSE + style.separator.join(style.begin + call for call in calls)
-    return PROSE + style.begin + style.list_brackets[0] + style.separator.join(calls) + style.list_brackets[1]
+    return PROSE + (style.begin if style.bare_starts else "") + style.format_calls([FIRST, SECOND])
 
 
 @dataclass

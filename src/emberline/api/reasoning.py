@@ -9,29 +9,150 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberline.api.lark import build_literal_term, build_regex_term, to_llguidance_grammars
+from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    begin: str = "<think>"
-    end: str = "</think>"
+    name: str
+    begin: str
+    end: str  # text that ends the reasoning; the server writes it when the request's reasoning budget is spent
+    families: str = ""  # the models that write reasoning like this
+    other_begins: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
+    dropped_markers: tuple[str, ...] = ()  # texts around the answer that carry no meaning of their own
+    answer_frame: tuple[str, str] = ("", "")  # texts before and after the answer, if it is not tool calls
+    more_markers: tuple[str, ...] = ()  # further texts that the detokenizer must keep where they are special tokens
+    template_signs: tuple[tuple[str, ...], ...] = ()  # a chat template with all texts of one group uses this style
+    uses_channels: bool = False  # the output consists of messages with a header: see HarmonyParser
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.begin, *self.other_begins)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.end, *self.other_ends)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.begin, self.end)
+        """Texts that the detokenizer must keep where they are special tokens."""
+        return (*self.begins, *self.ends, *self.dropped_markers, *self.more_markers)
+
+    def is_used_by(self, template: str) -> bool:
+        return any(all(text in template for text in texts) for texts in self.template_signs)
 
     def is_opened_by(self, prompt: str) -> bool:
         """Return whether the prompt ends with the opening marker: then the output begins with reasoning."""
-        return prompt.rstrip().endswith(self.begin)
+        return prompt.rstrip().endswith(self.begins)
 
 
-THINK = ReasoningStyle()
-MAGISTRAL = ReasoningStyle("[THINK]", "[/THINK]")
+THINK = ReasoningStyle(
+    "think",
+    "<think>",
+    "</think>",
+    "DeepSeek, Qwen 3, GLM, Kimi K2, SmolLM 3",
+    template_signs=(("</think>",),),
+)
+THINK_RESPONSE = ReasoningStyle(
+    "think-response",
+    "<think>",
+    "</think>",
+    "Granite 3.3",
+    dropped_markers=("<response>", "</response>"),
+    template_signs=(("<think></think>", "<response></response>"),),
+)
+SEED_THINK = ReasoningStyle(
+    "seed", "<seed:think>", "</seed:think>", "Seed-OSS", template_signs=(("<seed:tool_call>",), ("<seed:think>",))
+)
+MAGISTRAL = ReasoningStyle(
+    "mistral", "[THINK]", "[/THINK]", "Magistral, Ministral 3", template_signs=(("[/THINK]",),)
+)
+KIMI_VL = ReasoningStyle("kimi-vl", "◁think▷", "◁/think▷", "Kimi-VL", template_signs=(("◁/think▷",), ("◁think▷",)))
+COHERE_THINKING = ReasoningStyle(
+    "cohere",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    "Command R7B, Command A",
+    dropped_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    answer_frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    template_signs=(("<|START_THINKING|>",), ("<|START_RESPONSE|>",)),
+)
+GRANITE_THOUGHT = ReasoningStyle(
+    "granite",
+    "Here is my thought process:",
+    "Here is my response:",
+    "Granite 3.2",
+    other_begins=("Here's my thought process:",),
+    other_ends=("Here's my response:",),
+    template_signs=(("Here is my thought process:",), ("Here's my thought process:",)),
+)
+GEMMA_THOUGHT = ReasoningStyle(
+    "gemma",
+    "<|channel>thought",
+    "<channel|>",
+    "Gemma 4",
+    more_markers=("<|channel>",),
+    template_signs=(("<|channel>thought",),),
+)
+HARMONY_ANALYSIS = ReasoningStyle(
+    "harmony",
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant",
+    "gpt-oss",
+    answer_frame=("<|channel|>final<|message|>", ""),
+    more_markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    template_signs=(("<|channel|>analysis",), ("<|start|>assistant", "<|channel|>")),
+    uses_channels=True,
+)
+
+# Ordered: of two styles whose signs a template contains, the first one is used.
+REASONING_STYLES: dict[str, ReasoningStyle] = {
+    style.name: style
+    for style in (
+        HARMONY_ANALYSIS,
+        GEMMA_THOUGHT,
+        COHERE_THINKING,
+        KIMI_VL,
+        SEED_THINK,
+        MAGISTRAL,
+        GRANITE_THOUGHT,
+        THINK_RESPONSE,
+        THINK,
+    )
+}
 
 
-def select_reasoning_style(template: str) -> ReasoningStyle | None:
-    return next((style for style in (THINK, MAGISTRAL) if style.end in template), None)
+def select_reasoning_style(template: str, name: str = "auto") -> ReasoningStyle | None:
+    """Return the style called `name`, or None for "none". Raises InvalidRequest for an unknown name.
+
+    With "auto", return the style whose markers occur in the chat template, or None if no style's markers do.
+    """
+    if name == "none":
+        return None
+    if name == "auto":
+        return next((style for style in REASONING_STYLES.values() if style.is_used_by(template)), None)
+    if name not in REASONING_STYLES:
+        raise InvalidRequest(
+            f"unknown reasoning style {name!r}",
+            param="reasoning_style",
+            hint=f"--reasoning-style takes auto, none, {', '.join(REASONING_STYLES)}",
+        )
+    return REASONING_STYLES[name]
+
+
+def frame_answer(grammar: GrammarSpec, style: ReasoningStyle, special_tokens: Mapping[str, int]) -> GrammarSpec:
+    """Return a grammar for the answer with the texts that this style writes before and after an answer."""
+    if style.answer_frame == ("", ""):
+        return grammar
+    try:
+        first, *rest = to_llguidance_grammars(grammar)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return grammar
+    before, after = (build_literal_term(text, special_tokens) if text else "" for text in style.answer_frame)
+    top = {"lark_grammar": f"start: {before} @answer {after}"}
+    return GrammarSpec("grammar", json.dumps({"grammars": [top, {**first, "name": "answer"}, *rest]}))
 
 
 def constrain_after_reasoning(
@@ -46,7 +167,7 @@ def constrain_after_reasoning(
         first, *rest = to_llguidance_grammars(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
-    if style.end in special_tokens:
+    if any(style.end.startswith(token) for token in special_tokens):
         thought = f"TEXT {build_literal_term(style.end, special_tokens)}"
         lead = (
             f"lead: {thought}"

@@ -253,7 +253,12 @@ class ServerConfig(InferenceServiceConfig):
     chat_template: str | None = option(
         None, "Jinja file with the chat template.", metavar="FILE", default_text="the model's own"
     )
-    tool_style: str = option("auto", "Format of tool calls: auto, hermes, llama3, mistral or mistral-args.")
+    tool_style: str = option(
+        "auto", "Format of tool calls, such as hermes or kimi; auto: what the chat template shows.", metavar="NAME"
+    )
+    reasoning_style: str = option(
+        "auto", "Format of reasoning, such as think, or none; auto: what the chat template shows.", metavar="NAME"
+    )
     generation_config: str = option(
         "auto",
         "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with such a file.",
@@ -283,7 +288,8 @@ class ServerConfig(InferenceServiceConfig):
                 hint="give the model another name: ALIAS=MODEL",
             )
         if len(self.models) > 1:
-            for name, is_set in (("chat_template", self.chat_template), ("tool_style", self.tool_style != "auto")):
+            styles = ((name, getattr(self, name) != "auto") for name in ("tool_style", "reasoning_style"))
+            for name, is_set in (("chat_template", self.chat_template), *styles):
                 if is_set:
                     message = f"{name} applies to one model, and {len(self.models)} models are served"
                     raise InvalidRequest(message, param=name, hint="serve this model by a server of its own")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline import __version__
-from emberline.api import reasoning
-from emberline.api import tool_style as toolstyle
 from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
 from emberline.core.errors import DownloadError, UnsupportedModel
+from emberline.core.jsonfile import read_object_if_exists
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.messages import LoadedModelInfo
@@ -28,7 +27,8 @@ from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
-from emberline.worker.preparation import PromptBuilder
+from emberline.worker.output_styles import select_output_styles
+from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
 
@@ -124,18 +124,25 @@ def _assemble_model(
     info: LoadedModelInfo,
 ) -> LoadedModel:
     sources = "".join(tokenizer_and_template.template.sources.values()) if tokenizer_and_template.template else ""
-    tool_style = toolstyle.select_tool_style(sources, config.tool_style)
+    model_config = read_object_if_exists(tokenizer_and_template.directory / "config.json")
+    styles = select_output_styles(config, name, sources, str(model_config.get("model_type", "")))
     tokenizer_file = tokenizer_and_template.directory / "tokenizer.json"
     guard = GrammarGuard(tokenizer_file, info.vocab_size, info.eos)
     metrics = ModelMetrics(name)
     generator = Generator(
         engine,
-        PromptBuilder(tokenizer_and_template.tokenizer, tokenizer_and_template.template, tool_style, info.max_context),
+        PromptBuilder(
+            tokenizer_and_template.tokenizer,
+            tokenizer_and_template.template,
+            styles.tool_style,
+            info.max_context,
+            config.reasoning_style,
+        ),
         guard,
         metrics,
         served_name=name,
-        tool_style=tool_style,
-        reasoning=reasoning.select_reasoning_style(sources),
+        tool_style=styles.tool_style,
+        reasoning=styles.reasoning,
         timeout=config.request_timeout,
         token_timeout=config.token_timeout,
         eos_token_ids=frozenset(info.eos),

@@ -30,7 +30,7 @@ from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.cluster_handler import ClusterHandler
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
-from emberline.worker.preparation import LONG_TEXT_CHARS
+from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
 from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore

@@ -8,15 +8,16 @@ from contextlib import aclosing
 
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.reasoning import ReasoningStyle
-from emberline.api.tool_style import ToolStyle
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.server.metrics import ModelMetrics
 from emberline.worker.generation import DeltaGroup, Generation
-from emberline.worker.preparation import CallPreparer, PromptBuilder
+from emberline.worker.preparation import CallPreparer
 from emberline.worker.prepared_prompt import PreparedPrompt
+from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.request_context import RequestContext
 
 Call = ChatCall | CompletionCall

@@ -1,171 +1,30 @@
-"""Converts a parsed request to PreparedPrompts, which the engine can run.
+"""CallPreparer: converts a parsed request to PreparedPrompts, which the engine can run.
 
-PromptBuilder converts messages and texts to tokens. CallPreparer adds the grammar for tools and response formats.
+PromptBuilder makes the tokens. CallPreparer adds the grammar for tools and response formats.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from hashlib import sha256
 from itertools import count
-from typing import Any
 
 from emberline.api import reasoning as reasoning_styles
 from emberline.api import tools
-from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool, ToolChoice
+from emberline.api.call import ChatCall, CompletionCall, ToolChoice
 from emberline.api.lark import build_either_grammar
 from emberline.api.output_parser import OutputParser
+from emberline.api.parser_choice import make_output_parser
 from emberline.api.reasoning import ReasoningStyle
-from emberline.api.template_settings import find_ignored_settings
-from emberline.api.tool_style import ToolStyle
-from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.tokens.template import ChatTemplate
-from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
-from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
+from emberline.worker.prompt_builder import PromptBuilder
 
-LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
-END_MARKER = "\ue0f1\ue0f2"  # private-use characters, which no template writes
 PREDICTION_PARAM = "prediction.content"
-MANY_MESSAGES = 100  # more are rendered in a thread
-MANY_TOOLS = 20  # more are rendered in a thread
-
-
-class PromptBuilder:
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_style: ToolStyle, max_context: int
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.max_context = max_context
-        self._template = template
-        self._style = tool_style
-        sources = list(template.sources.values()) if template is not None else []
-        self._supports_tools = any(tools.template_supports_tools(source) for source in sources)
-        self._reasoning = reasoning_styles.select_reasoning_style("".join(sources))
-        # Empty if no marker ends the reasoning.
-        self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
-
-    async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
-        """Return the prompt's text as `render` does. A long prompt is rendered in a thread, off the event loop."""
-        if len(call.messages) > self.max_context:
-            raise ContextLengthExceeded(
-                f"messages has {len(call.messages)} items, but the model's context has only {self.max_context} tokens",
-                param="messages",
-                hint="send fewer messages",
-            )
-        is_long = (
-            len(call.messages) > MANY_MESSAGES
-            or len(call.tools) > MANY_TOOLS
-            or any(len(message.get("content") or "") > LONG_TEXT_CHARS for message in call.messages)
-        )
-        return await asyncio.to_thread(self.render, call, created) if is_long else self.render(call, created)
-
-    def render(self, call: ChatCall, created: int | None = None) -> str:
-        """Return the prompt's text: the messages and tools, rendered with the model's chat template.
-
-        The template sees `created`, a Unix time, as the current time; None stands for now. So a reply that continues
-        at a different worker has the same prompt. Raises InvalidRequest if the model has no chat template, or if its
-        template rejects the request.
-        """
-        if self._template is None:
-            raise InvalidRequest(
-                "the model has no chat template",
-                hint="use /v1/completions, or start the server with --chat-template FILE",
-            )
-        self.find_ignored_fields(call)
-        messages = tools.shorten_call_ids(call.messages, self._style)
-        if not self._supports_tools:
-            messages = tools.inject_tools(messages, _callable_tools(call), self._style)
-        tool_list = self._tools_for_template(call)
-        marker = _choose_end_marker(messages) if call.continues_last_message else ""
-        if marker:
-            messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
-        time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
-        text = self._template.render(
-            messages,
-            tool_list,
-            call.adds_generation_prompt and not call.continues_last_message,
-            **call.template_args,
-            **time_args,
-        )
-        return _cut_at_end_marker(text, marker) if marker else text
-
-    def find_ignored_fields(self, call: ChatCall) -> list[str]:
-        """Return the names of request fields that have no effect on this model.
-
-        Raises InvalidRequest for a field that may not be ignored, because the reply would mean something else without
-        it.
-        """
-        if self._template is None:
-            return []
-        known = self._template.extra_variables(self._tools_for_template(call) is not None)
-        found = find_ignored_settings(call.template_settings, known, self._reasoning is not None)
-        if call.thinking_budget is not None and not self.reasoning_end_tokens and "thinking" not in found:
-            found.append("thinking.budget_tokens")  # no marker could end this model's reasoning
-        return found
-
-    def _tools_for_template(self, call: ChatCall) -> list[dict[str, Any]] | None:
-        """Return the tools in the form that templates take; None if there are none or the template ignores tools."""
-        shown = _callable_tools(call)
-        return tools.to_template_tools(shown) if shown and self._supports_tools else None
-
-    async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
-        if isinstance(text, list):
-            return text
-        if len(text) > self.max_context * MAX_CHARS_PER_TOKEN:
-            raise ContextLengthExceeded(
-                f"{param} has {len(text)} characters; this model's maximum context length is {self.max_context} tokens",
-                param=param,
-                hint=f"shorten {param}",
-            )
-        if len(text) < LONG_TEXT_CHARS:
-            return self.tokenizer.encode(text, add_special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        return [self.tokenizer.token_text(i) for i in ids]
-
-    def truncate(self, ids: list[int], call: GenerationCall) -> list[int]:
-        """Return the prompt shortened to the request's `truncate_prompt_tokens`, if that field is set."""
-        if call.truncate_prompt_tokens is None:
-            return ids
-        num_kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
-        return ids[:num_kept] if call.keeps_first_tokens or not num_kept else ids[-num_kept:]
-
-    def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
-        """Return the call's sampling parameters, with its bad words converted to sequences of token ids.
-
-        Each word is added with and without a leading space. Raises InvalidRequest if `allowed_token_ids` has an id
-        outside the vocabulary.
-        """
-        if any(token >= self.tokenizer.vocab_size for token in call.params.allowed_token_ids):
-            param = "allowed_token_ids"
-            wrong = max(call.params.allowed_token_ids)
-            what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
-            raise InvalidRequest(what, param=param, hint="POST /tokenize returns the ids of a text")
-        words: dict[tuple[int, ...], None] = {}
-        for word in call.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                if ids := self.tokenizer.encode(text, add_special=False):
-                    words[tuple(ids)] = None
-        return replace(call.params, bad_words=tuple(words)) if words else call.params
-
-    def check_length(self, ids: Sequence[int], param: str) -> None:
-        """Raise an error if the prompt is empty or too long for the model. `param`: request field with the prompt."""
-        if len(ids) >= self.max_context:
-            raise ContextLengthExceeded(
-                f"{param} has {len(ids)} tokens; this model's maximum context length is {self.max_context} tokens, and "
-                "the answer needs at least one",
-                param=param,
-                hint=f"shorten {param}",
-            )
-        if not ids:
-            raise InvalidRequest(f"{param} has no tokens", param=param, hint="send a text that is not empty")
 
 
 class CallPreparer:
@@ -203,15 +62,8 @@ class CallPreparer:
         params = await self._params_with_grammar(call, style, opens_reasoning)
 
         def make_parser(index: int) -> OutputParser | None:
-            if style is None and self._reasoning is None:
-                return None
-            return OutputParser(
-                index,
-                _make_tool_call_id_factory(reply_id, index),
-                style,
-                self._reasoning,
-                starts_in_reasoning=opens_reasoning,
-            )
+            new_id = _make_tool_call_id_factory(reply_id, index)
+            return make_output_parser(index, new_id, style, self._reasoning, opens_reasoning, call.tools)
 
         budget = None
         if call.thinking_budget is not None and self._prompt_builder.reasoning_end_tokens:
@@ -248,7 +100,7 @@ class CallPreparer:
         params = self._prompt_builder.params_with_bad_words(call)
         if params.grammar is not None:
             await asyncio.to_thread(self._grammar_guard.check, params.grammar)
-        markers = frozenset(self._special_marker_ids(None).values())
+        markers = frozenset(self._special_marker_ids(None).values()) - self._eos_token_ids
         return [
             PreparedPrompt(
                 token_ids=ids,
@@ -274,12 +126,17 @@ class CallPreparer:
         """Return the sampling parameters with a grammar for the response format and the tools."""
         special = self._special_marker_ids(style)
         grammar: GrammarSpec | None = call.params.grammar
+        if grammar is not None and self._reasoning is not None:
+            grammar = reasoning_styles.frame_answer(grammar, self._reasoning, special)
         param = "response_format"
         if style is not None:
             # The reply either has the requested format or consists of tool calls.
             allows_format = grammar is not None and call.tool_choice.mode == "auto"
             choice = ToolChoice("required") if allows_format else call.tool_choice
-            tool_grammar = tools.build_tool_call_grammar(call.tools, choice, style, call.parallel_tool_calls, special)
+            text_markers = self._reasoning.dropped_markers if self._reasoning else ()
+            tool_grammar = tools.build_tool_call_grammar(
+                call.tools, choice, style, call.parallel_tool_calls, special, text_markers
+            )
             if tool_grammar is not None:
                 grammar = (
                     build_either_grammar(tool_grammar, grammar)
@@ -306,57 +163,6 @@ class CallPreparer:
         markers = (*(style.markers if style else ()), *(self._reasoning.markers if self._reasoning else ()))
         ids = {marker: tokenizer.token_id(marker) for marker in markers}
         return {marker: id_ for marker, id_ in ids.items() if id_ is not None}
-
-
-def _callable_tools(call: ChatCall) -> Sequence[Tool]:
-    return call.tools if call.tool_choice.mode != "none" else ()
-
-
-def _reasoning_end_tokens(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
-    ids = tokenizer.encode(style.end, add_special=False) if style is not None else []
-    spelled = b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", "replace")
-    # SentencePiece adds a space before the text.
-    return ids if style is not None and spelled.removeprefix(" ") == style.end else []
-
-
-def _choose_end_marker(messages: list[dict[str, Any]]) -> str:
-    """Return a text that occurs in none of the messages, to mark the end of the last message."""
-    texts, marker = list(_iterate_texts(messages)), END_MARKER
-    while any(marker in text for text in texts):
-        marker += marker
-    return marker
-
-
-def _iterate_texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from (key, *_iterate_texts(inner))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _iterate_texts(inner)
-
-
-def _append_end_marker(last_message: dict[str, Any], marker: str) -> dict[str, Any]:
-    """Return the message with the marker at the end of its content."""
-    content = (last_message.get("content") or "").rstrip()
-    return {**last_message, "content": content + marker} if content else last_message
-
-
-def _cut_at_end_marker(text: str, marker: str) -> str:
-    """Return the rendered text before the marker, which ends the last message.
-
-    What the template adds after that message is dropped. Raises InvalidRequest if the text does not contain the marker.
-    """
-    at = text.rfind(marker)
-    if at < 0:
-        raise InvalidRequest(
-            "the last message cannot be continued: the chat template does not write the text of that message",
-            param="messages",
-            hint="send text as the content of the last message",
-        )
-    return text[:at]
 
 
 def _make_tool_call_id_factory(reply_id: str, choice_index: int) -> Callable[[], str]:

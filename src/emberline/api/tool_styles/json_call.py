@@ -1,20 +1,13 @@
-"""ToolCallParser: reads one tool call, `{"name": ..., "arguments": {...}}`, one character at a time."""
+"""JsonCallParser: reads one tool call, `{"name": ..., "arguments": {...}}`, one character at a time."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from enum import Enum
 
-WHITESPACE = " \t\r\n"
+from emberline.api.tool_styles.call_reader import WHITESPACE, ParseStatus
+
 ARGUMENT_KEYS = ("arguments", "parameters")
-MAX_HEAD_CHARS = 4096  # before the arguments; longer text is not a call
-
-
-class ParseStatus(Enum):
-    INCOMPLETE = "reading"
-    COMPLETE = "done"
-    INVALID = "broken"
 
 
 class JsonValueScanner:
@@ -46,7 +39,7 @@ class JsonValueScanner:
         return self.depth == 0 and not self.in_string
 
 
-class ToolCallParser:
+class JsonCallParser:
     """Parses one tool call and passes its arguments on as they are written.
 
     `is_confirmed` becomes true once the name is complete and the arguments have begun as an object. Text that becomes
@@ -55,12 +48,12 @@ class ToolCallParser:
     (`has_marker`).
     """
 
-    def __init__(self, has_marker: bool) -> None:
+    def __init__(self, has_marker: bool, name_key: str = "name") -> None:
         self.has_marker = has_marker
+        self._name_key = name_key
         self.status = ParseStatus.INCOMPLETE
         self.name: str | None = None
         self.is_confirmed = False
-        self._num_read = 0
         self._key = ""
         self._raw = ""  # text of the string or value being read
         self._early = ""  # arguments read before the name
@@ -72,14 +65,11 @@ class ToolCallParser:
         """Whether the text begins like a call: first the name, then the arguments."""
         if self._state == self._parse_key:
             return self.name is not None and any(f'"{key}"'.startswith(self._raw) for key in ARGUMENT_KEYS)
-        return self._key == "name" or (self.name is not None and self._key in ARGUMENT_KEYS)
+        return self._key == self._name_key or (self.name is not None and self._key in ARGUMENT_KEYS)
 
     def feed(self, char: str) -> str:
         """Consume one character and return the text it adds to the arguments."""
         assert self.status is ParseStatus.INCOMPLETE
-        self._num_read += 1
-        if self._num_read > MAX_HEAD_CHARS and not self.is_confirmed:
-            return self._reject_call()
         return self._state(char)
 
     def _reject_call(self) -> str:
@@ -118,7 +108,7 @@ class ToolCallParser:
             if char != "{" or self.is_confirmed or self._early:
                 return self._reject_call()
             self._start_value(self._parse_arguments)
-        elif self._key == "name":
+        elif self._key == self._name_key:
             if char != '"' or self.name is not None:
                 return self._reject_call()
             self._start_value(self._parse_name)

@@ -1,0 +1,1 @@
+"""The formats in which model families write tool calls, one module for each; `registry` selects one for a model."""

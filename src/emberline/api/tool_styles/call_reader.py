@@ -1,0 +1,120 @@
+"""CallReader: the base of the classes that read tool calls in the format of one model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+WHITESPACE = " \t\r\n"
+MAX_HEAD_CHARS = 4096  # before a call is recognised; longer text is not a call
+
+
+class ParseStatus(Enum):
+    INCOMPLETE = "reading"
+    COMPLETE = "done"
+    INVALID = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    name: str
+    id: str | None = None  # the id that the model wrote; None: the server creates one
+
+
+CallEvent = CallStart | str  # a string is a part of the arguments, which are a JSON object
+
+
+class CallReader:
+    """Reads the characters after the marker that opens a tool call, or a group of calls.
+
+    The arguments in the events are a prefix of a JSON object at all times. Characters are unaccepted until an event, or
+    the end of a call, makes them part of a call. If the text turns out not to be a call, they become text again.
+    """
+
+    def __init__(self, state: Callable[[str], None]) -> None:
+        self.status = ParseStatus.INCOMPLETE
+        self.has_calls = False  # whether a call has begun
+        self._state = state  # the function that reads the next character
+        self._events: list[CallEvent] = []
+        self._unaccepted: list[str] = []
+        self._word = ""  # characters of a marker or a name that is being read
+
+    @property
+    def unaccepted_text(self) -> str:
+        return "".join(self._unaccepted)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the unaccepted text only closes a call; such text is dropped at the end of the output."""
+        return False
+
+    @property
+    def is_likely_call(self) -> bool:
+        """Whether the text begins like a call, although it had no opening marker."""
+        return self.has_calls
+
+    @property
+    def is_in_head(self) -> bool:
+        """Whether the text read until now belongs to a call that has not begun; such text may not be endless."""
+        return not self.has_calls
+
+    def read(self, text: str, at: int) -> tuple[list[CallEvent], int]:
+        """Read text[at:] up to the end of the call or of the text.
+
+        Return what it adds to the calls, and the position after the last character that was read.
+        """
+        while at < len(text) and self.status is ParseStatus.INCOMPLETE:
+            char = text[at]
+            self._unaccepted.append(char)
+            self._state(char)
+            at += 1
+            if len(self._unaccepted) > MAX_HEAD_CHARS and self.is_in_head:
+                self._reject()
+        return self._take_events(), at
+
+    def end(self) -> list[CallEvent]:
+        """Return what completes the call, if the model ended its output where only closing markers are missing."""
+        self._complete_at_end()
+        return self._take_events()
+
+    def _complete_at_end(self) -> None:
+        """Add the events that complete a call without its closing markers. By default there are none."""
+        return
+
+    def _take_events(self) -> list[CallEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _start_call(self, name: str, id: str | None = None) -> None:
+        self.has_calls = True
+        self._add_event(CallStart(name, id))
+
+    def _add_event(self, event: CallEvent) -> None:
+        if isinstance(event, str) and self._events and isinstance(last := self._events[-1], str):
+            self._events[-1] = last + event
+        else:
+            self._events.append(event)
+        self._unaccepted.clear()
+
+    def _accept(self) -> None:
+        """Make the characters read until now part of the call."""
+        self._unaccepted.clear()
+
+    def _complete(self) -> None:
+        self._accept()
+        self.status = ParseStatus.COMPLETE
+
+    def _reject(self) -> None:
+        self.status = ParseStatus.INVALID
+
+    def _expect_one_of(self, char: str, markers: Mapping[str, Callable[[], None]]) -> None:
+        """Read one of the markers, with white space before it, and then call its function."""
+        if not self._word and char in WHITESPACE:
+            return
+        self._word += char
+        if found := markers.get(self._word):
+            self._word = ""
+            found()
+        elif not any(marker.startswith(self._word) for marker in markers):
+            self._reject()

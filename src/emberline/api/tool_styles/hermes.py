@@ -1,0 +1,17 @@
+"""Hermes: one JSON object between <tool_call> tags."""
+
+from __future__ import annotations
+
+from emberline.api.tool_styles.json_arguments import JsonObjectStyle
+
+HERMES = JsonObjectStyle(
+    name="hermes",
+    families="Hermes, Qwen 2.5, Qwen 3, Granite 4, SmolLM 3",
+    begin="<tool_call>",
+    markers=("<tool_call>", "</tool_call>"),
+    head='\n{"name": "%(name)s", "arguments": ',
+    tail="}\n</tool_call>",
+    ends=("</tool_call>",),
+    separator="\n",
+    template_signs=(("<tool_call>",),),
+)
