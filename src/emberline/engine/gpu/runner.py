@@ -82,6 +82,7 @@ class GPURunner:
             max_queries=max_queries,
             fixed_cuts=settings.gpu.exact,
             max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
+            softcap=model.config.parts.attention_softcap > 0,
         )
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
@@ -95,8 +96,7 @@ class GPURunner:
         size = _staging_bytes(limits, self._attention_planner)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
-        masks = limits.max_running * words_per_mask(self.vocab_size) * 4
-        self._extra_inputs = InputStaging(size + masks, device)  # of sampling
+        self._extra_inputs = InputStaging(size + running * words_per_mask(self.vocab_size) * 4, device)  # of sampling
         self._table_inputs = InputStaging(size, device)
         self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
