@@ -115,7 +115,8 @@ class ModelConfig:
     def from_checkpoint(checkpoint: Checkpoint) -> ModelConfig:
         """Return the config of a checkpoint. Its end tokens are collected from all files of the checkpoint."""
         config = ModelConfig.from_hf(checkpoint.config)
-        return replace(config, eos=collect_end_tokens(checkpoint, config.vocab))
+        turn_ends = ARCHITECTURES[config.model_type].turn_end_tokens
+        return replace(config, eos=collect_end_tokens(checkpoint, config.vocab, turn_ends))
 
 
 def _find_architecture(fields: ConfigFields) -> Architecture:

@@ -163,7 +163,9 @@ class DeviceWeights(Weights):
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
         self._loads.append(self._make_load(name, info, destination, offset))
 
-    def _make_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float) -> TensorLoad:
+    def _make_load(
+        self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0
+    ) -> TensorLoad:
         slices = self.shard.tensor_slices(name, info.shape) if self.shard.world_size > 1 else None
         placement = TensorPlacement(name, info, DTYPES[info.dtype], destination, slices, offset)
         if info.packing is None:

@@ -41,6 +41,7 @@ class Architecture:
     # What transformers assumes where config.json has no such field.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     is_strict: bool = True  # whether unknown fields of config.json are refused, and not only those of other families
+    turn_end_tokens: tuple[str, ...] = ()  # that end a chat model's turn, even if no file of the checkpoint says so
     ignored_fields: tuple[str, ...] = ()  # fields that have no effect, or only one that other fields repeat
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)  # fields that may have this value only
 
@@ -99,6 +100,7 @@ GEMMA2 = Architecture(
     activation_field="hidden_activation",
     ignored_fields=("hidden_act",),
     scaled_embedding=True,
+    turn_end_tokens=("<end_of_turn>",),
     attention_scalar_field="query_pre_attn_scalar",
     attention_softcap_field="attn_logit_softcapping",
     logit_softcap_field="final_logit_softcapping",
@@ -127,6 +129,7 @@ GEMMA3 = Architecture(
     local_theta_field="rope_local_base_freq",
     has_final_max_position=True,
     scaled_embedding=True,
+    turn_end_tokens=("<end_of_turn>",),
     attention_scalar_field="query_pre_attn_scalar",
     logit_softcap_field="final_logit_softcapping",
     defaults={  # the text_config of a multimodal config.json has only the fields with other values than these
@@ -180,6 +183,7 @@ COHERE: dict[str, Any] = {
     "norm_eps_field": "layer_norm_eps",
     "interleaved_rope": True,
     "logit_multiplier_field": "logit_scale",
+    "turn_end_tokens": ("<|END_OF_TURN_TOKEN|>",),
 }
 COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 
@@ -214,6 +218,7 @@ ARCHITECTURES = {
         qkv_tensor="self_attn.qkv_proj",
         gate_up_tensor="mlp.gate_up_proj",
         partial_rotary=True,
+        turn_end_tokens=("<|end|>",),
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
