@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from emberline.core.errors import ModelFileError
+from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFFile, GGUFTensor
-from emberline.hub.ggufconfig import build_generation_config, build_model_config, checkpoint_tensor_name
+from emberline.hub.ggufconfig import NORM_OFFSETS, build_generation_config, build_model_config, checkpoint_tensor_name
 from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
@@ -53,7 +53,7 @@ def _write_checkpoint(file: GGUFFile, directory: Path) -> None:
 def _tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
     out: dict[str, GGUFTensor] = {}
     for tensor in file.tensors.values():
-        name = checkpoint_tensor_name(tensor.name)
+        name = checkpoint_tensor_name(tensor.name, file.metadata["general.architecture"])
         if name in out:
             raise ModelFileError(f"{file.path} has two tensors for {name}")
         if name is not None:
@@ -74,8 +74,19 @@ def _iter_all_tensor_bytes(file: GGUFFile, tensors: dict[str, GGUFTensor], confi
     permuted: dict[str, int] = {}
     if file.metadata["general.architecture"] == "llama":
         permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    offset = NORM_OFFSETS.get(file.metadata["general.architecture"], 0.0)
     for tensor in tensors.values():
-        yield from _iter_tensor_bytes(file, tensor, permuted.get(tensor.name.split(".")[-2]))
+        if offset and tensor.name.endswith("norm.weight"):
+            yield _subtract_offset(file, tensor, offset)
+        else:
+            yield from _iter_tensor_bytes(file, tensor, permuted.get(tensor.name.split(".")[-2]))
+
+
+def _subtract_offset(file: GGUFFile, tensor: GGUFTensor, offset: float) -> bytes:
+    if tensor.type.name != "F32":
+        raise UnsupportedModel(f"GGUF tensor {tensor.name!r} must have the type F32, not {tensor.type.name}")
+    values = np.frombuffer(file.raw_bytes(tensor), dtype="<f4")
+    return (values - np.float32(offset)).astype("<f4").tobytes()
 
 
 def _iter_tensor_bytes(file: GGUFFile, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_TENSORS = {
@@ -34,14 +35,25 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Names of tensors that differ from those above.
+OTHER_LAYER_TENSORS = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
+NORM_OFFSETS = {"gemma3": 1.0}  # llama.cpp adds this to the norm weights of a checkpoint
+GEMMA3_27B_LAYERS = 62
 LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # that end a chat message
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def checkpoint_tensor_name(gguf_name: str) -> str | None:
+def checkpoint_tensor_name(gguf_name: str, architecture: str = "llama") -> str | None:
     """Return the checkpoint's name for a GGUF tensor, or None if the tensor becomes part of config.json."""
+    layer_tensors = {**LAYER_TENSORS, **OTHER_LAYER_TENSORS.get(architecture, {})}
     if gguf_name == ROPE_FREQS:
         return None
     parts = gguf_name.split(".")
@@ -49,8 +61,8 @@ def checkpoint_tensor_name(gguf_name: str) -> str | None:
         parts = []
     if len(parts) == 2 and parts[0] in TOP_TENSORS:
         return f"{TOP_TENSORS[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in LAYER_TENSORS:
-        return f"model.layers.{int(parts[1])}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in layer_tensors:
+        return f"model.layers.{int(parts[1])}.{layer_tensors[parts[2]]}.{parts[3]}"
     hint = f"supported architectures: {', '.join(ARCHITECTURES)}"
     raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an unsupported architecture", hint=hint)
 
@@ -135,7 +147,22 @@ def build_model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
         config["sliding_window"] = fields.get_integer("attention.sliding_window")
         if fields.arch == "llama":
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return config
+    return config if fields.arch != "gemma3" else {**config, **_build_gemma3_fields(fields, config)}
+
+
+def _build_gemma3_fields(fields: GGUFMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that Gemma 3 has. A GGUF file lacks those that llama.cpp knows."""
+    is_27b = config["num_hidden_layers"] == GEMMA3_27B_LAYERS
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return {
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window_pattern": 6,
+        "rope_theta": _shortest_decimal(fields.get_number("rope.freq_base", 1000000.0)),
+        "rope_local_base_freq": _shortest_decimal(fields.get_number("rope.freq_base_swa", 10000.0)),
+        "final_logit_softcapping": fields.get_number("final_logit_softcapping", 0.0) or None,
+    }
 
 
 def build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
