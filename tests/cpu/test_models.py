@@ -75,7 +75,7 @@ def test_longrope_within_its_original_context(tmp_path: Path) -> None:
 
 
 def test_partial_rotation(tmp_path: Path) -> None:
-    """Compare with Phi-3, a Llama with stacked tensors: no supported architecture rotates partially in transformers."""
+    """Compare Llama with Phi-3, a Llama with stacked tensors: Llama of transformers cannot rotate partially."""
     numbers: dict[str, Any] = {**tiny.BASE, "pad_token_id": 0, "partial_rotary_factor": 0.5}
     with torch.random.fork_rng():
         torch.manual_seed(0)
