@@ -36,7 +36,7 @@ def read(model_type: str, **changes: Any) -> ModelConfig:
 
 
 def test_gemma2_defaults() -> None:
-    c = read("gemma2", hidden_act="gelu_pytorch_tanh")
+    c = read("gemma2", hidden_act="gelu_pytorch_tanh", sliding_window_size=4096)
     assert c.windows == (4096, 0) * 4 and c.head_dim == 256 and c.tie_embeddings and not c.qk_norm
     p = c.parts
     assert (p.attention_softcap, p.logit_softcap, p.attention_scale) == (50.0, 30.0, 1 / 16)
@@ -87,6 +87,10 @@ def test_phi3() -> None:
     assert c.windows == (2047,) * 8 and c.rope.dim == 12
     assert (c.rope.kind, c.rope.original_context, c.rope.attention_factor) == ("longrope", 4096, 1.0)
     assert (c.parts.qkv_tensor, c.parts.gate_up_tensor) == ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    mini = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}  # of Phi-4-mini
+    assert read("phi3", sliding_window=262144, **mini).windows == (262144,) * 8
+    with pytest.raises(UnsupportedModel, match="full_attn_mod"):
+        read("phi3", **{**mini, "full_attn_mod": 2})
 
 
 def test_olmo() -> None:

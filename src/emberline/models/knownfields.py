@@ -40,7 +40,7 @@ HARMLESS_FIELDS = {
     "no_repeat_ngram_size", "diversity_penalty", "encoder_no_repeat_ngram_size", "num_return_sequences",
     "remove_invalid_values", "prefix", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
     "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "attn_implementation",
-    "tie_last_hidden_states", "is_llama_config", "name_or_path",
+    "tie_last_hidden_states", "is_llama_config", "is_causal", "name_or_path",
 }  # fmt: skip
 HARMLESS_NAMES = re.compile(
     r"_.*|.*dropout|.*_pdrop|.*_token_id|.*_token_index|.*_version|unsloth_.*|transformers\.js.*|transformers_js.*"
