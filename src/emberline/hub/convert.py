@@ -14,7 +14,13 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFFile, GGUFTensor
-from emberline.hub.ggufconfig import NORM_OFFSETS, build_generation_config, build_model_config, checkpoint_tensor_name
+from emberline.hub.ggufconfig import (
+    NORM_OFFSETS,
+    GGUFMetadata,
+    build_generation_config,
+    build_model_config,
+    checkpoint_tensor_name,
+)
 from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
@@ -52,8 +58,9 @@ def _write_checkpoint(file: GGUFFile, directory: Path) -> None:
 
 def _tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
     out: dict[str, GGUFTensor] = {}
+    architecture = GGUFMetadata(file.metadata).arch
     for tensor in file.tensors.values():
-        name = checkpoint_tensor_name(tensor.name, file.metadata["general.architecture"])
+        name = checkpoint_tensor_name(tensor.name, architecture)
         if name in out:
             raise ModelFileError(f"{file.path} has two tensors for {name}")
         if name is not None:
