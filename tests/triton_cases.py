@@ -5,6 +5,9 @@ A kernel may be off by twice what torch is off in the same types, and a few roun
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,9 +17,9 @@ from torch import Tensor
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, PositionShift
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.triton import cache_slots
-from emberline.kernels.triton.activation import silu_mul
+from emberline.kernels.triton.activation import gelu_mul, silu_mul
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention
-from emberline.kernels.triton.norm import rms_norm
+from emberline.kernels.triton.norm import layer_norm, rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
 from emberline.kernels.triton.token_gather import gather_tokens
 from emberline.kernels.triton.widen import widen_blocks
@@ -75,14 +78,36 @@ def check_silu(
     assert_close(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
     if dtype is BF16:
         assert_rounded_alike(out, F.silu(gate) * up)
+    gelu_mul(gate_up, out, group, pdl=pdl)
+    theirs = F.gelu(gate, approximate="tanh") * up
+    assert_close(out, theirs, F.gelu(gate.double(), approximate="tanh") * up.double())
 
 
-def norm_and_rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+def check_layer_norm(device: str, dtype: torch.dtype, rows: int, groups: int, width: int, *, pdl: bool = False) -> None:
+    wide = random(rows, groups * width + 8, device=device, dtype=dtype) * 3 + 1
+    x, weight = wide[:, 4 : 4 + groups * width], random(groups, width, device=device)
+    weight = weight[0] if groups == 1 else weight
+    out = poisoned(rows, groups * width, device=device, dtype=dtype)
+    assert layer_norm(x, weight, 1e-5, out, pdl=pdl) is out
+    reference = ReferenceBackend("test")
+    near, exact = (reference.layer_norm(x.to(t), weight.to(t), 1e-5, x.to(t, copy=True)) for t in (F32, torch.float64))
+    assert_close(out, near.to(dtype), exact)
+    before = wide.clone()
+    layer_norm(x, weight, 1e-5, x, pdl=pdl)
+    assert torch.equal(x, out) and torch.equal(wide[:, :4], before[:, :4])
+
+
+def norm_and_rotate(
+    x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor | None, eps: float, *, interleaved: bool = False
+) -> Tensor:
     """Return x [T, heads, dim] after norm and rotation, in its own dtype."""
     if norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.to(x.dtype)
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin.to(x.dtype)[positions.long(), None].chunk(2, dim=-1)
+    if interleaved:
+        a, b, rest = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
+        return torch.cat([torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2), rest], dim=-1)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
@@ -96,6 +121,7 @@ def check_rope(
     rotary: int,
     *,
     normed: bool = False,
+    interleaved: bool = False,
     block: int = 16,
     pdl: bool = False,
 ) -> None:
@@ -111,16 +137,18 @@ def check_rope(
     both = poisoned(blocks, 2, kv_heads, block, dim, device=device, dtype=cache)  # strided, as one layer of many may be
     keys, values = both[:, 0], both[:, 1]
     before = qkv.clone()
-    layer = AttentionLayer(*heads, scale=1.0, cos_sin=table, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    layer = AttentionLayer(*heads, scale=1.0, cos_sin=table, interleaved=interleaved, **norms)
     rope_and_cache(qkv, layer, keys, values, rope_metadata(positions, slots), pdl=pdl)
     q, k, v = before.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     got_q, got_k, got_v = qkv.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
-    exact_q = norm_and_rotate(q.double(), positions, table, q_norm, eps)
-    assert_close(got_q, norm_and_rotate(q.float(), positions, table, q_norm, eps).to(dtype), exact_q)
+    rotate = partial(norm_and_rotate, positions=positions, cos_sin=table, eps=eps, interleaved=interleaved)
+    exact_q = rotate(q.double(), norm=q_norm)
+    assert_close(got_q, rotate(q.float(), norm=q_norm).to(dtype), exact_q)
     kept = slots >= 0
     at = slots[kept] // block, slots[kept] % block
-    exact_k, near_k = (norm_and_rotate(k.to(t), positions, table, k_norm, eps)[kept] for t in (torch.float64, F32))
+    exact_k, near_k = (rotate(k.to(t), norm=k_norm)[kept] for t in (torch.float64, F32))
     for got, near, exact in (
         (keys.float()[at[0], :, at[1]], near_k, exact_k),
         (values.float()[at[0], :, at[1]], v[kept].float(), v[kept].double()),
@@ -160,6 +188,7 @@ def check_attention(
     heads: tuple[int, int, int],
     *,
     window: int = 0,
+    softcap: float = 0.0,
     block: int = 64,
     block_m: int | None = None,
     pdl: bool = False,
@@ -191,7 +220,7 @@ def check_attention(
     scale = dim**-0.5
     none = torch.empty(0, device=device)  # attention reads neither positions, nor slots, nor angles
     metadata = AttentionMetadata(none, none, starts.to(device), context.to(device), tables.to(device))
-    layer = AttentionLayer(*heads, scale=scale, cos_sin=none, window=window)
+    layer = AttentionLayer(*heads, scale=scale, cos_sin=none, window=window, softcap=softcap)
     on_device = torch.from_numpy(tiles).to(device)
     inputs = AttentionInputs(qkv, layer, both[:, 0], both[:, 1], metadata)
     paged_attention(inputs, on_device, out=out, block_m=block_m, pdl=pdl)
@@ -199,17 +228,23 @@ def check_attention(
     for b, ((before, new), kv) in enumerate(zip(lengths, dense, strict=True)):
         rows = slice(int(starts[b]), int(starts[b + 1]))
         one = q[rows].transpose(0, 1)
-        theirs, exact = (dense_attention(one, kv, before, scale, window, t) for t in (dtype, torch.float64))
+        theirs, exact = (dense_attention(one, kv, before, layer, t) for t in (dtype, torch.float64))
         assert_close(out[rows].view(new, q_heads, dim), theirs, exact)
 
 
-def dense_attention(q: Tensor, kv: Tensor, before: int, scale: float, window: int, dtype: torch.dtype) -> Tensor:
+def dense_attention(q: Tensor, kv: Tensor, before: int, layer: AttentionLayer, dtype: torch.dtype) -> Tensor:
     heads, new, _ = q.shape
     k, v = kv.to(F32).to(dtype).repeat_interleave(heads // kv.shape[1], dim=1)
     key = torch.arange(before + new, device=q.device)
     position = key[before:, None]
-    seen = (key <= position) & (key > position - (window or before + new))
-    return F.scaled_dot_product_attention(q.to(dtype)[None], k[None], v[None], seen, scale=scale)[0].transpose(0, 1)
+    seen = (key <= position) & (key > position - (layer.window or before + new))
+    if layer.softcap:
+        wide = torch.promote_types(dtype, F32)
+        scores = q.to(dtype).to(wide) @ k.to(wide).transpose(1, 2) * layer.scale
+        weights = (layer.softcap * (scores / layer.softcap).tanh()).masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights.to(dtype).to(wide) @ v.to(wide)).to(dtype).transpose(0, 1)
+    mixed = F.scaled_dot_product_attention(q.to(dtype)[None], k[None], v[None], seen, scale=layer.scale)
+    return mixed[0].transpose(0, 1)
 
 
 def check_rows(device: str, count: int, *, pdl: bool = False) -> None:

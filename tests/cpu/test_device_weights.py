@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_families
 import torch
 from torch import Tensor
 
@@ -78,6 +79,20 @@ def load_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
     if weights.has_tensor("lm_head.weight"):
         out["head"] = weights.load_matrix("lm_head.weight", config.vocab, config.hidden)
     return out
+
+
+def test_fused_matrices_and_norm_offsets(tmp_path: Path) -> None:
+    """Gate and up rows of one tensor are interleaved as those of two; an offset is added to a norm."""
+    checkpoint = Checkpoint.open(tiny_families.write(tmp_path, "phi3"))
+    name, norm = "model.layers.0.mlp.gate_up_proj.weight", "model.norm.weight"
+    names = {**checkpoint.tensors}
+    placed, plain = DeviceWeights(checkpoint, torch.bfloat16, "cpu"), Weights(checkpoint)
+    matrix, vector = placed.stack([(name, 160)], 48, gated=True), placed.load_vector(norm, 48, offset=1.0)
+    others = [n for n in names if n != name and len(names[n].shape) == 2]
+    whole = [placed.load_matrix(n, *names[n].shape) for n in others]
+    placed.finish(r".*norm\.weight")
+    assert torch.equal(matrix, interleave(plain.load_matrix(name, 160, 48).bfloat16())) and len(whole)
+    assert torch.equal(vector, plain.load_vector(norm, 48) + 1.0)
 
 
 def interleave(gate_up: Tensor) -> Tensor:

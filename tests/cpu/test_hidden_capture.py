@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_families
 import torch
 
 from emberline.core.plan import WorkItem
@@ -15,13 +16,14 @@ from emberline.models.forward import ForwardBatch, HiddenCapture
 from emberline.models.loader import load_decoder
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biased", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama-biased", "mixtral", "gemma3", "cohere2"])
 @torch.inference_mode()
 def test_the_inputs_of_layers_are_copied(tmp_path: Path, name: str) -> None:
     """`llama` runs as one native op, the others layer by layer."""
     from transformers import AutoModelForCausalLM
 
-    directory = tiny.write(tmp_path / name, tiny.CONFIGS[name])
+    is_llama_like = name in tiny.CONFIGS
+    directory = tiny.write(tmp_path, name) if is_llama_like else tiny_families.write(tmp_path, name)
     model = load_decoder(directory, "float32")
     cache = allocate_cache(model, dtype=torch.float32, block_size=16, memory_bytes=1 << 22, max_tokens=64)
     tokens = [5, 9, 2, 77, 3, 41, 8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -100,6 +101,32 @@ def test_norm_and_gate(m: int, n: int, k: int) -> None:
     exact = REFERENCE.gate_up_silu(x.double(), double)
     ours = ops.gate_up_silu(x, LinearLayer(packed, norm=norm, eps=1e-5))
     assert_close(ours, torch.nn.functional.silu(gate) * up, exact)
+    exact = REFERENCE.gate_up_gelu(x.double(), double)
+    ours = ops.gate_up_gelu(x, LinearLayer(packed, norm=norm, eps=1e-5))
+    assert_close(ours, torch.nn.functional.gelu(gate, approximate="tanh") * up, exact)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_norms_and_soft_cap(groups: int) -> None:
+    wide, weight = torch.randn(37, 300) * 3 + 1, torch.rand(groups, 40) + 0.5
+    x, whole = wide[:, 10 : 10 + 40 * groups], weight.flatten()
+    for norm, w in (("rms_norm", whole), ("layer_norm", weight if groups > 1 else whole)):
+        theirs, exact = (
+            getattr(REFERENCE, norm)(x.to(t), w.to(t), 1e-5, torch.empty(x.shape, dtype=t))
+            for t in (torch.float32, torch.float64)
+        )
+        out = torch.full((37, 300), torch.nan)
+        ours = getattr(ops, norm)(x, w, 1e-5, out[:, 3 : 3 + 40 * groups])
+        assert_close(ours, theirs, exact)
+        assert int(out.isnan().sum()) == out.numel() - x.numel()
+        inside = wide.clone()[:, 10 : 10 + 40 * groups]
+        assert torch.equal(getattr(ops, norm)(inside, w, 1e-5, inside), ours)
+        assert torch.equal(getattr(ops, norm)(x[5:6], w, 1e-5, torch.empty_like(x[5:6])), ours[5:6])
+    for scale in (0.001, 0.3, 1.0, 100.0):
+        values = torch.randn(1003) * 20 * scale
+        exact = 20 * (values.double() / 20).tanh()
+        assert_close(ops.soft_cap(values.clone(), 20.0), 20 * (values / 20).tanh(), exact)
+        assert torch.equal(ops.soft_cap(values[1:].clone(), 20.0), ops.soft_cap(values.clone(), 20.0)[1:])
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES)
@@ -122,6 +149,7 @@ def test_linear_rows_are_independent(dtype: torch.dtype, k: int) -> None:
         lambda x: ops.linear(x, LinearLayer(packed)),
         lambda x: ops.linear(x, LinearLayer(packed, norm=norm, eps=1e-6)),
         lambda x: ops.gate_up_silu(x, LinearLayer(gated, norm=norm, eps=1e-6)),
+        lambda x: ops.gate_up_gelu(x, LinearLayer(gated, norm=norm, eps=1e-6)),
     ]
     for run in runs:
         whole = run(x)
@@ -208,9 +236,13 @@ class PagedBatch:
         self.v = self.k.clone()
         self.qkv = [torch.randn(before + new, (q_heads + 2 * kv_heads) * dim) for before, new in lengths]
         self.cos_sin = torch.randn(4096, dim)
+        self.softcap = 0.0
 
     def layer(self, window: int = 0) -> AttentionLayer:
-        return AttentionLayer(*self.heads, self.dim, scale=self.dim**-0.5, cos_sin=self.cos_sin, window=window)
+        scale = self.dim**-0.5
+        return AttentionLayer(
+            *self.heads, self.dim, scale=scale, cos_sin=self.cos_sin, window=window, softcap=self.softcap
+        )
 
     def slots(self, b: int, start: int, stop: int) -> Tensor:
         at = torch.arange(start, stop)
@@ -237,13 +269,20 @@ class PagedBatch:
         return backend.paged_attention(AttentionInputs(qkv, self.layer(window), k, v, metadata))
 
 
-@pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20)])
+@pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20), (4, 1, 256)])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (50, 0.0), (50, 3.0)])
 def test_attention(
-    q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    window: int,
+    softcap: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paged = PagedBatch([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], (q_heads, kv_heads), dim, dtype)
+    paged.softcap = softcap
     parts = []
     for b, (before, new) in enumerate(paged.lengths):
         paged.write(b, 0, before)
@@ -316,14 +355,14 @@ def test_dense_stack_equals_its_ops(tokens: tuple[int, int], wanted: list[int]) 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rotary", [64, 32])
-def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int) -> None:
+@pytest.mark.parametrize(("rotary", "interleaved"), [(64, False), (32, False), (0, False), (64, True), (32, True)])
+def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int, interleaved: bool) -> None:
     tokens, heads, dim = 21, (6, 2), 64
     slots = torch.randperm(40)[:tokens]
     slots[3] = -1
     norms = {"q_norm": torch.rand(dim), "k_norm": torch.rand(dim), "eps": 1e-6} if normed else {}
     qkv, cos_sin, positions = torch.randn(tokens, 10 * dim), torch.randn(99, rotary), torch.randint(99, (tokens,)).int()
-    layer = AttentionLayer(*heads, dim, scale=1.0, cos_sin=cos_sin, **norms)
+    layer = AttentionLayer(*heads, dim, scale=1.0, cos_sin=cos_sin, interleaved=interleaved, **norms)
     results = []
     for backend in (ops.current_backend(), REFERENCE):
         got, both = qkv.clone(), torch.full((5, 2, 2, 8, dim), 7.0).to(dtype)  # K and V interleaved, so strided
@@ -332,6 +371,13 @@ def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int) -> None:
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is BF16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], **tolerance)
+    if interleaved and not normed:  # the same rotation as of halves, with the dimensions in another order
+        order = torch.cat([torch.arange(rotary).view(-1, 2).T.flatten(), torch.arange(rotary, dim)])
+        split = qkv.view(tokens, 10, dim)[..., order].reshape(qkv.shape)
+        halves = replace(layer, interleaved=False)
+        REFERENCE.rope_and_cache(split, halves, both[:, 0], both[:, 1], rope_metadata(positions, slots))
+        turned = split[:, : 6 * dim].view(tokens, 6, dim)
+        torch.testing.assert_close(turned, results[1][0].view(tokens, 6, dim)[..., order], atol=1e-6, rtol=1e-6)
 
 
 def test_sample_agrees_with_its_definition() -> None:

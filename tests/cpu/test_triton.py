@@ -26,9 +26,9 @@ from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
 from emberline.kernels.triton import norm  # noqa: E402
-from emberline.kernels.triton.activation import silu_mul  # noqa: E402
+from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention  # noqa: E402
-from emberline.kernels.triton.norm import rms_norm  # noqa: E402
+from emberline.kernels.triton.norm import layer_norm, rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
 from emberline.kernels.triton.token_gather import gather_tokens  # noqa: E402
 from emberline.kernels.triton.widen import widen_blocks  # noqa: E402
@@ -102,6 +102,12 @@ def test_norm_in_the_interpreter(
 
 
 @interpreted
+@pytest.mark.parametrize("dtype,groups,width", [(BF16, 1, 100), (F32, 3, 20)])
+def test_layer_norm_in_the_interpreter(rounding: None, dtype: torch.dtype, groups: int, width: int) -> None:
+    triton_cases.check_layer_norm(CPU, dtype, 5, groups, width)
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("columns,group", [(2064, 16), (48, 16), (33, None)])
 def test_silu_in_the_interpreter(rounding: None, dtype: torch.dtype, columns: int, group: int | None) -> None:
@@ -110,13 +116,16 @@ def test_silu_in_the_interpreter(rounding: None, dtype: torch.dtype, columns: in
 
 @interpreted
 @pytest.mark.parametrize(
-    "dtype,cache,heads,rotary,normed",
+    "dtype,cache,heads,rotary,normed,interleaved",
     [
-        (F32, F32, (4, 2, 8), 8, False),
-        (F32, BF16, (9, 3, 20), 12, True),
-        (BF16, BF16, (6, 1, 16), 16, True),
-        (BF16, FP8, (3, 3, 20), 20, False),
-        (F32, FP8, (2, 1, 10), 4, False),
+        (F32, F32, (4, 2, 8), 8, False, False),
+        (F32, BF16, (9, 3, 20), 12, True, False),
+        (BF16, BF16, (6, 1, 16), 16, True, False),
+        (BF16, FP8, (3, 3, 20), 20, False, False),
+        (F32, FP8, (2, 1, 10), 4, False, False),
+        (F32, F32, (4, 2, 8), 8, False, True),
+        (BF16, BF16, (3, 1, 20), 12, True, True),
+        (BF16, BF16, (3, 1, 20), 0, False, False),
     ],
 )
 def test_rope_in_the_interpreter(
@@ -126,8 +135,9 @@ def test_rope_in_the_interpreter(
     heads: tuple[int, int, int],
     rotary: int,
     normed: bool,
+    interleaved: bool,
 ) -> None:
-    triton_cases.check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed)
+    triton_cases.check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed, interleaved=interleaved)
 
 
 @interpreted
@@ -142,14 +152,16 @@ RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
 
 @interpreted
 @pytest.mark.parametrize(
-    "dtype,cache,heads,window,block,block_m",
+    "dtype,cache,heads,window,softcap,block,block_m",
     [
-        (F32, F32, (6, 2, 8), 0, 16, 16),
-        (F32, BF16, (3, 1, 20), 19, 32, 64),
-        (F32, FP8, (2, 1, 24), 0, 64, 2),
-        (BF16, BF16, (8, 1, 20), 0, 64, None),
-        (BF16, FP8, (4, 2, 16), 40, 16, 4),
-        (BF16, BF16, (2, 2, 16), 1, 16, 16),
+        (F32, F32, (6, 2, 8), 0, 0.0, 16, 16),
+        (F32, BF16, (3, 1, 20), 19, 0.0, 32, 64),
+        (F32, FP8, (2, 1, 24), 0, 0.0, 64, 2),
+        (BF16, BF16, (8, 1, 20), 0, 0.0, 64, None),
+        (BF16, FP8, (4, 2, 16), 40, 0.0, 16, 4),
+        (BF16, BF16, (2, 2, 16), 1, 0.0, 16, 16),
+        (F32, F32, (4, 2, 16), 30, 2.0, 16, 16),
+        (BF16, BF16, (2, 1, 256), 0, 3.0, 16, None),
     ],
 )
 def test_attention_in_the_interpreter(
@@ -158,10 +170,12 @@ def test_attention_in_the_interpreter(
     cache: torch.dtype,
     heads: tuple[int, int, int],
     window: int,
+    softcap: float,
     block: int,
     block_m: int | None,
 ) -> None:
-    triton_cases.check_attention(CPU, dtype, cache, RAGGED, heads, window=window, block=block, block_m=block_m)
+    shape = {"window": window, "block": block, "block_m": block_m}
+    triton_cases.check_attention(CPU, dtype, cache, RAGGED, heads, softcap=softcap, **shape)
 
 
 @interpreted
@@ -218,10 +232,12 @@ def test_small_kernels_compile(compiled_kernels: list[SimpleNamespace]) -> None:
         x = torch.zeros(rows, 4096, dtype=dtype)
         rms_norm(x, torch.zeros(4096), 1e-5, pdl=True)
         silu_mul(x, x[:, :2048].clone(), 16, pdl=True)
+        gelu_mul(x, x[:, :2048].clone(), 16, pdl=True)
+        layer_norm(x, torch.zeros(4096), 1e-5, x, pdl=True)
     ids = torch.zeros(1, dtype=torch.int64)
     gather_tokens(ids, ids, ids, ids, pdl=True)
-    assert len(compiled_kernels) == 5
-    for kernel in (compiled_kernels[0], compiled_kernels[1]):  # sixteen bytes at a time
+    assert len(compiled_kernels) == 9
+    for kernel in compiled_kernels[:4]:  # sixteen bytes at a time
         assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
 
 
@@ -245,16 +261,28 @@ def test_rope_compiles(compiled_kernels: list[Any], dtype: torch.dtype, cache: t
 
 @compiled
 @pytest.mark.parametrize(
-    "dtype,cache,most,product",
-    [(BF16, BF16, 1, "mma.sync"), (BF16, BF16, 99, "wgmma"), (BF16, FP8, 1, "mma.sync"), (F32, F32, 4, "fma.rn.f32")],
+    "dtype,cache,dim,softcap,most,product",
+    [
+        (BF16, BF16, 128, 0.0, 1, "mma.sync"),
+        (BF16, BF16, 128, 0.0, 99, "wgmma"),
+        (BF16, FP8, 128, 0.0, 1, "mma.sync"),
+        (F32, F32, 128, 0.0, 4, "fma.rn.f32"),
+        (BF16, BF16, 256, 50.0, 99, "wgmma"),
+    ],
 )
 def test_attention_compiles(
-    compiled_kernels: list[Any], dtype: torch.dtype, cache: torch.dtype, most: int, product: str
+    compiled_kernels: list[Any],
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    dim: int,
+    softcap: float,
+    most: int,
+    product: str,
 ) -> None:
-    qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
+    qkv, blocks = torch.zeros(2, 48 * dim, dtype=dtype), torch.zeros(2, 8, 64, dim).to(cache)
     integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     block_m = choose_tile_queries(most, 4)
-    layer = AttentionLayer(32, 8, 128, scale=0.1, cos_sin=torch.zeros(0))
+    layer = AttentionLayer(32, 8, dim, scale=0.1, cos_sin=torch.zeros(0), softcap=softcap)
     metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
     paged_attention(AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata), tiles, block_m=block_m, pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]

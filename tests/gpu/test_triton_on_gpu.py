@@ -47,6 +47,18 @@ def test_rope(
     triton_cases.check_rope(GPU, dtype, cache, tokens, heads, rotary, normed=normed, block=64, pdl=normed)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("heads,rotary", [((32, 8, 128), 128), ((9, 3, 64), 32), ((4, 1, 256), 0)])
+def test_interleaved_and_absent_rope(dtype: torch.dtype, heads: tuple[int, int, int], rotary: int) -> None:
+    triton_cases.check_rope(GPU, dtype, dtype, 77, heads, rotary, interleaved=rotary > 0, block=64, pdl=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("groups,width", [(1, 4096), (1, 100), (32, 128)])
+def test_layer_norm(dtype: torch.dtype, groups: int, width: int) -> None:
+    triton_cases.check_layer_norm(GPU, dtype, 67, groups, width, pdl=True)
+
+
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
 def test_nan_and_inf(dtype: torch.dtype, cache: torch.dtype) -> None:
     triton_cases.check_nan_and_inf(GPU, dtype, cache)
@@ -69,6 +81,15 @@ def test_attention(
     lengths: list[tuple[int, int]],
 ) -> None:
     triton_cases.check_attention(GPU, dtype, cache, lengths, heads, window=window)
+
+
+@pytest.mark.parametrize("dtype,cache", TYPES)
+@pytest.mark.parametrize("heads", [(8, 4, 256), (16, 8, 128)])
+@pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["ragged", "decode"])
+def test_capped_attention(
+    dtype: torch.dtype, cache: torch.dtype, heads: tuple[int, int, int], lengths: list[tuple[int, int]]
+) -> None:
+    triton_cases.check_attention(GPU, dtype, cache, lengths, heads, window=50, softcap=5.0)
 
 
 @pytest.mark.parametrize("cache", [BF16, FP8])

@@ -12,6 +12,7 @@ import sample_tokenizers as made
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.endtokens import collect_end_tokens
+from emberline.models.registry import ARCHITECTURES
 
 VOCAB = 300
 
@@ -33,6 +34,14 @@ def test_end_tokens_of_all_three_files(folder: Path) -> None:
     assert end_ids(folder, 7, [5, 7, 6], {"content": "<|end|>"}) == (7, 5, 6, 0)
     assert end_ids(folder, None, 1, "<|user|>") == (1,)
     assert end_ids(folder, 7, None, "no such token") == (7,)
+
+
+def test_turn_ends_of_a_family(folder: Path) -> None:
+    checkpoint = Checkpoint(folder, {"eos_token_id": 7}, {}, {}, {})
+    assert collect_end_tokens(checkpoint, VOCAB, ("<|user|>", "<end_of_turn>")) == (7, 1)
+    ends = {name: arch.turn_end_tokens for name, arch in ARCHITECTURES.items() if arch.turn_end_tokens}
+    assert ends["gemma2"] == ends["gemma3_text"] == ("<end_of_turn>",)
+    assert ends["cohere"] == ends["cohere2"] == ("<|END_OF_TURN_TOKEN|>",)
 
 
 def test_ids_outside_the_vocabulary_are_dropped(folder: Path) -> None:

@@ -37,7 +37,7 @@ TEMPLATES = {
     "deepseek-v3.1": ("'</think>' '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "think"),
     "deepseek-v3.2": ("dsml_token = '｜DSML｜' <' + dsml_token + 'function_calls> </think>", "think"),
     "deepseek-v4": ("dsml_token = '｜DSML｜' <' + dsml_token + 'tool_calls> </think>", "think"),
-    "minimax": ("<minimax:tool_call> <invoke name=\"", None),
+    "minimax": ('<minimax:tool_call> <invoke name="', None),
     "lfm2": ("<|tool_call_start|>", None),
     "kimi": ("<|tool_calls_section_begin|><|tool_call_begin|>", None),
     "cohere": ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "cohere"),

@@ -165,8 +165,7 @@ def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
     assert grammar is not None
     matcher = compiler.compile(grammar)
     assert (
-        all(matcher.accept(token) for token in build().encode(HERMES.format_calls([NOW])).ids)
-        and matcher.is_complete
+        all(matcher.accept(token) for token in build().encode(HERMES.format_calls([NOW])).ids) and matcher.is_complete
     )
 
 

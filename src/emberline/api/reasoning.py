@@ -66,9 +66,7 @@ THINK_RESPONSE = ReasoningStyle(
 SEED_THINK = ReasoningStyle(
     "seed", "<seed:think>", "</seed:think>", "Seed-OSS", template_signs=(("<seed:tool_call>",), ("<seed:think>",))
 )
-MAGISTRAL = ReasoningStyle(
-    "mistral", "[THINK]", "[/THINK]", "Magistral, Ministral 3", template_signs=(("[/THINK]",),)
-)
+MAGISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]", "Magistral, Ministral 3", template_signs=(("[/THINK]",),))
 KIMI_VL = ReasoningStyle("kimi-vl", "◁think▷", "◁/think▷", "Kimi-VL", template_signs=(("◁/think▷",), ("◁think▷",)))
 COHERE_THINKING = ReasoningStyle(
     "cohere",

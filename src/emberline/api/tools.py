@@ -108,9 +108,7 @@ def build_tool_call_grammar(
         )
     several = parallel and choice.mode != "named" and style.allows_several_calls
     rules = RuleWriter({m: i for m, i in (special_tokens or {}).items() if m in (*style.markers, *text_markers)})
-    names = [
-        rules.add_rule(f"call{i}", style.write_call(rules, tool, f"call{i}")) for i, tool in enumerate(callable_)
-    ]
+    names = [rules.add_rule(f"call{i}", style.write_call(rules, tool, f"call{i}")) for i, tool in enumerate(callable_)]
     rules.add_rule("call", " | ".join(names))
     if choice.mode == "auto":
         return rules.build(style.write_optional_calls(rules, several, text_markers))

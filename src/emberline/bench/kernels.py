@@ -79,8 +79,8 @@ class BenchRandomWeights(Weights):
     def has_tensor(self, name: str) -> bool:
         return "lm_head" not in name and "bias" not in name
 
-    def load_vector(self, name: str, size: int) -> Tensor:
-        return torch.ones(size)
+    def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
+        return torch.ones(shape)
 
     def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         self.loaded_bytes += 2 * rows * columns

@@ -13,6 +13,7 @@ from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, m
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
+from emberline.models.parts import LLAMA_PARTS
 from emberline.models.weight_dtype import default_kv_dtype
 
 USABLE_FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
@@ -29,6 +30,7 @@ MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on ave
 MIN_WIDENED_TOKENS = 32_768  # so that a few prompts with long cached prefixes can be in one step
 MIN_KV_BLOCKS = 2
 F32_BYTES = 4
+NORMS_PER_LAYER = {"pre": 2, "post": 2, "both": 4, "shared": 1}  # of the size of x
 MAX_PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
 PACKED_GRAIN, PACKED_BLOCK_ROWS = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
@@ -271,7 +273,9 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = config.vocab, hidden
     matrices = [*_layer_matrix_shapes(config), head]
-    vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
+    vectors = NORMS_PER_LAYER[config.parts.norms] * hidden
+    qk_heads = 2 if config.parts.qk_norm_kind == "head" else config.heads + config.kv_heads
+    vectors += qk_heads * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
     size = sum(max_packed_bytes(n, k) for n, k in matrices if _is_packable(n, k)) if both else 0
@@ -319,16 +323,19 @@ def transfer_slot_bytes(token_bytes: int) -> int:
 def _activation_bytes(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
     """Return the bytes of all activations of a step.
 
-    These are x and its normed copy; q, k and v; the output of attention; gate and up; and their product."""
+    These are x and its normed copy; q, k and v; the output of attention; gate and up; and their product. Layers that
+    norm or scale outputs, or share a norm, have another copy of x."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return dtype_bytes * tokens * (2 * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
+    copies = 2 if config.parts == LLAMA_PARTS else 3
+    return dtype_bytes * tokens * (copies * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
 
 
 def _scratch_bytes(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
     # A sum, its maximum, its denominator.
     partials = max_running * MAX_KEY_PARTS * config.heads * (config.head_dim + 2) * F32_BYTES
     tables = 2 * max_running * -(-max_context // block_size) * 4  # int32; one is being copied while the other is used
-    angles = max_context * config.rope.dim * F32_BYTES
+    ropes = {config.layer_rope(layer) for layer in range(config.layers)}
+    angles = max_context * sum(rope.dim for rope in ropes if rope is not None) * F32_BYTES
     return partials + tables + angles
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from emberline.core.errors import ModelFileError
+from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFTensor
@@ -53,7 +53,8 @@ def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
     permuted: dict[str, int] = {}
     if architecture.has_rotary_pairs:
         permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    write_tensors(directory / "model.safetensors", specs, _iter_all_tensor_bytes(model, tensors, permuted))
+    values = _iter_all_tensor_bytes(model, tensors, permuted, architecture.norm_offset)
+    write_tensors(directory / "model.safetensors", specs, values)
 
 
 def _tensors_by_name(model: GGUFModel, architecture: GGUFArchitecture) -> dict[str, GGUFTensor]:
@@ -76,11 +77,21 @@ def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
 
 
 def _iter_all_tensor_bytes(
-    model: GGUFModel, tensors: dict[str, GGUFTensor], permuted: dict[str, int]
+    model: GGUFModel, tensors: dict[str, GGUFTensor], permuted: dict[str, int], norm_offset: float
 ) -> Iterator[bytes]:
     """Yield the bytes of all tensors. `permuted`: the number of heads of tensors that are stored as rotary pairs."""
     for tensor in tensors.values():
-        yield from _iter_tensor_bytes(model, tensor, permuted.get(tensor.name.split(".")[-2]))
+        if norm_offset and tensor.name.endswith("norm.weight"):
+            yield _subtract_offset(model, tensor, norm_offset)
+        else:
+            yield from _iter_tensor_bytes(model, tensor, permuted.get(tensor.name.split(".")[-2]))
+
+
+def _subtract_offset(model: GGUFModel, tensor: GGUFTensor, offset: float) -> bytes:
+    if tensor.type.name != "F32":
+        raise UnsupportedModel(f"GGUF tensor {tensor.name!r} must have the type F32, not {tensor.type.name}")
+    values = np.frombuffer(model.raw_bytes(tensor), dtype="<f4")
+    return (values - np.float32(offset)).astype("<f4").tobytes()
 
 
 def _iter_tensor_bytes(model: GGUFModel, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:

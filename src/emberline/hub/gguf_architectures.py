@@ -16,6 +16,7 @@ from emberline.hub.gguf import GGUFTensor
 from emberline.hub.gguf_metadata import GGUFMetadata
 
 ROPE_FREQS = "rope_freqs.weight"
+GEMMA3_27B_LAYERS = 62
 TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -60,6 +61,7 @@ class GGUFArchitecture:
     has_rotary_pairs: bool = False  # rows of q and k are stored with the two halves of a rotation side by side
     experts: ExpertNames | None = None
     other_tensors: Mapping[str, str] = field(default_factory=dict)  # names that Llama does not have, or has differently
+    norm_offset: float = 0.0  # llama.cpp adds this to the norm weights of a checkpoint
     build_fields: Callable[[GGUFMetadata], dict[str, Any]] = _no_fields  # of config.json
 
     def list_checkpoint_tensors(self, tensor: GGUFTensor) -> list[tuple[str, GGUFTensor]]:
@@ -126,6 +128,22 @@ def _build_qwen3_moe_fields(fields: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _build_gemma3_fields(fields: GGUFMetadata) -> dict[str, Any]:
+    """Return the fields of config.json that Gemma 3 has. A GGUF file lacks those that llama.cpp knows."""
+    usual = fields.get_integer("embedding_length") // fields.get_integer("attention.head_count")
+    is_27b = fields.get_integer("block_count") == GEMMA3_27B_LAYERS
+    return {
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": usual if is_27b else fields.get_integer("attention.key_length", usual),
+        "sliding_window_pattern": 6,
+        "rope_theta": fields.get_decimal("rope.freq_base", 1000000.0),
+        "rope_local_base_freq": fields.get_decimal("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": fields.get_number("final_logit_softcapping", 0.0) or None,
+        **_build_sliding_window(fields),
+    }
+
+
 LLAMA = GGUFArchitecture("LlamaForCausalLM", "llama", has_rotary_pairs=True)
 MISTRAL = replace(LLAMA, class_name="MistralForCausalLM", model_type="mistral", build_fields=_build_sliding_window)
 MIXTRAL = GGUFArchitecture(
@@ -146,11 +164,23 @@ QWEN3_MOE = GGUFArchitecture(
     experts=ExpertNames("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     build_fields=_build_qwen3_moe_fields,
 )
+GEMMA3 = GGUFArchitecture(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    other_tensors={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    norm_offset=1.0,
+    build_fields=_build_gemma3_fields,
+)
 ARCHITECTURES = {  # by the name that llama.cpp gives them, general.architecture
     "llama": LLAMA,
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", build_fields=_build_sliding_window),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", build_fields=_build_sliding_window),
     "qwen3moe": QWEN3_MOE,
+    "gemma3": GEMMA3,
 }
 
 

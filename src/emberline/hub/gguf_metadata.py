@@ -27,6 +27,10 @@ class GGUFMetadata:
     def get_number(self, key: str, default: float | None = None) -> float:
         return float(self._get(f"{self.arch}.{key}", (int, float), default))
 
+    def get_decimal(self, key: str, default: float | None = None) -> float:
+        """Return the decimal number that a float32 was rounded from: 1e-05 instead of 9.99999974e-06."""
+        return float(f"{self.get_number(key, default):.7g}")
+
     def special_token_id(self, key: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         return value if type(value) is int else None

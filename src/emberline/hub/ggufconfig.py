@@ -45,8 +45,8 @@ def build_model_config(model: GGUFModel, architecture: GGUFArchitecture, torch_d
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.get_integer("context_length"),
-        "rms_norm_eps": _shortest_decimal(fields.get_number("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest_decimal(fields.get_number("rope.freq_base", 10000.0)),
+        "rms_norm_eps": fields.get_decimal("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.get_decimal("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(model, fields),
         "vocab_size": model.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in model.tensors,
@@ -128,8 +128,3 @@ def _llama3_divisors(scaling: dict[str, Any], theta: float, head_dim: int) -> ND
     smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     divisors: NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)
     return divisors
-
-
-def _shortest_decimal(value: float) -> float:
-    """Return the decimal number that a float32 was rounded from: 1e-05 instead of 9.99999974e-06."""
-    return float(f"{value:.7g}")

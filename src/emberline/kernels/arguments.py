@@ -38,11 +38,13 @@ class AttentionLayer:
     kv_heads: int
     head_dim: int
     scale: float  # factor of the scores before the softmax
-    cos_sin: Tensor  # [positions, rotary dimensions]: cosines, then sines, of each position
+    cos_sin: Tensor  # [positions, rotary dimensions]: cosines, then sines, of each position; 0 dimensions: no rotation
     window: int = 0  # number of newest keys that a query attends to; 0: all
     q_norm: Tensor | None = None  # weight of the RMS norm of each query head
     k_norm: Tensor | None = None
     eps: float = 0.0  # epsilon of these norms
+    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: unchanged
+    interleaved: bool = False  # whether rotated pairs are neighbours, and not half of the rotary dimensions apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,15 @@ class OpBackend(ABC):
         """
 
     @abstractmethod
+    def gate_up_gelu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        """Return gelu(norm(x) Wg^T) * (norm(x) Wu^T), where gelu is the approximation by a tanh.
+
+        The layer is that of `gate_up_silu`.
+        """
+
+    @abstractmethod
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         """Return the rows `ids` of `table`, which may be the packed weight of a tied LM head."""
 
@@ -95,7 +104,21 @@ class OpBackend(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        """Write the RMS norm of each row of x into `out`, whose rows may be parts of longer rows, and return it."""
+        """Write the RMS norm of each row of x into `out`, whose rows may be parts of longer rows, and return it.
+
+        `out` may be x.
+        """
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Write the layer norm (without bias) of each row of x into `out`, which may be x, and return it.
+
+        A `weight` [groups, width] norms groups of `width` columns of a row separately.
+        """
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Replace each element of x by cap * tanh(x / cap) in place and return x."""
 
     @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:

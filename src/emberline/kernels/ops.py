@@ -60,7 +60,9 @@ __all__ = [
     "fill_newest_tokens",
     "fill_weight",
     "find_slots",
+    "gate_up_gelu",
     "gate_up_silu",
+    "layer_norm",
     "linear",
     "log_probs",
     "mark_progress",
@@ -76,6 +78,7 @@ __all__ = [
     "sample_with_seed",
     "set_threads",
     "shift_positions",
+    "soft_cap",
     "start_backend",
 ]  # fmt: skip
 
@@ -126,6 +129,13 @@ def gate_up_silu(
     return backend_of(x).gate_up_silu(x, layer, out, unpacker)
 
 
+def gate_up_gelu(
+    x: Tensor, layer: LinearLayer, *, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+) -> Tensor:
+    """Return gelu(norm(x) Wg^T) * (norm(x) Wu^T), where gelu is the approximation by a tanh."""
+    return backend_of(x).gate_up_gelu(x, layer, out, unpacker)
+
+
 def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
     """Return the rows `ids` of `table`, which may be the packed weight of a tied LM head."""
     return backend_of(ids).embed(ids, table)
@@ -158,8 +168,24 @@ def run_dense_layers(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """Write the RMS norm of each row of x into `out`, whose rows may be parts of longer rows, and return it."""
+    """Write the RMS norm of each row of x into `out`, whose rows may be parts of longer rows, and return it.
+
+    `out` may be x.
+    """
     return backend_of(x).rms_norm(x, weight, eps, out)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    """Write the layer norm (without bias) of each row of x into `out`, which may be x, and return it.
+
+    A `weight` [groups, width] norms groups of `width` columns of a row separately.
+    """
+    return backend_of(x).layer_norm(x, weight, eps, out)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Replace each element of x by cap * tanh(x / cap) in place and return x."""
+    return backend_of(x).soft_cap(x, cap)
 
 
 def run_mixture(x: Tensor, mixture: Mixture) -> Tensor:

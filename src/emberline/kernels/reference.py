@@ -64,12 +64,27 @@ class ReferenceBackend(OpBackend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return out.copy_(rms_norm(x, weight, eps))
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        groups = x.view(len(x), -1, weight.shape[-1])
+        centered = groups - groups.mean(-1, keepdim=True)
+        return out.copy_(rms_norm(centered, weight, eps).view(x.shape))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.copy_(cap * (x / cap).tanh())
+
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         assert layer.weight.gated, "pack the gate and up rows with gated=True"
         gate, up = self.linear(x, layer, LinearOutput()).chunk(2, dim=-1)
         return _store_result(out, F.silu(gate) * up)
+
+    def gate_up_gelu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        assert layer.weight.gated, "pack the gate and up rows with gated=True"
+        gate, up = self.linear(x, layer, LinearOutput()).chunk(2, dim=-1)
+        return _store_result(out, F.gelu(gate, approximate="tanh") * up)
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         rows = table.data if isinstance(table, PackedWeight) else table
@@ -82,8 +97,8 @@ class ReferenceBackend(OpBackend):
         heads = qkv.view(len(qkv), layer.q_heads + 2 * layer.kv_heads, layer.head_dim)
         q, k, v = heads.split([layer.q_heads, layer.kv_heads, layer.kv_heads], dim=1)
         q_norm, k_norm, eps = layer.q_norm, layer.k_norm, layer.eps
-        q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), positions, layer.cos_sin))
-        k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, layer.cos_sin)
+        q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), positions, layer))
+        k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, layer)
         is_cached = slots >= 0
         block, offset = slots[is_cached] // block_size, slots[is_cached] % block_size
         _view_key_panels(keys)[block, :, :, offset] = k[is_cached].to(keys.dtype)
@@ -104,6 +119,8 @@ class ReferenceBackend(OpBackend):
             group = q_heads // kv_heads
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
+            if layer.softcap:
+                scores = layer.softcap * (scores / layer.softcap).tanh()
             hidden = _make_attention_mask(before, length, layer.window)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
@@ -233,9 +250,15 @@ def _make_attention_mask(first_position: int, num_keys: int, window: int) -> Ten
     return (key > position) | ((key <= position - window) if window else torch.tensor(False))
 
 
-def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin[positions.long(), None].chunk(2, dim=-1)
+def _rotate(x: Tensor, positions: Tensor, layer: AttentionLayer) -> Tensor:
+    half = layer.cos_sin.shape[1] // 2
+    if not half:
+        return x
+    cos, sin = layer.cos_sin[positions.long(), None].chunk(2, dim=-1)
+    if layer.interleaved:
+        a, b, unrotated = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
+        pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([pairs.flatten(-2), unrotated], dim=-1)
     a, b, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], dim=-1)
 

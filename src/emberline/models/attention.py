@@ -1,4 +1,8 @@
-"""Attention: grouped-query attention over the paged KV cache, including norm and residual."""
+"""Attention: grouped-query attention over the paged KV cache, including norm and residual.
+
+What differs from Llama follows `config.parts`: norms of the whole query and key projections, caps of the scores, norms
+and multipliers of the output.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch import Tensor
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
-from emberline.models.layers import load_linear
+from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.weights import Weights
 
 
@@ -19,11 +23,44 @@ def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> op
         q_heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        scale=float(config.head_dim**-0.5),
+        scale=float(config.head_dim**-0.5) if config.parts.attention_scale is None else config.parts.attention_scale,
         cos_sin=cos_sin,
         window=config.windows[layer],
         eps=config.norm_eps,
+        softcap=config.parts.attention_softcap,
+        interleaved=config.parts.interleaved_rope,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionNorms:
+    """Norms of the query and key projections that `rope_and_cache` does not compute.
+
+    They are RMS norms of a whole projection, or layer norms of each head.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    is_layer_norm: bool
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, at: str) -> ProjectionNorms:
+        q, k = f"{at}.self_attn.q_norm.weight", f"{at}.self_attn.k_norm.weight"
+        dim, is_layer_norm = config.head_dim, config.parts.qk_norm_kind == "head_layer"
+        sizes = [(config.heads, dim), (config.kv_heads, dim)]
+        shapes = sizes if is_layer_norm else [(heads * dim,) for heads, dim in sizes]
+        return ProjectionNorms(
+            weights.load_vector(q, *shapes[0]), weights.load_vector(k, *shapes[1]), config.norm_eps, is_layer_norm
+        )
+
+    def apply(self, qkv: Tensor) -> None:
+        """Norm the queries and keys inside `qkv` in place."""
+        start, norm = 0, ops.layer_norm if self.is_layer_norm else ops.rms_norm
+        for weight in (self.q, self.k):
+            part = qkv[:, start : start + weight.numel()]
+            norm(part, weight, self.eps, part)
+            start += weight.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +68,33 @@ class Attention:
     qkv: ops.LinearLayer
     o: ops.LinearLayer
     layer: ops.AttentionLayer
+    norms: ProjectionNorms | None = None
+    scaling: OutputScaling | None = None
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> Attention:
-        at, dim = f"model.layers.{layer}", config.head_dim
+        at, dim, parts = f"model.layers.{layer}", config.head_dim, config.parts
         q, kv = config.heads * dim, config.kv_heads * dim
         names = [(f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)]
-        norm, eps = f"{at}.input_layernorm", config.norm_eps
+        names = [(f"{at}.{parts.qkv_tensor}", q + 2 * kv)] if parts.qkv_tensor else names
+        norm = f"{at}.input_layernorm" if parts.norms in ("pre", "both") else None
+        eps, offset = config.norm_eps, parts.norm_offset
+        attention = make_attention_layer(config, layer, cos_sin)
+        if config.qk_norm and parts.qk_norm_kind == "head":
+            q_norm, k_norm = (
+                weights.load_vector(f"{at}.self_attn.{name}.weight", dim, offset=offset)
+                for name in ("q_norm", "k_norm")
+            )
+            attention = replace(attention, q_norm=q_norm, k_norm=k_norm)
+        has_own_norms = config.qk_norm and parts.qk_norm_kind != "head"
         return Attention(
-            qkv=load_linear(weights, names, config.hidden, bias=config.qkv_bias, norm=norm, eps=eps),
-            o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
-            layer=replace(
-                make_attention_layer(config, layer, cos_sin),
-                q_norm=weights.load_vector(f"{at}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
-                k_norm=weights.load_vector(f"{at}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
+            qkv=load_linear(
+                weights, names, config.hidden, bias=config.qkv_bias, norm=norm, eps=eps, norm_offset=offset
             ),
+            o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
+            layer=attention,
+            norms=ProjectionNorms.load(config, weights, at) if has_own_norms else None,
+            scaling=OutputScaling.load(config, weights, f"{at}.post_attention_layernorm.weight"),
         )
 
     def __call__(
@@ -55,12 +104,18 @@ class Attention:
 
         Keys and values of all rows of x are written to the cache in both cases.
         """
+        mixed = self.mix(x, keys, values, batch, rows)
+        x = x if rows is None else x[rows]
+        return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
+
+    def mix(self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
+        """Cache the keys and values of x, and return the values that each row, or each of `rows`, attends to."""
         qkv = ops.linear(x, self.qkv, unpacker=batch.unpacker)
+        if self.norms is not None:
+            self.norms.apply(qkv)
         ops.rope_and_cache(qkv, self.layer, keys, values, batch.attention)
         if rows is not None and not len(rows):
-            return x[:0]
+            return qkv[:0, : self.layer.q_heads * self.layer.head_dim]
         plan = batch.plan if rows is None or batch.plan is None else batch.plan.for_last_layer()
         mixed = ops.paged_attention(qkv, self.layer, keys, values, batch.attention, plan)
-        if rows is not None:
-            x, mixed = x[rows], mixed[rows]
-        return ops.linear(mixed, self.o, add_to=x, unpacker=batch.unpacker)
+        return mixed if rows is None else mixed[rows]

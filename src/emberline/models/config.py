@@ -6,7 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
@@ -14,8 +14,11 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.endtokens import collect_end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
+from emberline.models.knownfields import check_known_fields
+from emberline.models.parts import LLAMA_PARTS, DecoderParts, read_rotated_layers
 from emberline.models.registry import ARCHITECTURES, Architecture
-from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig
+from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig, read_ropes
+from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
 
 # Larger sizes are rejected as damaged or malicious before anything is allocated.
 MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_FFN, MAX_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
@@ -29,6 +32,8 @@ UNSUPPORTED_FIELDS = {
     "shared_expert_intermediate_size": "a shared expert",
     "kv_lora_rank": "multi-head latent attention",
 }
+
+NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}  # null: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,22 @@ class ModelConfig:
     max_context: int  # default context in tokens
     longest_context: int  # largest context that may be configured
     eos: tuple[int, ...]
+    # Not part of `repr`, so that KV blocks of Llama models that were stored before this field existed stay valid.
+    parts: DecoderParts = field(default=LLAMA_PARTS, repr=False)
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """Return the rotary embedding of a layer; None: it has none."""
+        if layer in self.parts.unrotated_layers:
+            return None
+        return self.parts.local_rope or self.rope if self.windows[layer] else self.rope
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-        fields = ConfigFields(config, "config.json")
-        arch = _find_architecture(fields)
+        config = select_text_config(config)
+        arch = _find_architecture(ConfigFields(config, "config.json"))
+        fields = ConfigFields(_with_defaults(config, arch), "config.json")
+        _check_supported(fields, arch)
+        check_known_fields(config, arch)
 
         def resolve_rule(value: bool | str) -> bool:
             return fields.flag(value, False) if isinstance(value, str) else value
@@ -66,8 +82,11 @@ class ModelConfig:
         layers = fields.size("num_hidden_layers", maximum=MAX_LAYERS)
         heads, kv_heads, head_dim = _read_head_counts(fields, hidden)
         max_position = fields.size("max_position_embeddings", maximum=MAX_CONTEXT_TOKENS)
-        rope = RopeConfig.from_hf(fields, head_dim, max_position)
+        rope, local_rope = read_ropes(fields, arch, head_dim, max_position)
         served, longest = _default_and_max_context(rope, max_position)
+        if arch.has_final_max_position:
+            served = longest = max_position
+        windows = _read_window_sizes(fields, arch, layers) if resolve_rule(arch.window) else (0,) * layers
         return ModelConfig(
             model_type=fields.text("model_type"),
             hidden=hidden,
@@ -75,45 +94,62 @@ class ModelConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn=fields.size("intermediate_size", maximum=MAX_FFN),
+            ffn=fields.size(arch.ffn_field, maximum=MAX_FFN),
             experts=None if arch.experts is None else ExpertsConfig.from_hf(fields, arch.experts, layers),
             vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            norm_eps=fields.number(arch.norm_eps_field, 1e-6),
             rope=rope,
-            windows=_read_window_sizes(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
+            windows=windows,
             qkv_bias=resolve_rule(arch.qkv_bias),
             o_bias=resolve_rule(arch.o_bias),
             mlp_bias=resolve_rule(arch.mlp_bias),
-            qk_norm=arch.qk_norm,
+            qk_norm=resolve_rule(arch.qk_norm),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             max_context=served,
             longest_context=longest,
             eos=fields.id_list("eos_token_id"),
+            parts=DecoderParts.from_hf(fields, arch, hidden, windows, local_rope),
         )
 
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint) -> ModelConfig:
         """Return the config of a checkpoint. Its end tokens are collected from all files of the checkpoint."""
         config = ModelConfig.from_hf(checkpoint.config)
-        return replace(config, eos=collect_end_tokens(checkpoint, config.vocab))
+        turn_ends = ARCHITECTURES[config.model_type].turn_end_tokens
+        return replace(config, eos=collect_end_tokens(checkpoint, config.vocab, turn_ends))
 
 
 def _find_architecture(fields: ConfigFields) -> Architecture:
     model_type = fields.text("model_type")
     if model_type not in ARCHITECTURES:
-        hint = f"supported model types: {' '.join(ARCHITECTURES)}"
+        hint = f"supported model types: {' '.join([*ARCHITECTURES, *TEXT_MODEL_TYPES])}"
         raise UnsupportedModel(f"config.json: model_type {model_type[:80]!r} is not supported", hint=hint)
-    arch = ARCHITECTURES[model_type]
+    return ARCHITECTURES[model_type]
+
+
+def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
+    """Return config.json with the defaults of its architecture. A null counts as absent, except in NULLABLE_FIELDS."""
+    given = {name: value for name, value in config.items() if value is not None or name in NULLABLE_FIELDS}
+    return {**arch.defaults, **given}
+
+
+def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
+    model_type = fields.text("model_type")
     for name, what in (UNSUPPORTED_FIELDS if arch.experts else UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
         if fields.values.get(name):
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
     classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation[:80]!r} is not supported", hint="supported: silu")
-    return arch
+    if not arch.is_strict:
+        return
+    kinds = set(fields.text_list("layer_types"))
+    if arch.unrotated == "unless_rope" and (not kinds or kinds - {"attention", "full_attention"}):
+        kind = min(kinds - {"attention", "full_attention"}, default="linear_attention")
+        raise UnsupportedModel(f"config.json: layer_types has {kind[:80]!r}, which is not supported for {model_type}")
+    has_windows = fields.flag(arch.window, False) if isinstance(arch.window, str) else True
+    if "sliding_attention" in kinds and not has_windows:
+        raise UnsupportedModel(f"config.json: layer_types has 'sliding_attention', but {arch.window} is not true")
 
 
 def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
@@ -128,10 +164,17 @@ def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]
     return heads, kv_heads, fields.size("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
 
 
-def _read_window_sizes(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:
     if not fields.has_field("sliding_window"):
         return (0,) * layers
     window = fields.size("sliding_window", maximum=MAX_CONTEXT_TOKENS)
+    if not fields.has_field("layer_types") and arch.window_pattern:
+        pattern = arch.window_pattern
+        if arch.window_pattern_field:
+            pattern = fields.size(arch.window_pattern_field, pattern, maximum=1 << 30)
+        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
+    if not fields.has_field("layer_types") and arch.unrotated == "listed":
+        return tuple(0 if rotates else window for rotates in read_rotated_layers(fields, layers))
     if not fields.has_field("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
         full_layers = fields.size("max_window_layers", 0, minimum=0, maximum=1 << 30)
         return tuple(0 if layer < full_layers else window for layer in range(layers))

@@ -17,8 +17,10 @@ from emberline.models.attention import Attention
 from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
+from emberline.models.layers import add_output
 from emberline.models.moe import SparseFeedForward
 from emberline.models.rope import make_cos_sin_table
+from emberline.models.ropeconfig import RopeConfig
 from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
 
@@ -31,19 +33,64 @@ class DecoderLayer:
     ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> DecoderLayer:
+    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> DecoderLayer | ParallelLayer:
+        if config.parts.norms == "shared":
+            return ParallelLayer.load(config, weights, layer, cos_sin)
         attention = Attention.load(config, weights, layer, cos_sin)
         if config.experts is not None and config.experts.layers[layer]:
             return DecoderLayer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
         return DecoderLayer(attention, ffn.load(config, weights, layer))
 
+    def __call__(
+        self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the layer's output for x, which is overwritten, or for `rows` of x only."""
+        x = self.attention(x, keys, values, batch, rows)
+        return self.ffn(x, batch.unpacker) if len(x) else x
+
     def as_dense_layer(self) -> ops.DenseLayer | None:
         """Return this layer as an element of a `DenseStack`, or None if it has parts that DenseStack lacks."""
         a, ffn = self.attention, self.ffn
-        if not isinstance(ffn, FeedForward) or a.qkv.norm is None:
+        if not isinstance(ffn, FeedForward) or a.qkv.norm is None or ffn.activation != "silu":
+            return None
+        if a.norms or a.scaling or ffn.scaling or a.layer.softcap or a.layer.interleaved:
             return None
         return ops.DenseLayer(a.layer, a.qkv, a.o, ffn.gate_up, ffn.down)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    """A layer whose attention and feed-forward network both read the layer norm of its input."""
+
+    norm: Tensor
+    eps: float
+    attention: Attention
+    ffn: FeedForward
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> ParallelLayer:
+        return ParallelLayer(
+            weights.load_vector(f"model.layers.{layer}.input_layernorm.weight", config.hidden),
+            config.norm_eps,
+            Attention.load(config, weights, layer, cos_sin),
+            FeedForward.load(config, weights, layer),
+        )
+
+    def __call__(
+        self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
+    ) -> Tensor:
+        normed = ops.layer_norm(x, self.norm, self.eps, torch.empty_like(x))
+        mixed = self.attention.mix(normed, keys, values, batch, rows)
+        if rows is not None:
+            x, normed = x[rows], normed[rows]
+        if not len(x):
+            return x
+        x = add_output(mixed, self.attention.o, x, self.attention.scaling, batch.unpacker)
+        return self.ffn(x, batch.unpacker, normed)
+
+    def as_dense_layer(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +98,22 @@ class DecoderModel:
     config: ModelConfig
     context: int  # number of positions that can be computed
     embedding: Tensor | ops.PackedWeight
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer | ParallelLayer, ...]
     stack: ops.DenseStack | None  # all layers as one op, if possible
     head: ops.LinearLayer
     dtype: torch.dtype  # of the matrices, and by default of the KV cache
     weight_bytes: int
     fingerprint: str
+    embedding_multiplier: float = 1.0
+    final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> DecoderModel:
-        table = make_cos_sin_table(config.rope, context).to(weights.device)
-        layers = tuple(DecoderLayer.load(config, weights, layer, table) for layer in range(config.layers))
+        tables = _make_cos_sin_tables(config, context, weights.device)
+        layers = tuple(
+            DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)])
+            for layer in range(config.layers)
+        )
         size = config.vocab, config.hidden
         # A checkpoint may set tie_word_embeddings and still have a head: a copy of the embedding, or a different
         # matrix, in which case the setting is wrong.
@@ -70,17 +122,20 @@ class DecoderModel:
         )
         embedding = None if tied else weights.load_embedding_table(EMBEDDING_NAME, *size)
         head = weights.linear([(EMBEDDING_NAME if tied else HEAD_NAME, config.vocab)], config.hidden)
-        norm = weights.load_vector("model.norm.weight", config.hidden)
+        norm = weights.load_vector("model.norm.weight", config.hidden, offset=config.parts.norm_offset)
+        is_rms, dtype = config.parts.norm_kind == "rms", layers[0].attention.qkv.weight.dtype
         return DecoderModel(
             config=config,
             context=context,
             embedding=head if embedding is None else embedding,
             layers=layers,
             stack=_make_dense_stack(layers),
-            head=ops.LinearLayer(head, norm=norm, eps=config.norm_eps),
-            dtype=layers[0].attention.qkv.weight.dtype,
+            head=ops.LinearLayer(head, norm=norm if is_rms else None, eps=config.norm_eps),
+            dtype=dtype,
             weight_bytes=weights.loaded_bytes,
             fingerprint=fingerprint,
+            embedding_multiplier=_round_multiplier(config, dtype),
+            final_norm=None if is_rms else norm,
         )
 
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
@@ -89,10 +144,17 @@ class DecoderModel:
         Write keys and values of all tokens to the cache.
         """
         x = ops.embed(batch.tokens, self.embedding)
+        if self.embedding_multiplier != 1.0:
+            x.mul_(self.embedding_multiplier)
         x = self._run_layers(x, batch) if self.stack is None else self._run_stack(self.stack, x, batch)
         if not len(x):
             return x.new_empty(0, self.config.vocab)
-        return ops.linear(x, self.head, out=out, float32_output=True)
+        if self.final_norm is not None:
+            x = ops.layer_norm(x, self.final_norm, self.head.eps, torch.empty_like(x))
+        logits, parts = ops.linear(x, self.head, out=out, float32_output=True), self.config.parts
+        if parts.logit_multiplier != 1.0:
+            logits.mul_(parts.logit_multiplier)
+        return ops.soft_cap(logits, parts.logit_softcap) if parts.logit_softcap else logits
 
     def make_unpacker(self, compute_stream: UnpackStream, unpack_stream: UnpackStream) -> ops.WeightUnpacker:
         """Return a WeightUnpacker for this model's packed weights, with these two CUDA streams."""
@@ -122,19 +184,33 @@ class DecoderModel:
             if batch.capture is not None:
                 batch.capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
-            x = layer.attention(x, keys, values, batch, batch.logit_rows if layer is last else None)
-            if not len(x):
-                return x
-            x = layer.ffn(x, batch.unpacker)
+            x = layer(x, keys, values, batch, batch.logit_rows if layer is last else None)
             ops.mark_progress()
         return x
 
 
-def _make_dense_stack(layers: tuple[DecoderLayer, ...]) -> ops.DenseStack | None:
+def _make_cos_sin_tables(config: ModelConfig, context: int, device: torch.device) -> dict[RopeConfig | None, Tensor]:
+    """Return the table of each rotary embedding that layers have; layers without one get a table without columns."""
+    ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))
+    return {
+        rope: (torch.empty(context, 0) if rope is None else make_cos_sin_table(rope, context)).to(device)
+        for rope in ropes
+    }
+
+
+def _round_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
+    multiplier = config.parts.embedding_multiplier
+    return float(torch.tensor(multiplier).to(dtype)) if config.parts.rounds_embedding_multiplier else multiplier
+
+
+def _make_dense_stack(layers: tuple[DecoderLayer | ParallelLayer, ...]) -> ops.DenseStack | None:
     """Return all layers as one stack, or None if they cannot run as one op.
 
-    The result is None if a layer has an unsupported part, the weights differ in layout, or torch computes the products.
+    The result is None if a layer has an unsupported part, the weights differ in layout, rotary embeddings differ, or
+    torch computes the products.
     """
+    if any(layer.attention.layer.cos_sin is not layers[0].attention.layer.cos_sin for layer in layers):
+        return None
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}
     if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:

@@ -84,8 +84,10 @@ class DeviceWeights(Weights):
         self._reader = reader
         self._loads: list[TensorLoad] = []
 
-    def load_vector(self, name: str, size: int) -> Tensor:
-        return self.stack_vectors([(name, size)])
+    def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
+        vector = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._queue_load(name, shape, vector, offset)
+        return vector
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         whole = torch.empty(sum(size for _, size in parts), dtype=torch.float32, device=self.device)
@@ -101,8 +103,8 @@ class DeviceWeights(Weights):
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return a matrix that `finish` fills with the stacked parts.
 
-        With `gated`, the parts are a gate and an up matrix, whose rows are interleaved in groups if the number of gate
-        rows is a multiple of the group size.
+        With `gated`, the parts are a gate and an up matrix, or one matrix with both. Their rows are interleaved in
+        groups if the number of gate rows is a multiple of the group size.
         """
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self.stack_dtype(parts, columns), device=self.device)
@@ -140,16 +142,20 @@ class DeviceWeights(Weights):
             if self._reader is not None:
                 self._reader.close()
 
-    def _queue_load(self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart) -> None:
+    def _queue_load(
+        self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart, offset: float = 0.0
+    ) -> None:
         self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
-        self._loads.append(self._make_load(name, info, destination))
+        self._loads.append(self._make_load(name, info, destination, offset))
 
-    def _make_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart) -> TensorLoad:
+    def _make_load(
+        self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0
+    ) -> TensorLoad:
         slices = self.shard.tensor_slices(name, info.shape) if self.shard.world_size > 1 else None
-        placement = TensorPlacement(name, info, DTYPES[info.dtype], destination, slices)
+        placement = TensorPlacement(name, info, DTYPES[info.dtype], destination, slices, offset)
         if info.packing is None:
             return TensorLoad(placement)
         kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad

@@ -1,4 +1,4 @@
-"""FeedForward: the gated feed-forward network, including norm and residual.
+"""FeedForward: the gated feed-forward network, including norm and residual. Its activation is silu or gelu.
 
 `moe.py` has mixtures of experts.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
-from emberline.models.layers import load_linear, load_stacked
+from emberline.models.layers import OutputScaling, add_output, load_linear, load_stacked
+from emberline.models.parts import Activation
 from emberline.models.weights import Weights
 
 
@@ -20,6 +21,8 @@ from emberline.models.weights import Weights
 class FeedForward:
     gate_up: ops.LinearLayer
     down: ops.LinearLayer
+    activation: Activation = "silu"
+    scaling: OutputScaling | None = None
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> FeedForward:
@@ -28,20 +31,25 @@ class FeedForward:
     @staticmethod
     def load_from(config: ModelConfig, weights: Weights, at: str) -> FeedForward:
         """Load the network of a layer. `at`: how the names of the layer's tensors begin."""
+        parts, norm = config.parts, _norm_name(config, at)
         names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
+        names = [(f"{at}.{parts.gate_up_tensor}", 2 * config.ffn)] if parts.gate_up_tensor else names
         return FeedForward(
             gate_up=ops.LinearLayer(
                 load_stacked(weights, names, config.hidden, gated=True),
-                norm=weights.load_vector(f"{at}.post_attention_layernorm.weight", config.hidden),
+                norm=None if norm is None else weights.load_vector(norm, config.hidden, offset=parts.norm_offset),
                 eps=config.norm_eps,
             ),
-            down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),
+            down=load_linear(weights, [(f"{at}.{parts.down_tensor}", config.hidden)], config.ffn),
+            activation=parts.activation,
+            scaling=OutputScaling.load(config, weights, f"{at}.post_feedforward_layernorm.weight"),
         )
 
-    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
-        """Add the network's output to x in place."""
-        inner = ops.gate_up_silu(x, self.gate_up, unpacker=unpacker)
-        return ops.linear(inner, self.down, add_to=x, unpacker=unpacker)
+    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None, inputs: Tensor | None = None) -> Tensor:
+        """Add the network's output for `inputs`, or x itself, to x in place."""
+        product = ops.gate_up_silu if self.activation == "silu" else ops.gate_up_gelu
+        inner = product(x if inputs is None else inputs, self.gate_up, unpacker=unpacker)
+        return add_output(inner, self.down, x, self.scaling, unpacker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +58,34 @@ class BiasedFeedForward:
 
     gate_up: ops.LinearLayer
     down: ops.LinearLayer
+    activation: Activation = "silu"
+    scaling: OutputScaling | None = None
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> BiasedFeedForward:
         at = f"model.layers.{layer}"
         names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
         norm = f"{at}.post_attention_layernorm"
+        assert config.parts.norms == "pre" and not config.parts.gate_up_tensor
         return BiasedFeedForward(
             gate_up=load_linear(weights, names, config.hidden, bias=True, norm=norm, eps=config.norm_eps),
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
+            activation=config.parts.activation,
+            scaling=OutputScaling.load(config, weights, ""),
         )
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         gate, up = ops.linear(x, self.gate_up, unpacker=unpacker).chunk(2, dim=1)
-        return ops.linear(F.silu(gate) * up, self.down, add_to=x, unpacker=unpacker)
+        active = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return add_output(active * up, self.down, x, self.scaling, unpacker)
+
+
+def _norm_name(config: ModelConfig, at: str) -> str | None:
+    """Return the name of the norm of the network's inputs; None: they are not normed, or not by this network."""
+    match config.parts.norms:
+        case "pre":
+            return f"{at}.post_attention_layernorm.weight"
+        case "both":
+            return f"{at}.pre_feedforward_layernorm.weight"
+        case _:
+            return None

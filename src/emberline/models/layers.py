@@ -1,10 +1,16 @@
-"""Loads linear layers. A layer's weight may be stacked from several tensors of a checkpoint."""
+"""Loads linear layers, and adds their products to the residual.
+
+A layer's weight may be stacked from several tensors of a checkpoint.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
 
 
@@ -27,10 +33,47 @@ def load_linear(
     bias: bool = False,
     norm: str | None = None,
     eps: float = 0.0,
+    norm_offset: float = 0.0,
 ) -> ops.LinearLayer:
     return ops.LinearLayer(
         load_stacked(weights, names, columns),
         load_stacked_bias(weights, names) if bias else None,
-        None if norm is None else weights.load_vector(f"{norm}.weight", columns),
+        None if norm is None else weights.load_vector(f"{norm}.weight", columns, offset=norm_offset),
         eps,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputScaling:
+    """What is done to the output of attention or a feed-forward network before it is added to the residual."""
+
+    norm: Tensor | None  # weight of an RMS norm
+    eps: float
+    multiplier: float
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, norm_name: str) -> OutputScaling | None:
+        """Return the scaling, or None if outputs are added as they are."""
+        parts = config.parts
+        has_norm = parts.norms in ("post", "both")
+        if not has_norm and parts.residual_multiplier == 1.0:
+            return None
+        norm = weights.load_vector(norm_name, config.hidden, offset=parts.norm_offset) if has_norm else None
+        return OutputScaling(norm, config.norm_eps, parts.residual_multiplier)
+
+
+def add_output(
+    inner: Tensor,
+    layer: ops.LinearLayer,
+    x: Tensor,
+    scaling: OutputScaling | None,
+    unpacker: ops.WeightUnpacker | None,
+) -> Tensor:
+    """Add the product of `inner` and the layer, scaled, to x in place and return x."""
+    if scaling is None:
+        return ops.linear(inner, layer, add_to=x, unpacker=unpacker)
+    y = ops.linear(inner, layer, unpacker=unpacker)
+    if scaling.norm is not None:
+        ops.rms_norm(y, scaling.norm, scaling.eps, y)
+    # A fused multiply-add would round differently in the tails of torch's vectorised loops.
+    return x.add_(y if scaling.multiplier == 1.0 else y.mul_(scaling.multiplier))

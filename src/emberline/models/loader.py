@@ -18,6 +18,7 @@ from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.parts import LLAMA_PARTS
 from emberline.models.rope import compute_inverse_frequencies
 from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
 from emberline.models.weight_dtype import choose_weight_dtype
@@ -63,6 +64,8 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
     """
     digest = hashlib.sha256(repr((replace(config, max_context=0, eos=()), dtype)).encode())
     digest.update(compute_inverse_frequencies(config.rope, context).numpy().tobytes())
+    if config.parts != LLAMA_PARTS:
+        digest.update(repr(config.parts).encode())
     files: dict[Path, int] = {}
     try:
         for name, info in sorted(checkpoint.tensors.items()):

@@ -1,14 +1,21 @@
 """The supported architectures by model_type. Each is described by its differences from Llama 1.
 
-All of them use the same tensor names, except for experts. A rule of an architecture (for example: does a layer have a
-bias?) is True, False, or the name of the config.json field that decides.
+A rule of an architecture (for example: does a layer have a bias?) is True, False, or the name of the config.json field
+that decides. A rule whose name ends in `_field` is the name of a field with a number; empty: there is none.
 
 This module does not import torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+NormPlacement = Literal["pre", "post", "both", "shared"]
+NormKind = Literal["rms", "layer"]
+QKNormKind = Literal["head", "projection", "head_layer"]
+Unrotated = Literal["", "listed", "windowless", "unless_rope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +35,173 @@ class Architecture:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     window: bool | str = False  # whether sliding_window applies
     experts: ExpertsSpec | None = None
+    # What transformers assumes where config.json has no such field.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = True  # whether unknown fields of config.json are refused, and not only those of other families
+    turn_end_tokens: tuple[str, ...] = ()  # that end a chat model's turn, even if no file of the checkpoint says so
+    ignored_fields: tuple[str, ...] = ()  # fields that have no effect, or only one that other fields repeat
+    fixed_fields: Mapping[str, Any] = field(default_factory=dict)  # fields that may have this value only
 
+    # Norms: before attention and feed-forward network, after them, both, or one before the two, which run in parallel.
+    norms: NormPlacement = "pre"
+    norm_kind: NormKind = "rms"
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    norm_eps_field: str = "rms_norm_eps"
+    qk_norm_kind: QKNormKind = "head"  # an RMS norm per head or of the whole projection, or a layer norm per head
+
+    # Tensors, relative to a layer.
+    qkv_tensor: str = ""  # one tensor with the projections q, k and v; empty: three tensors
+    gate_up_tensor: str = ""  # one tensor with gate and up; empty: two
+    down_tensor: str = "mlp.down_proj"
+
+    ffn_field: str = "intermediate_size"
+    activation_field: str = "hidden_act"
+
+    # Windows and rotary embedding.
+    window_pattern: int = 0  # without layer_types, each layer of this number has no window; 0: all layers have one
+    window_pattern_field: str = ""  # field with that number
+    unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
+    interleaved_rope: bool = False
+    partial_rotary: bool = False
+    has_local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
+    local_theta_field: str = ""  # of these layers, in configs from before transformers 5
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of kinds of rope scaling
+    has_final_max_position: bool = False  # whether max_position_embeddings is the length after rope scaling
+
+    # Scales and caps.
+    scaled_embedding: bool = False  # embeddings are multiplied by the square root of hidden_size
+    attention_scalar_field: str = ""  # scores are divided by the square root of this
+    attention_multiplier_field: str = ""  # or multiplied by this
+    attention_softcap_field: str = ""
+    embedding_multiplier_field: str = ""
+    residual_multiplier_field: str = ""
+    logit_multiplier_field: str = ""
+    logit_divisor_field: str = ""
+    logit_softcap_field: str = ""
+
+    def read_fields(self) -> set[str]:
+        """Return the config.json fields that the rules name."""
+        rules = {f.name: getattr(self, f.name) for f in fields(self)}
+        named = {name for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "window") if rules[name] is not True}
+        return {rules[name] for name in rules if name in named or name.endswith("_field")} - {False, ""}
+
+
+LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+GEMMA2 = Architecture(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    window=True,
+    window_pattern=2,
+    norms="both",
+    norm_offset=1.0,
+    activation_field="hidden_activation",
+    ignored_fields=("hidden_act", "sliding_window_size"),
+    scaled_embedding=True,
+    turn_end_tokens=("<end_of_turn>",),
+    attention_scalar_field="query_pre_attn_scalar",
+    attention_softcap_field="attn_logit_softcapping",
+    logit_softcap_field="final_logit_softcapping",
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+)
+GEMMA3 = Architecture(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    window=True,
+    window_pattern=6,
+    window_pattern_field="sliding_window_pattern",
+    norms="both",
+    norm_offset=1.0,
+    activation_field="hidden_activation",
+    ignored_fields=("hidden_act", "_sliding_window_pattern"),
+    has_local_rope=True,
+    local_theta_field="rope_local_base_freq",
+    has_final_max_position=True,
+    scaled_embedding=True,
+    turn_end_tokens=("<end_of_turn>",),
+    attention_scalar_field="query_pre_attn_scalar",
+    logit_softcap_field="final_logit_softcapping",
+    defaults={  # the text_config of a multimodal config.json has only the fields with other values than these
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+    },
+)
+OLMO2 = Architecture(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    qk_norm_kind="projection",
+    norms="post",
+    defaults={"rms_norm_eps": 1e-5},
+)
+OLMO3 = Architecture(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    qk_norm_kind="projection",
+    norms="post",
+    window=True,
+    window_pattern=4,
+    has_local_rope=True,
+    local_theta_field="rope_theta",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+)
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier_field": "embedding_multiplier",
+    "attention_multiplier_field": "attention_multiplier",
+    "residual_multiplier_field": "residual_multiplier",
+    "logit_divisor_field": "logits_scaling",
+}
+COHERE: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "norms": "shared",
+    "norm_kind": "layer",
+    "norm_eps_field": "layer_norm_eps",
+    "interleaved_rope": True,
+    "logit_multiplier_field": "logit_scale",
+    "turn_end_tokens": ("<|END_OF_TURN_TOKEN|>",),
+}
+COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 
 ARCHITECTURES = {
-    "llama": Architecture(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Architecture(window=True),
-    "qwen2": Architecture(qkv_bias=True, window="use_sliding_window"),
+    "llama": Architecture(**LLAMA_BIASES, is_strict=False),
+    "mistral": Architecture(window=True, is_strict=False),
+    "qwen2": Architecture(qkv_bias=True, window="use_sliding_window", is_strict=False),
     "qwen3": Architecture(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, window="use_sliding_window"
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        window="use_sliding_window",
+        is_strict=False,
     ),
     "mixtral": Architecture(
-        window=True, experts=ExpertsSpec("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalised=True)
+        window=True,
+        experts=ExpertsSpec("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalised=True),
+        is_strict=False,
     ),
     "qwen3_moe": Architecture(
         qkv_bias="attention_bias",
@@ -49,5 +209,63 @@ ARCHITECTURES = {
         qk_norm=True,
         window="use_sliding_window",
         experts=ExpertsSpec("mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size", "norm_topk_prob"),
+        is_strict=False,
     ),
-}
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "phi3": Architecture(
+        window=True,
+        qkv_tensor="self_attn.qkv_proj",
+        gate_up_tensor="mlp.gate_up_proj",
+        partial_rotary=True,
+        turn_end_tokens=("<|end|>",),
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+        fixed_fields={"full_attn_mod": 1, "interpolate_factor": 1},
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite": Architecture(**LLAMA_BIASES, **GRANITE, defaults={"attention_multiplier": 1.0}),
+    "granitemoehybrid": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        **GRANITE,
+        ffn_field="shared_intermediate_size",
+        gate_up_tensor="shared_mlp.input_linear",
+        down_tensor="shared_mlp.output_linear",
+        unrotated="unless_rope",
+        defaults={"attention_multiplier": 1.0, "shared_intermediate_size": 1024, "num_local_experts": 8},
+        fixed_fields={"normalization_function": "rmsnorm"},
+        ignored_fields=(
+            "num_experts_per_tok", "layers_block_type", "init_method", "mamba_n_heads", "mamba_n_groups",
+            "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size", "mamba_conv_bias",
+            "mamba_proj_bias", "time_step_limit",
+        ),
+    ),
+    "smollm3": Architecture(
+        **LLAMA_BIASES,
+        window="use_sliding_window",
+        unrotated="listed",
+        defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True},
+        ignored_fields=("max_window_layers",),
+    ),
+    "cohere": Architecture(
+        **COHERE, qk_norm="use_qk_norm", qk_norm_kind="head_layer", defaults=COHERE_DEFAULTS | {"rope_theta": 500000.0}
+    ),
+    "cohere2": Architecture(
+        **COHERE,
+        window=True,
+        window_pattern=4,
+        window_pattern_field="sliding_window_pattern",
+        unrotated="windowless",
+        defaults=COHERE_DEFAULTS | {"sliding_window": 4096},
+        fixed_fields={
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+        },
+        ignored_fields=("_sliding_window_pattern", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"),
+    ),
+}  # fmt: skip

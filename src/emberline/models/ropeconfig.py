@@ -6,11 +6,12 @@ This module does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from emberline.core.errors import UnsupportedModel
 from emberline.models.fields import ConfigFields
+from emberline.models.registry import Architecture
 
 MAX_CONTEXT_TOKENS = 1 << 22
 
@@ -32,17 +33,21 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     @staticmethod
-    def from_hf(config: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
-        """Read rope_parameters (from transformers 5 on), or rope_scaling and rope_theta (before that)."""
-        names = [name for name in ("rope_parameters", "rope_scaling") if config.has_field(name)]
-        fields = config.section(names[0] if names else "rope_scaling")
-        if len(names) == 2 and fields.values != config.section(names[1]).values:
-            raise UnsupportedModel(
-                "config.json: rope_parameters and rope_scaling differ", hint="remove rope_scaling or make them equal"
-            )
-        if any(isinstance(value, dict) for value in fields.values.values()):
-            raise UnsupportedModel(f"{fields.where}: different rope parameters per layer type are not supported")
+    def from_hf(
+        fields: ConfigFields,
+        config: ConfigFields,
+        head_dim: int,
+        max_position: int,
+        *,
+        theta_field: str = "rope_theta",
+        aliases: Mapping[str, str] | None = None,
+    ) -> RopeConfig:
+        """Read one set of rope parameters, `fields`.
+
+        Where it has no rope_theta, `theta_field` of config.json has it. `aliases`: other names of kinds of scaling.
+        """
         kind = fields.text("rope_type", fields.text("type", "default"))
+        kind = (aliases or {}).get(kind, kind)
         if kind not in KINDS:
             raise UnsupportedModel(f"rope scaling {kind[:40]!r} is not supported", hint=f"supported: {' '.join(KINDS)}")
         fraction = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
@@ -51,10 +56,39 @@ class RopeConfig:
             raise fields.invalid_error(
                 "partial_rotary_factor", f"a fraction such that an even number of head_dim {head_dim} is rotated"
             )
-        theta = fields.number("rope_theta", config.number("rope_theta", 10000.0, minimum=1.001), minimum=1.001)
+        theta = fields.number("rope_theta", config.number(theta_field, 10000.0, minimum=1.001), minimum=1.001)
         original = fields.size("original_max_position_embeddings", max_position, maximum=MAX_CONTEXT_TOKENS)
         original = config.size("original_max_position_embeddings", original, maximum=MAX_CONTEXT_TOKENS)
         return KINDS[kind](RopeConfig(dim, theta, original, kind), fields, max_position)
+
+
+def read_ropes(
+    config: ConfigFields, arch: Architecture, head_dim: int, max_position: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rotary embedding, and that of layers with a window if it is another one.
+
+    They are in rope_parameters (from transformers 5 on), or in rope_scaling and rope_theta (before that).
+    """
+    names = [name for name in ("rope_parameters", "rope_scaling") if config.has_field(name)]
+    fields = config.section(names[0] if names else "rope_scaling")
+    if len(names) == 2 and fields.values != config.section(names[1]).values:
+        raise UnsupportedModel(
+            "config.json: rope_parameters and rope_scaling differ", hint="remove rope_scaling or make them equal"
+        )
+    is_nested = any(isinstance(value, dict) for value in fields.values.values())
+    local = ConfigFields({}, fields.where)
+    if is_nested != (arch.has_local_rope and names[:1] == ["rope_parameters"]):
+        found = "different rope parameters per layer type are" if is_nested else "rope parameters for all layers are"
+        raise UnsupportedModel(f"{fields.where}: {found} not supported for this model type")
+    if is_nested:
+        fields, local = fields.section("full_attention"), fields.section("sliding_attention")
+    rope = RopeConfig.from_hf(fields, config, head_dim, max_position, aliases=arch.rope_aliases)
+    if arch.is_strict and not arch.partial_rotary and rope.dim != head_dim:
+        raise UnsupportedModel(f"{fields.where}: partial_rotary_factor is not supported for this model type")
+    if not arch.has_local_rope:
+        return rope, None
+    local_rope = RopeConfig.from_hf(local, config, head_dim, max_position, theta_field=arch.local_theta_field)
+    return rope, None if local_rope == rope else local_rope
 
 
 def _read_unscaled(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:

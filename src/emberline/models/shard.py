@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.models.config import ModelConfig
+from emberline.models.parts import LLAMA_PARTS
 
 ROW_SHARDED, COLUMN_SHARDED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj", "down_proj"}
 VOCABULARY_SHARDED = {"embed_tokens", "lm_head"}
@@ -39,6 +40,8 @@ class Shard:
         for what, count in (("attention heads", config.heads), ("key heads", config.kv_heads), ("ffn", config.ffn)):
             if count % self.world_size:
                 raise UnsupportedModel(f"{count} {what} cannot be divided into {self.world_size} equal parts")
+        if self.world_size > 1 and config.parts != LLAMA_PARTS:
+            raise UnsupportedModel(f"a {config.model_type} model cannot be divided among devices yet")
         if self.world_size > 1 and config.experts is not None:
             raise UnsupportedModel("a mixture of experts cannot be divided among devices yet")
         if self.world_size > 1 and (config.o_bias or config.mlp_bias):

@@ -19,11 +19,16 @@ ShardSlices = tuple[slice, ...]  # the part of a tensor that a shard holds
 
 
 def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
-    """Return a view of the stacked matrix for each of its parts; the rows of gated parts are interleaved."""
-    if not gated or rows[0] % GATE_GROUP_ROWS:
+    """Return a view of the stacked matrix for each of its parts; the rows of gated parts are interleaved.
+
+    Gated parts are a gate and an up matrix, or one matrix with the rows of both.
+    """
+    width = len(stacked) // 2
+    if not gated or width % GATE_GROUP_ROWS:
         return list(stacked.split(list(rows)))
-    assert len(rows) == 2 and rows[0] == rows[1]
-    return list(stacked.view(rows[0] // GATE_GROUP_ROWS, 2, GATE_GROUP_ROWS, stacked.shape[1]).unbind(1))
+    assert list(rows) in ([width, width], [2 * width])
+    groups = stacked.view(width // GATE_GROUP_ROWS, 2, GATE_GROUP_ROWS, stacked.shape[1])
+    return [groups.transpose(0, 1)] if len(rows) == 1 else list(groups.unbind(1))
 
 
 class PendingMatrix:
@@ -74,6 +79,7 @@ class TensorPlacement(NamedTuple):
     dtype: torch.dtype  # dtype of the values in the file
     destination: Tensor | MatrixPart
     shard_slices: ShardSlices | None = None  # the only part that is copied; None: all
+    offset: float = 0.0  # added to each element
 
 
 class TensorLoad:
@@ -88,6 +94,7 @@ class TensorLoad:
         self.num_bytes = self.remaining_bytes = info.logical_bytes  # decoded bytes, on the device
         self._target = placement.destination
         self._dtype = placement.dtype
+        self._offset = placement.offset
         self._shape, self._shard_slices = info.shape, placement.shard_slices
         self._destination: Tensor | None = None  # set when the first bytes arrive
         self._staging: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
@@ -124,6 +131,8 @@ class TensorLoad:
             destination.copy_(
                 (loaded if self._shard_slices is None else loaded[self._shard_slices]).reshape(destination.shape)
             )
+        if self._offset:
+            destination.add_(self._offset)
         self._destination = self._staging = None
         if isinstance(self._target, MatrixPart):
             self._target.matrix.mark_part_complete()

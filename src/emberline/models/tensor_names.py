@@ -52,8 +52,8 @@ class TensorNameScan(Weights):
             hint="check that config.json belongs to this model, and that all its files are there",
         )
 
-    def load_vector(self, name: str, size: int) -> Tensor:
-        return self._record(name, size)
+    def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
+        return self._record(name, *shape)
 
     def load_integers(self, name: str, size: int) -> Tensor:
         return self._record(name, size)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.models.textmodel import select_text_model
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by their names in safetensors files
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 REQUESTED_DTYPES = ("auto", *DTYPE_BYTES)
 # Stacked to the first matrix.
-FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in ("q", "k", "v", "qkv"))
 
 
 def stored_weight_dtype(checkpoint: Checkpoint) -> str:
     """Return the dtype of the first matrix in the files, or the widest of its parts. Raises UnsupportedModel."""
-    dtypes = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
+    tensors = select_text_model(checkpoint).tensors
+    dtypes = {tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in tensors}
     if unsupported := dtypes - STORED_DTYPES.keys():
         hint = f"supported dtypes: {' '.join(sorted(STORED_DTYPES))}"
         raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)

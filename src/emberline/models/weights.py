@@ -22,6 +22,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.shard import Shard
+from emberline.models.textmodel import select_text_model
 from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
@@ -50,20 +51,24 @@ class Weights:
 
         With `shard`, only the shard's part of each tensor is loaded.
         """
-        self.checkpoint = checkpoint
+        self.checkpoint = select_text_model(checkpoint)
         self.shard = shard or Shard()
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
         self.loaded_bytes = 0  # in the final dtype
-        self._unused = set(checkpoint.tensor_names())
+        self._unused = set(self.checkpoint.tensor_names())
         self._files: dict[Path, mmap.mmap] = {}
 
     def has_tensor(self, name: str) -> bool:
         return name in self._unused
 
-    def load_vector(self, name: str, size: int) -> Tensor:
-        """Return a norm or bias as a float32 copy, because kernels compute with it in float32."""
-        return self._mark_used(name, self._view_tensor(name, (size,)).to(torch.float32, copy=True))
+    def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
+        """Return a norm or bias as a float32 copy, because kernels compute with it in float32.
+
+        `offset` is added to each element.
+        """
+        vector = self._mark_used(name, self._view_tensor(name, shape).to(torch.float32, copy=True))
+        return vector.add_(offset) if offset else vector
 
     def load_integers(self, name: str, size: int) -> Tensor:
         """Return a vector of 64-bit integers as a copy in host memory."""

@@ -72,8 +72,8 @@ class GPURandomWeights(Weights):
     def has_tensor(self, name: str) -> bool:
         return not name.endswith(".bias")
 
-    def load_vector(self, name: str, size: int) -> Tensor:
-        return self._add_to_loaded_bytes(torch.ones(size, device=self.device))
+    def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
+        return self._add_to_loaded_bytes(torch.ones(shape, device=self.device))
 
     def load_integers(self, name: str, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64)

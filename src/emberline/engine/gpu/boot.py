@@ -349,7 +349,7 @@ def compile_kernels(runner: GPURunner) -> float:
     from emberline.kernels.cuda import driver, nvrtc, sample
 
     facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources()]
-    facts.append(str((runner.shapes, runner.exact)))
+    facts.append(str((runner.shapes, runner.exact, runner.model.config.parts)))
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):

@@ -29,7 +29,7 @@ from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.prompt_scores import score_prompts
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.sampling import StepSampling, words_per_mask
-from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, order_by_expected_use
+from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory
@@ -82,6 +82,7 @@ class GPURunner:
             max_queries=max_queries,
             fixed_cuts=settings.gpu.exact,
             max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
+            softcap=model.config.parts.attention_softcap > 0,
         )
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
@@ -95,16 +96,13 @@ class GPURunner:
         size = max_input_bytes(limits, self._attention_planner)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
-        masks = limits.max_running * words_per_mask(self.vocab_size) * 4
-        self._extra_inputs = InputStaging(size + masks, device)  # of sampling
+        self._extra_inputs = InputStaging(size + running * words_per_mask(self.vocab_size) * 4, device)  # of sampling
         self._table_inputs = InputStaging(size, device)
         self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
-            uncaptured = self._grid.pad_token_count(limits.max_batch_tokens) + max_step_rows(running)
-            largest = max(uncaptured, *(shape.singles + shape.tokens for shape in self.shapes))
-            target = heads, model.dtype, self._max_queries, largest
+            target = heads, model.dtype, self._max_queries, max_step_tokens(self.shapes, self._grid, limits)
             self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, target)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.plan import WorkItem
 
 CHUNK_ROW_COUNTS = (8, 32)  # rows for chunks in a captured step of a large model
@@ -141,3 +142,9 @@ def captured_token_counts(max_running: int, max_batch_tokens: int) -> set[int]:
 def max_step_rows(request_count: int) -> int:
     """Return the maximum number of rows, including padding, of a step with `request_count` requests."""
     return max(pad_row_count(request_count), pad_single_row_count(request_count)) + MAX_CHUNKS
+
+
+def max_step_tokens(shapes: Iterable[StepShape], grid: ShapeGrid, limits: SchedulerConfig) -> int:
+    """Return the maximum number of tokens, including padding, of a step, captured with one of the shapes or not."""
+    uncaptured = grid.pad_token_count(limits.max_batch_tokens) + max_step_rows(limits.max_running)
+    return max(uncaptured, *(shape.singles + shape.tokens for shape in shapes))

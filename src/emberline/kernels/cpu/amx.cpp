@@ -62,7 +62,7 @@ const bf16* prepare(const Linear& op) {
 // write_outputs() with vectors, if the panel is whole.
 void write_outputs_vectorized(const Linear& op, long panel, int first, int rows, const float* sums) {
     long at = panel * kPanel;
-    if (op.mode == kGated || at + kPanel > op.n) return write_outputs(op, panel, first, rows, sums);
+    if (op.mode >= kGated || at + kPanel > op.n) return write_outputs(op, panel, first, rows, sums);
     for (int r = 0; r < rows; r++, sums += kPanel) {
         float* y = op.y + (first + r) * long(op.n) + at;
         for (int j = 0; j < kPanel; j += kLanes) {

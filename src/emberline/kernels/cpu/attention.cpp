@@ -26,7 +26,7 @@ struct Attention {
     long key_stride, value_stride;  // elements from one block to the next
     const int *tables, *query_start, *context;
     int table_stride, window, q_heads, kv_heads, dim, block_size;
-    float scale;
+    float scale, softcap;  // `softcap` limits scores smoothly to (-softcap, softcap); 0: no limit
     float* out;
 
     int group() const { return q_heads / kv_heads; }
@@ -212,6 +212,8 @@ void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int
     int newest = unit.position + (first + rows - 1) / group, visible = std::min(kTile, newest + 1 - start);
     float* score = scratch(kScores, long(rows) * kTile);
     tile.scores(rows, queries + long(first) * op.dim, visible, score);
+    if (op.softcap > 0.0f)
+        for (int i = 0; i < rows * kTile; i++) score[i] = soft_cap(score[i], op.softcap);  // also of masked keys
     for (int r = 0; r < rows; r++) {
         int position = unit.position + (first + r) / group;
         int from = op.window ? std::clamp(position + 1 - op.window - start, 0, kTile) : 0;
@@ -343,9 +345,9 @@ using namespace ember;
 extern "C" void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride,
                                 long value_stride, const int* tables, int table_stride, const int* query_start,
                                 const int* context, int sequences, float scale, int window, int q_heads, int kv_heads, int dim,
-                                int block_size, float* out) {
+                                int block_size, float softcap, float* out) {
     Attention op{qkv, keys, values, key_stride, value_stride, tables, query_start, context, table_stride,
-                 window, q_heads, kv_heads, dim, block_size, scale, out};
+                 window, q_heads, kv_heads, dim, block_size, scale, softcap, out};
     if (f32) return run<float, float>(op, sequences);
 #if EMBER_AMX
     if (AmxTile::fits(op)) return run<bf16, bf16>(op, sequences);

@@ -17,7 +17,7 @@ from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
-STORE, ADD, GATED = 0, 1, 2  # what ember_linear does with a product
+STORE, ADD, GATED_SILU, GATED_GELU = 0, 1, 2, 3  # what ember_linear does with a product
 
 PANEL_LAYOUTS = {
     torch.bfloat16: WeightLayout.BF16,
@@ -91,16 +91,46 @@ class CPUBackend(ReferenceBackend):
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
-        w = layer.weight
-        if w.layout < 0:
+        if layer.weight.layout < 0:
             return super().gate_up_silu(x, layer, out)
-        m, k = x.shape
+        return self._run_gated(x, layer, out, GATED_SILU)
+
+    def gate_up_gelu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        if layer.weight.layout < 0:
+            return super().gate_up_gelu(x, layer, out)
+        return self._run_gated(x, layer, out, GATED_GELU)
+
+    def _run_gated(self, x: Tensor, layer: LinearLayer, out: Tensor | None, mode: int) -> Tensor:
+        w, (m, k) = layer.weight, x.shape
         assert k == w.k and w.gated and x.is_contiguous()
         y = _check_or_allocate_output(out, m, w.n // 2)
         self.library.ember_linear(
-            x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _address(layer.norm), layer.eps, y.data_ptr(), GATED
+            x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _address(layer.norm), layer.eps, y.data_ptr(), mode
         )
         return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return self._run_norm(x, weight, eps, out, centered=False)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return self._run_norm(x, weight, eps, out, centered=True)
+
+    def _run_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, *, centered: bool) -> Tensor:
+        rows, groups, width = len(x), weight.numel() // weight.shape[-1], weight.shape[-1]
+        assert x.shape == out.shape == (rows, groups * width) and x.stride(1) == out.stride(1) == 1
+        assert x.dtype == weight.dtype == out.dtype == torch.float32 and weight.is_contiguous()
+        self.library.ember_norm(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, groups, width, centered, out.data_ptr(),
+            out.stride(0),
+        )  # fmt: skip
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        assert x.is_contiguous() and x.dtype == torch.float32
+        self.library.ember_soft_cap(x.data_ptr(), x.numel(), cap)
+        return x
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         if isinstance(table, PackedWeight):
@@ -128,6 +158,7 @@ class CPUBackend(ReferenceBackend):
             _address(layer.q_norm), _address(layer.k_norm), layer.eps,
             keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0), values.stride(0),
             slots.data_ptr(), len(positions), layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
+            layer.interleaved,
         )  # fmt: skip
 
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
@@ -139,7 +170,7 @@ class CPUBackend(ReferenceBackend):
             qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0),
             values.stride(0), tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(),
             len(context), layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
-            y.data_ptr(),
+            layer.softcap, y.data_ptr(),
         )  # fmt: skip
         return y
 

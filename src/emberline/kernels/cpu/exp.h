@@ -1,4 +1,4 @@
-// The exponential, for softmax and the sigmoid.
+// The exponential, for softmax and the sigmoid, and the hyperbolic tangent.
 #pragma once
 #include "isa.h"
 
@@ -22,5 +22,21 @@ inline float silu(float x) {
     float e = exp_negative(-std::fabs(x));
     return x * (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
+
+// tanh(x) within 5 ulp: a Taylor polynomial near 0, where 1 - e^-2|x| would cancel; without a branch, so that loops vectorise.
+inline float tanh_vectorised(float x) {
+    float size = std::fabs(x), e = exp_negative(-2.0f * size), large = (1.0f - e) / (1.0f + e), x2 = x * x;
+    float terms = fma(fma(fma(62.0f / 2835, x2, -17.0f / 315), x2, 2.0f / 15), x2, -1.0f / 3);
+    return std::copysign(size < 0.3f ? fma(size * x2, terms, size) : large, x);
+}
+
+// The approximation of x * Phi(x) by a tanh, "gelu_pytorch_tanh".
+inline float gelu_tanh(float x) {
+    float inner = 0.797884561f * fma(0.044715f * x * x, x, x);
+    return 0.5f * x * (1.0f + tanh_vectorised(inner));
+}
+
+// Limits x smoothly to (-cap, cap).
+inline float soft_cap(float x, float cap) { return cap * tanh_vectorised(x / cap); }
 
 }  // namespace ember

@@ -150,6 +150,30 @@ void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k
     });
 }
 
+// Normalises `groups` groups of k columns of each row separately, each with its own part of the weight. An RMS norm, or with
+// `centered` a layer norm without bias. `out` may be x.
+void ember_norm(const float* x, long stride, const float* weight, float eps, int m, int groups, int k, int centered, float* out,
+                long out_stride) {
+    parallel((m + 15) / 16, [=](long begin, long end) {
+        for (long r = begin * 16; r < std::min(end * 16, long(m)); r++)
+            for (long g = 0; g < groups; g++) {
+                const float *from = x + r * stride + g * k, *w = weight + g * k;
+                float* to = out + r * out_stride + g * k;
+                float mean = centered ? lane_sum(k, [from](int i) { return from[i]; }) / float(k) : 0.0f;
+                float squares = lane_sum(k, [from, mean](int i) { return (from[i] - mean) * (from[i] - mean); });
+                float scale = 1.0f / std::sqrt(squares / float(k) + eps);
+                for (int i = 0; i < k; i++) to[i] = (from[i] - mean) * scale * w[i];
+            }
+    });
+}
+
+void ember_soft_cap(float* x, long count, float cap) {
+    constexpr long kPiece = 4096;
+    parallel((count + kPiece - 1) / kPiece, [=](long begin, long end) {
+        for (long i = begin * kPiece; i < std::min(end * kPiece, count); i++) x[i] = soft_cap(x[i], cap);
+    });
+}
+
 void ember_set_threads(int threads) { set_threads(threads); }
 int ember_threads() { return threads(); }
 long ember_progress() { return progress(); }

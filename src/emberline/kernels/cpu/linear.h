@@ -28,12 +28,15 @@ inline long source_row(long panel, int column, long n, bool gated) {
 // Applies the epilogue to the sums [rows][kPanel] of one panel and writes the outputs.
 inline void write_outputs(const Linear& op, long panel, int first, int rows, const float* sums) {
     constexpr int half = kPanel / 2;
-    if (op.mode == kGated) {
+    if (op.mode >= kGated) {
         long width = op.n / 2, first_column = panel * half;
         int columns = int(std::min<long>(half, width - first_column));
         for (int r = 0; r < rows; r++, sums += kPanel) {
             float gated[half];
-            for (int j = 0; j < half; j++) gated[j] = silu(sums[j]) * sums[half + j];
+            if (op.mode == kGated)
+                for (int j = 0; j < half; j++) gated[j] = silu(sums[j]) * sums[half + j];
+            else
+                for (int j = 0; j < half; j++) gated[j] = gelu_tanh(sums[j]) * sums[half + j];
             std::copy_n(gated, columns, op.y + (first + r) * width + first_column);
         }
         return;

@@ -21,15 +21,24 @@ struct Rope {
     long key_stride, value_stride;
     const long* slots;
     int q_heads, kv_heads, dim, block_size;
+    bool interleaved;  // whether pairs of rotated dimensions are neighbours, and not half of the rotated dimensions apart
 };
 
-void norm_and_rotate(float* x, const float* norm, float eps, const float* cos_sin, int rotary, int dim) {
+void norm_and_rotate(float* x, const float* norm, float eps, const float* cos_sin, int rotary, int dim, bool interleaved) {
     if (norm) {
         float scale = rms_scale(x, dim, eps);
         for (int i = 0; i < dim; i++) x[i] = x[i] * scale * norm[i];
     }
     int half = rotary / 2;
     const float *cos = cos_sin, *sin = cos_sin + half;
+    if (interleaved) {
+        for (int i = 0; i < half; i++) {
+            float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cos[i] - b * sin[i];
+            x[2 * i + 1] = b * cos[i] + a * sin[i];
+        }
+        return;
+    }
     for (int i = 0; i < half; i++) {
         float a = x[i], b = x[half + i];
         x[i] = a * cos[i] - b * sin[i];
@@ -43,8 +52,8 @@ void run_token(const Rope& op, long t) {
     const float* angles = op.cos_sin + long(op.positions[t]) * op.rotary;
     float* q = op.qkv + t * (op.q_heads + 2 * op.kv_heads) * dim;
     float *k = q + op.q_heads * dim, *v = k + op.kv_heads * dim;
-    for (int h = 0; h < op.q_heads; h++) norm_and_rotate(q + h * dim, op.q_norm, op.eps, angles, op.rotary, dim);
-    for (int h = 0; h < op.kv_heads; h++) norm_and_rotate(k + h * dim, op.k_norm, op.eps, angles, op.rotary, dim);
+    for (int h = 0; h < op.q_heads; h++) norm_and_rotate(q + h * dim, op.q_norm, op.eps, angles, op.rotary, dim, op.interleaved);
+    for (int h = 0; h < op.kv_heads; h++) norm_and_rotate(k + h * dim, op.k_norm, op.eps, angles, op.rotary, dim, op.interleaved);
     long slot = op.slots[t];
     if (slot < 0) return;
     long block = slot / size, offset = slot % size;
@@ -73,9 +82,10 @@ using namespace ember;
 
 extern "C" void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm,
                            const float* k_norm, float eps, void* keys, void* values, int f32, long key_stride,
-                           long value_stride, const long* slots, int tokens, int q_heads, int kv_heads, int dim, int block_size) {
+                           long value_stride, const long* slots, int tokens, int q_heads, int kv_heads, int dim, int block_size,
+                           int interleaved) {
     Rope op{qkv, positions, cos_sin, rotary, q_norm, k_norm, eps, keys, values, key_stride, value_stride, slots,
-            q_heads, kv_heads, dim, block_size};
+            q_heads, kv_heads, dim, block_size, interleaved != 0};
     if (f32) run<float>(op, tokens);
     else run<bf16>(op, tokens);
 }

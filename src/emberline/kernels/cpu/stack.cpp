@@ -26,11 +26,11 @@ extern "C" void ember_stack(const Step* step, const Layer* layers, int count, fl
         void *keys = s.keys + i * s.key_layer_bytes, *values = s.values + i * s.value_layer_bytes;
         ember_linear(x, l.qkv, l.layout, tokens, width, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore);
         ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l.q_norm, l.k_norm, s.eps, keys, values, s.f32, s.key_stride,
-                   s.value_stride, s.slots, tokens, s.q_heads, s.kv_heads, s.dim, s.block_size);
+                   s.value_stride, s.slots, tokens, s.q_heads, s.kv_heads, s.dim, s.block_size, 0);
         bool last = i == count - 1;
         if (last && !s.row_count) return;
         ember_attention(qkv, keys, values, s.f32, s.key_stride, s.value_stride, s.tables, s.table_stride, s.query_start,
-                        s.context, s.sequences, s.scale, l.window, s.q_heads, s.kv_heads, s.dim, s.block_size, mixed);
+                        s.context, s.sequences, s.scale, l.window, s.q_heads, s.kv_heads, s.dim, s.block_size, 0.0f, mixed);
         if (last) {
             gather(x, s.rows, s.row_count, s.hidden, out);
             gather(mixed, s.rows, s.row_count, q, qkv);  // qkv is no longer needed

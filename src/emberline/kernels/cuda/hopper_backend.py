@@ -101,6 +101,12 @@ class HopperBackend(OpBackend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return norm.rms_norm(x, weight, eps, out, pdl=True)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return norm.layer_norm(x, weight, eps, out, pdl=True)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
@@ -109,7 +115,7 @@ class HopperBackend(OpBackend):
         y = x.new_empty(len(x), width) if out is None else out
         if width % GATE_GROUP_ROWS == 0 and (product := _find_custom_kernel(x, w)):
             return product(out=y, gated=True)
-        group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
+        group = _gate_group(width)
         with _unpacked_rows(x, w, unpacker) as rows_:
             if w.fixed_order:
                 return fixed_order.linear(x, skinny.BF16Weight(rows_), out=y, gated=True, pdl=False)
@@ -119,6 +125,15 @@ class HopperBackend(OpBackend):
                 return gemm.linear(x, plain, out=y, gated=True, pdl=early)
             gate_and_up = _matmul(x, rows_, ProductKind.GATED)
         return activation.silu_mul(gate_and_up, y, group, pdl=True)
+
+    def gate_up_gelu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
+        width = layer.weight.n // 2
+        gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
+        y = x.new_empty(len(x), width) if out is None else out
+        return activation.gelu_mul(gate_and_up, y, _gate_group(width), pdl=True)
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         if isinstance(table, PackedWeight) and isinstance(table.handle, uw12.UW12Weight):
@@ -135,6 +150,8 @@ class HopperBackend(OpBackend):
         assert plan is not None, "attention on a GPU needs a plan"
         qkv, layer = inputs.qkv, inputs.layer
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
+        if layer.softcap and (plan.prefill_tiles is not None or plan.decode_work is not None):
+            raise NotImplementedError("only the Triton kernel caps attention scores: plan with softcap=True")
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         if has_prefill:  # prefill first: decode then uses the SMs that are left
             _run_prefill_attention(inputs, plan, out)
@@ -211,6 +228,11 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
         overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
         query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
     )  # fmt: skip
+
+
+def _gate_group(width: int) -> int:
+    """Return how many gate rows alternate with as many up rows in a weight of `width` gate rows."""
+    return GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
 
 
 def _apply_norm(x: Tensor, layer: LinearLayer) -> Tensor:

@@ -1,6 +1,6 @@
-"""silu_mul: computes silu(gate) * up, where gate and up columns alternate in one tensor.
+"""silu_mul, gelu_mul: compute silu(gate) * up or gelu(gate) * up; gate and up columns alternate in one tensor.
 
-It rounds after each operation, as torch does.
+They round after each operation, as torch does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SMALL_BATCH_ROWS = 128  # up to this many rows, smaller blocks are faster, since
 
 
 @jit
-def _silu_mul(
+def _gated_mul(
     gate_up: tensor,
     out: tensor,
     in_stride: tensor,
@@ -23,6 +23,7 @@ def _silu_mul(
     COLUMNS: constexpr,
     GROUP: constexpr,
     BLOCK: constexpr,
+    GELU: constexpr,
     PDL: constexpr,
 ) -> None:
     pdl_trigger_and_wait(PDL)
@@ -32,8 +33,11 @@ def _silu_mul(
     at = gate_up + row * in_stride + column // GROUP * (2 * GROUP) + column % GROUP
     gate = tl.load(at, inside, 0.0).to(tl.float32)
     up = tl.load(at + GROUP, inside, 0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * out_stride + column, (silu * up).to(out.dtype.element_ty), inside)
+    inner = gate
+    if GELU:  # the approximation by a tanh: 1 + tanh(u) is 2 / (1 + e^-2u)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = (gate / (1.0 + tl.exp(-inner))).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * out_stride + column, (activated * up).to(out.dtype.element_ty), inside)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
@@ -42,12 +46,22 @@ def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> 
     `gate_up` [T, 2F] has `group` gate columns, then their `group` up columns, and so on. With group = F, the first half
     is gate and the second half is up.
     """
+    return _launch(gate_up, out, group, gelu=False, pdl=pdl)
+
+
+def gelu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
+    """Write gelu(gate) * up, with the approximation of gelu by a tanh, as `silu_mul` does."""
+    return _launch(gate_up, out, group, gelu=True, pdl=pdl)
+
+
+def _launch(gate_up: Tensor, out: Tensor, group: int, *, gelu: bool, pdl: bool) -> Tensor:
     rows, columns = out.shape
     assert gate_up.shape == (rows, 2 * columns) and columns % group == 0
     assert gate_up.stride(1) == out.stride(1) == 1
     block = 1024 if rows <= SMALL_BATCH_ROWS else 2048
     if rows:
-        _silu_mul[(rows, -(-columns // block))](
-            gate_up, out, gate_up.stride(0), out.stride(0), columns, group, block, pdl, num_warps=4, launch_pdl=pdl
-        )
+        _gated_mul[(rows, -(-columns // block))](
+            gate_up, out, gate_up.stride(0), out.stride(0), columns, group, block, gelu, pdl,
+            num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return out

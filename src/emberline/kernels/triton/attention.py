@@ -27,11 +27,11 @@ MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
 @jit
 def _paged_attention(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor,
-    tiles: tensor, out: tensor, scale: tensor, window: tensor, qkv_stride: tensor, table_stride: tensor,
-    cache_stride: tensor, out_stride: tensor,
+    tiles: tensor, out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor,
+    qkv_stride: tensor, table_stride: tensor, cache_stride: tensor, out_stride: tensor,
     KV_HEADS: constexpr, GROUP: constexpr, GROUP_PADDED: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr,
     BLOCK_SIZE: constexpr, QUERIES: constexpr, PARTS: constexpr, ROWS: constexpr, SPAN: constexpr,
-    WINDOWED: constexpr, TYPE: constexpr, PDL: constexpr,
+    WINDOWED: constexpr, CAPPED: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries have most keys, so they start first
@@ -67,11 +67,11 @@ def _paged_attention(
     if not WINDOWED:
         mixed, total, top = _add_keys(
             mixed, total, top, q, position, k_head, v_head, table, cache_stride, 0, begin_masked, end, scale, window,
-            HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False,
+            softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False, CAPPED,
         )  # fmt: skip
     mixed, total, top = _add_keys(
         mixed, total, top, q, position, k_head, v_head, table, cache_stride, begin_masked, end, end, scale, window,
-        HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED,
+        softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CAPPED,
     )  # fmt: skip
     mixed = mixed / total[:, None]
     tl.store(out + token * out_stride + column, mixed.to(out.dtype.element_ty), inside)
@@ -81,12 +81,14 @@ def _paged_attention(
 def _add_keys(
     mixed: tensor, total: tensor, top: tensor, q: tensor, position: tensor, k_head: tensor, v_head: tensor,
     table: tensor, cache_stride: tensor, low: tensor, high: tensor, end: tensor, scale: tensor, window: tensor,
+    softcap: tensor, capped_scale: tensor,
     HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
-    MASKED: constexpr, WINDOWED: constexpr,
+    MASKED: constexpr, WINDOWED: constexpr, CAPPED: constexpr,
 ) -> tensor:  # fmt: skip
     """Add the contributions of the keys [low, high) to the running sums, and return the sums.
 
     MASKED may be False only if every query attends to all of these keys, and their number is a multiple of SPAN.
+    With CAPPED, scores s become softcap * tanh(s * capped_scale) first.
     """
     d = tl.arange(0, DIM_PADDED)[None, :]
     for at in range(low, high, SPAN):
@@ -102,6 +104,8 @@ def _add_keys(
         k = tl.load(k_head + offsets, inside, 0.0).to(q.dtype)
         v = tl.load(v_head + offsets, inside, 0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * capped_scale * scores) + 1.0))  # of tanh
         if MASKED:
             is_visible = key[None, :] <= position[:, None]
             if WINDOWED:
@@ -151,10 +155,12 @@ def paged_attention(
         tables = metadata.block_tables
         _paged_attention[(len(tiles) * parts * kv_heads,)](
             qkv, keys, values, tables, metadata.query_start, metadata.context, tiles, out,
-            layer.scale * math.log2(math.e), window,
+            (1.0 if layer.softcap else layer.scale) * math.log2(math.e), window,
+            layer.softcap, layer.scale / layer.softcap if layer.softcap else 0.0,
             qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0),
             kv_heads, group, padded, head_dim, dim, keys.shape[2], queries, parts, rows, span, window > 0,
-            tl.float32 if exact else tl.bfloat16, pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
+            layer.softcap > 0, tl.float32 if exact else tl.bfloat16, pdl,
+            num_warps=warps, num_stages=stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
 

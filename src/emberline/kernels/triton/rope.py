@@ -22,7 +22,7 @@ def _rope_and_cache(
     q_norm: tensor, k_norm: tensor, qkv_stride: tensor, cache_stride: tensor, eps: tensor,
     Q_HEADS: constexpr, KV_HEADS: constexpr, HEAD_DIM: constexpr, HALF: constexpr,
     HALF_PADDED: constexpr, REST_PADDED: constexpr, BLOCK_SIZE: constexpr, TILE: constexpr,
-    NORM: constexpr, PDL: constexpr,
+    NORM: constexpr, INTERLEAVED: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     token = tl.program_id(0)
@@ -36,26 +36,26 @@ def _rope_and_cache(
 
     d = tl.arange(0, HALF_PADDED)[None, :]
     is_rotated = d < HALF
+    if INTERLEAVED:
+        first, second = 2 * d, 2 * d + 1
+    else:
+        first, second = d, HALF + d
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + d
     cos, sin = tl.load(angle, is_rotated, 0.0), tl.load(angle + HALF, is_rotated, 0.0)
-    a = tl.load(at + d, is_head & is_rotated, 0.0).to(tl.float32)
-    b = tl.load(at + HALF + d, is_head & is_rotated, 0.0).to(tl.float32)
+    a = tl.load(at + first, is_head & is_rotated, 0.0).to(tl.float32)
+    b = tl.load(at + second, is_head & is_rotated, 0.0).to(tl.float32)
     e = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
     is_rest = e < HEAD_DIM
     rest = tl.load(at + e, is_head & is_rest, 0.0).to(tl.float32)
     if NORM:
         size = tl.sum(a * a + b * b, 1) + tl.sum(rest * rest, 1)
         scale = tl.rsqrt(size / HEAD_DIM + eps)[:, None]
-        a = tl.where(is_v, a, a * scale * _load_norm(q_norm, k_norm, d, is_rotated, is_q))
-        b = tl.where(is_v, b, b * scale * _load_norm(q_norm, k_norm, d + HALF, is_rotated, is_q))
+        a = tl.where(is_v, a, a * scale * _load_norm(q_norm, k_norm, first, is_rotated, is_q))
+        b = tl.where(is_v, b, b * scale * _load_norm(q_norm, k_norm, second, is_rotated, is_q))
         rest = tl.where(is_v, rest, rest * scale * _load_norm(q_norm, k_norm, e, is_rest, is_q))
-    _store_heads(
-        a * cos - b * sin, a, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated
-    )
-    d += HALF
-    _store_heads(
-        b * cos + a * sin, b, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated
-    )
+    to_q, to_k_pair, to_v_pair = is_q & is_rotated, to_k & is_rotated, to_v & is_rotated
+    _store_heads(a * cos - b * sin, a, at + first, k_at + first, v_at + first, to_q, to_k_pair, to_v_pair)
+    _store_heads(b * cos + a * sin, b, at + second, k_at + second, v_at + second, to_q, to_k_pair, to_v_pair)
     _store_heads(rest, rest, at + e, k_at + e, v_at + e, is_q & is_rest, to_k & is_rest, to_v & is_rest)
 
 
@@ -116,5 +116,5 @@ def rope_and_cache(
         qkv, metadata.positions, cos_sin, keys, values, metadata.slots,
         q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, qkv.stride(0), keys.stride(0), layer.eps,
         layer.q_heads, layer.kv_heads, head_dim, half, next_power_of_two(half), next_power_of_two(head_dim - 2 * half),
-        keys.shape[2], HEADS_PER_PROGRAM, has_norm, pdl, num_warps=1, launch_pdl=pdl,
+        keys.shape[2], HEADS_PER_PROGRAM, has_norm, layer.interleaved, pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

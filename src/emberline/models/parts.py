@@ -1,0 +1,121 @@
+"""DecoderParts: how the layers of a decoder differ from Llama's, from config.json.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from emberline.core.errors import UnsupportedModel
+from emberline.models.fields import ConfigFields
+from emberline.models.registry import Architecture, NormKind, NormPlacement, QKNormKind
+from emberline.models.ropeconfig import RopeConfig
+
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """The defaults are Llama's. `registry.Architecture` describes the values."""
+
+    norms: NormPlacement = "pre"
+    norm_kind: NormKind = "rms"
+    norm_offset: float = 0.0
+    qk_norm_kind: QKNormKind = "head"
+    activation: Activation = "silu"
+    qkv_tensor: str = ""
+    gate_up_tensor: str = ""
+    down_tensor: str = "mlp.down_proj"
+    interleaved_rope: bool = False
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as of the others
+    unrotated_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0  # 0: no cap
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False  # whether the multiplier is rounded to the dtype of the weights
+    residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward networks
+    logit_multiplier: float = 1.0
+    logit_softcap: float = 0.0
+
+    @staticmethod
+    def from_hf(
+        fields: ConfigFields, arch: Architecture, hidden: int, windows: Sequence[int], local_rope: RopeConfig | None
+    ) -> DecoderParts:
+        def number(name: str, default: float) -> float:
+            value = fields.number(name, default) if name else default
+            if name and not value:
+                raise fields.invalid_error(name, "greater than 0")
+            return value
+
+        def cap(name: str) -> float:
+            return number(name, 1.0) if name and fields.has_field(name) else 0.0
+
+        scale: float | None = None
+        if arch.attention_scalar_field:
+            scale = number(arch.attention_scalar_field, 1.0) ** -0.5
+        elif arch.attention_multiplier_field:
+            scale = number(arch.attention_multiplier_field, 1.0)
+        embedding = math.sqrt(hidden) if arch.scaled_embedding else number(arch.embedding_multiplier_field, 1.0)
+        logits = number(arch.logit_multiplier_field, 1.0) / number(arch.logit_divisor_field, 1.0)
+        return DecoderParts(
+            norms=arch.norms,
+            norm_kind=arch.norm_kind,
+            norm_offset=arch.norm_offset,
+            qk_norm_kind=arch.qk_norm_kind,
+            activation=_read_activation(fields, arch.activation_field),
+            qkv_tensor=arch.qkv_tensor,
+            gate_up_tensor=arch.gate_up_tensor,
+            down_tensor=arch.down_tensor,
+            interleaved_rope=arch.interleaved_rope,
+            local_rope=local_rope,
+            unrotated_layers=_read_unrotated_layers(fields, arch, windows),
+            attention_scale=scale,
+            attention_softcap=cap(arch.attention_softcap_field),
+            embedding_multiplier=embedding,
+            rounds_embedding_multiplier=arch.scaled_embedding,
+            residual_multiplier=number(arch.residual_multiplier_field, 1.0),
+            logit_multiplier=logits,
+            logit_softcap=cap(arch.logit_softcap_field),
+        )
+
+
+LLAMA_PARTS = DecoderParts()
+
+
+def _read_activation(fields: ConfigFields, name: str) -> Activation:
+    activation = fields.text(name, "silu")
+    if activation not in ACTIVATIONS:
+        hint = f"supported: {' '.join(ACTIVATIONS)}"
+        raise UnsupportedModel(f"config.json: {name} {activation[:80]!r} is not supported", hint=hint)
+    return ACTIVATIONS[activation]
+
+
+def _read_unrotated_layers(fields: ConfigFields, arch: Architecture, windows: Sequence[int]) -> tuple[int, ...]:
+    layers = range(len(windows))
+    match arch.unrotated:
+        case "listed":
+            return tuple(
+                layer for layer, rotates in enumerate(read_rotated_layers(fields, len(windows))) if not rotates
+            )
+        case "windowless":
+            return tuple(layer for layer in layers if not windows[layer])
+        case "unless_rope":
+            return () if fields.text("position_embedding_type", "nope") == "rope" else tuple(layers)
+        case _:
+            return ()
+
+
+def read_rotated_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has a rotary embedding. In `no_rope_layers`, 1 stands for one that has."""
+    if not fields.has_field("no_rope_layers"):
+        interval = fields.size("no_rope_layer_interval", 4, maximum=1 << 30)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    marks = fields.id_list("no_rope_layers")
+    if len(marks) < layers or not set(marks) <= {0, 1}:
+        raise fields.invalid_error("no_rope_layers", f"a list of 0 or 1 for each of {layers} layers")
+    return tuple(mark == 1 for mark in marks[:layers])

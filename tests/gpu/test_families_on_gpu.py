@@ -1,0 +1,56 @@
+"""Gemma, Phi, OLMo, Granite, SmolLM3 and Cohere models on a GPU: the logits of the CPU's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_families
+import torch
+from torch import Tensor
+
+from emberline.drafter.target import TargetStates
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.loader import IGNORABLE_TENSORS, load_decoder
+
+LENGTHS = (37, 21, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def restored_backend() -> Iterator[None]:
+    yield
+    ops.start_backend()
+
+
+def load_on(device: str, checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderModel:
+    weights = DeviceWeights(checkpoint, dtype, device)
+    model = DecoderModel.load(ModelConfig.from_checkpoint(checkpoint), weights, 64, "")
+    weights.finish(IGNORABLE_TENSORS)
+    return model
+
+
+def compute_logits(model: DecoderModel, vocab: int) -> Tensor:
+    random = np.random.default_rng(1)
+    sequences = [random.integers(0, vocab, length) for length in LENGTHS]
+    states = TargetStates(model, (0,), 64)
+    spans = [range(length) for length in LENGTHS]
+    return torch.cat([logits.float().cpu() for _, logits in states.compute(sequences, spans)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
+@pytest.mark.parametrize("name", tiny_families.CONFIGS)
+def test_logits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
+    """A tiny bfloat16 model is sensitive to rounding, so only its mean error is bounded."""
+    directory = tiny_families.write(tmp_path, name, dtype=dtype)
+    ops.start_backend(native=False)
+    theirs = compute_logits(load_decoder(directory, "float32"), 131)
+    ours = compute_logits(load_on("cuda", Checkpoint.open(directory), dtype), 131)
+    error = (ours - theirs).abs() / theirs.abs().max()
+    assert float(error.max() if dtype is torch.float32 else error.mean()) < bound

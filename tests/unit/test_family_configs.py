@@ -1,0 +1,234 @@
+"""Configs of the families beyond Llama: as published, with unknown fields, and with values that are not supported."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.models.config import ModelConfig
+from emberline.models.parts import LLAMA_PARTS
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 99}
+METADATA: dict[str, Any] = {  # fields of published files that change no logit
+    "_name_or_path": "x",
+    "attention_dropout": 0.1,
+    "auto_map": {"AutoModel": "modeling.Model"},
+    "bos_token_id": 1,
+    "cache_implementation": "hybrid",
+    "dtype": "bfloat16",
+    "eos_token_id": [2],
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "5.0",
+    "unsloth_fixed": True,
+    "use_cache": True,
+}
+
+
+def read(model_type: str, **changes: Any) -> ModelConfig:
+    base = {**SIZES, "model_type": model_type, "max_position_embeddings": 4096, **METADATA}
+    return ModelConfig.from_hf({**base, **changes})
+
+
+def test_gemma2_defaults() -> None:
+    c = read("gemma2", hidden_act="gelu_pytorch_tanh", sliding_window_size=4096)
+    assert c.windows == (4096, 0) * 4 and c.head_dim == 256 and c.tie_embeddings and not c.qk_norm
+    p = c.parts
+    assert (p.attention_softcap, p.logit_softcap, p.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (p.norms, p.norm_offset, p.activation, p.embedding_multiplier) == ("both", 1.0, "gelu_tanh", 8.0)
+    none = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=None).parts
+    assert (none.attention_softcap, none.logit_softcap) == (0.0, 0.0)
+
+
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_text_part_of_a_multimodal_config() -> None:
+    c = ModelConfig.from_hf(GEMMA3_4B)
+    assert (c.model_type, c.heads, c.kv_heads, c.head_dim, c.vocab) == ("gemma3_text", 8, 4, 256, 262208)
+    assert (c.max_context, c.longest_context, c.eos) == (131072, 131072, (1, 106))
+    assert c.windows == tuple(0 if layer % 6 == 5 else 1024 for layer in range(34))
+    near, far = c.layer_rope(0), c.layer_rope(5)
+    assert near is not None and far is not None
+    assert (near.kind, near.theta, far.kind, far.theta, far.factor) == ("default", 1e4, "linear", 1e6, 8.0)
+    with pytest.raises(UnsupportedModel, match="quantization_config"):
+        ModelConfig.from_hf({**GEMMA3_4B, "quantization_config": {"bits": 4}})
+    with pytest.raises(ModelFileError, match="text_config"):
+        ModelConfig.from_hf({**GEMMA3_4B, "text_config": 3})
+
+
+def test_phi3() -> None:
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "type": "su"}
+    c = read("phi3", sliding_window=2047, rope_scaling=factors, partial_rotary_factor=0.75, resid_pdrop=0.0)
+    assert c.windows == (2047,) * 8 and c.rope.dim == 12
+    assert (c.rope.kind, c.rope.original_context, c.rope.attention_factor) == ("longrope", 4096, 1.0)
+    assert (c.parts.qkv_tensor, c.parts.gate_up_tensor) == ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    mini = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}  # of Phi-4-mini
+    assert read("phi3", sliding_window=262144, **mini).windows == (262144,) * 8
+    with pytest.raises(UnsupportedModel, match="full_attn_mod"):
+        read("phi3", **{**mini, "full_attn_mod": 2})
+
+
+def test_olmo() -> None:
+    c = read("olmo2")
+    assert (c.qk_norm, c.parts.norms, c.parts.qk_norm_kind, c.norm_eps) == (True, "post", "projection", 1e-5)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    c = read("olmo3", rope_scaling=yarn, rope_theta=500000)
+    assert c.windows == (4096, 4096, 4096, 0) * 2 and c.max_context == 4096
+    near, far = c.layer_rope(0), c.layer_rope(3)
+    assert near is not None and far is not None and (near.kind, far.kind, near.theta) == ("default", "yarn", 500000.0)
+
+
+def test_granite() -> None:
+    scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+    p = read("granite", **scales, logits_scaling=8.0).parts
+    assert (p.embedding_multiplier, p.attention_scale, p.residual_multiplier) == (12.0, 0.015625, 0.22)
+    assert p.logit_multiplier == 0.125
+    dense = {"num_local_experts": 0, "shared_intermediate_size": 128, "layer_types": ["attention"] * 8, **scales}
+    dense |= {"num_experts_per_tok": 0, "mamba_n_heads": 48, "normalization_function": "rmsnorm"}
+    c = read("granitemoehybrid", position_embedding_type="rope", logits_scaling=6, **dense)
+    assert (c.ffn, c.parts.unrotated_layers, c.parts.down_tensor) == (128, (), "shared_mlp.output_linear")
+    assert read("granitemoehybrid", position_embedding_type="nope", **dense).parts.unrotated_layers == tuple(range(8))
+    for change, word in (
+        ({"layer_types": ["mamba"] * 8}, "mamba"),
+        ({"layer_types": None}, "linear_attention"),
+        ({"num_local_experts": 32}, "num_local_experts"),
+        ({"num_local_experts": None}, "num_local_experts"),
+        ({"normalization_function": "layernorm"}, "normalization_function"),
+    ):
+        with pytest.raises(UnsupportedModel, match=word):
+            read("granitemoehybrid", position_embedding_type="rope", **{**dense, **change})
+
+
+def test_smollm3() -> None:
+    c = read("smollm3", layer_types=["full_attention"] * 8, use_sliding_window=False, max_window_layers=28)
+    assert c.parts.unrotated_layers == (3, 7) and c.windows == (0,) * 8 and c.rope.theta == 2e6
+    listed = read("smollm3", no_rope_layers=[1, 1, 0, 1, 1, 1, 0, 1])
+    assert listed.parts.unrotated_layers == (2, 6) and listed.layer_rope(2) is None
+    for value in ([1, 0], [1, 2] * 4, "none"):
+        with pytest.raises(ModelFileError, match="no_rope_layers"):
+            read("smollm3", no_rope_layers=value)
+    with pytest.raises(UnsupportedModel, match="use_sliding_window"):
+        read("smollm3", layer_types=["sliding_attention"] * 8, sliding_window=4)
+
+
+def test_cohere() -> None:
+    c = read("cohere", logit_scale=0.8, use_qk_norm=True, model_max_length=131072)
+    assert (c.parts.norms, c.parts.norm_kind, c.parts.qk_norm_kind, c.qk_norm) == (
+        "shared",
+        "layer",
+        "head_layer",
+        True,
+    )
+    assert c.parts.interleaved_rope and c.parts.logit_multiplier == 0.8 and c.tie_embeddings and c.rope.theta == 5e5
+    published = {"use_parallel_block": True, "rotary_pct": 1.0, "layer_switch": 4, "use_gated_activation": True}
+    published |= {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"}
+    c = read("cohere2", sliding_window_pattern=4, rope_theta=50000, **published)
+    assert c.windows == (4096, 4096, 4096, 0) * 2 and c.parts.unrotated_layers == (3, 7)
+    assert math.isclose(c.parts.logit_multiplier, 0.0625) and not c.qk_norm
+    for name, value in (("use_parallel_block", False), ("rotary_pct", 0.5)):
+        with pytest.raises(UnsupportedModel, match=name):
+            read("cohere2", **{**published, name: value})
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "cohere"]
+)
+def test_unknown_fields_are_refused_by_name(model_type: str) -> None:
+    assert (
+        read(model_type, some_factor=None, some_flag=False, some_list=[]).parts != LLAMA_PARTS or model_type == "phi3"
+    )
+    for change in ({"some_factor": 1.5}, {"some_flag": True}, {"some_kind": "alibi"}, {"some_map": {"a": 1}}):
+        with pytest.raises(UnsupportedModel, match=next(iter(change))) as e:
+            read(model_type, **change)
+        assert "remove it from config.json" in str(e.value.hint)
+    with pytest.raises(UnsupportedModel, match="mrope_section"):
+        read(model_type, rope_scaling={"rope_type": "default", "mrope_section": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("llama", {"logit_scale": 0.5}),
+        ("mistral", {"attn_logit_softcapping": 50.0}),
+        ("qwen2", {"no_rope_layers": [1, 0]}),
+        ("qwen3", {"residual_multiplier": 0.3}),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}),  # transformers ignores it
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("olmo2", {"sliding_window": 7}),
+        ("olmo2", {"partial_rotary_factor": 0.5}),
+        ("olmo2", {"mlp_bias": True}),
+        ("phi3", {"attention_bias": True}),
+        ("cohere2", {"use_qk_norm": True}),
+        ("granite", {"head_factor": 2}),
+    ],
+    ids=str,
+)
+def test_fields_of_other_families_are_refused(model_type: str, change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match=next(iter(change))):
+        read(model_type, **change)
+
+
+def test_unknown_fields_of_the_first_families_are_accepted() -> None:
+    """Their published configs carry many fields of the tools that wrote them."""
+    for model_type in ("llama", "mistral", "qwen2", "qwen3"):
+        assert read(model_type, is_llama_config=True, my_run=7, rope_interleaved=False).parts == LLAMA_PARTS
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("gemma2", {"hidden_activation": "relu"}),
+        ("cohere", {"hidden_act": "gelu"}),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("gemma2", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+        ("granite", {"architectures": ["GraniteForTokenClassification"]}),
+    ],
+    ids=str,
+)
+def test_unsupported(model_type: str, change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel):
+        read(model_type, **change)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma2", {"final_logit_softcapping": 0.0}),
+        ("gemma3_text", {"sliding_window_pattern": 0}),
+        ("granite", {"logits_scaling": 0}),
+        ("granite", {"attention_multiplier": "1"}),
+        ("cohere", {"logit_scale": -1.0}),
+        ("cohere2", {"layer_types": ["full_attention"]}),
+        ("smollm3", {"no_rope_layer_interval": 0}),
+    ],
+    ids=str,
+)
+def test_invalid(model_type: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ModelFileError):
+        read(model_type, **change)
