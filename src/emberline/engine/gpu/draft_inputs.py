@@ -130,7 +130,7 @@ def stage_draft_inputs(
     return DraftInputs(
         length=max((w.num_propose for w in found.work), default=0),
         # Requests that want a draft get their newest tokens computed by the first pass of the chain.
-        computes_step=bool(chunks) or count < batch.requests,
+        computes_step=not num_states and (bool(chunks) or count < batch.requests),
         numbers=put(numbers),
         drafts=put(drafts),
         plan=planner.plan(longest, ones, padded, put),
