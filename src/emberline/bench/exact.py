@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -94,19 +95,30 @@ def measure_mode(model: str | None, plan: ExactPlan, settings: Mapping[str, Any]
     engine.scheduler.drafter = None
     submissions = [_make_submission(i, prompt, plan) for i, prompt in enumerate(prompts)]
     counts = sorted({1, 2, 3, 5, 8, 17, 33, plan.streams} & set(range(1, plan.streams + 1)))
+    began = time.perf_counter()
     expected = _run(engine, submissions, counts, "plain")
+    _print_progress("without drafts", began, settings)
     drafter = engine.scheduler.drafter = _make_forced_drafter(engine, plan)
     # The drafts of every second pair of requests come from its own output, so that many of them are accepted.
     predicted = [
         replace(submission, prediction=tuple(expected[i])) if i // 2 % 2 else submission
         for i, submission in enumerate(submissions)
     ]
+    began = time.perf_counter()
     outputs = _run(engine, predicted, [plan.streams], "drafted")
+    _print_progress("with drafts", began, settings)
     engine.scheduler.drafter = None
     tokens, mismatches = compare_outputs(expected, outputs)
     steps = {batch: [_measure_step(engine, batch) for _ in range(plan.rounds)] for batch in plan.batches}
     engine.close()
     return ModeResult(tokens, mismatches, drafter.drafted_tokens, drafter.accepted_tokens, steps, kernels)
+
+
+def _print_progress(name: str, began: float, settings: Mapping[str, Any]) -> None:
+    mode = "exact" if settings.get("exact") else "normal"
+    print(
+        f"requests completed: mode={mode} {name} seconds={time.perf_counter() - began:.1f}", file=sys.stderr, flush=True
+    )
 
 
 def compare_outputs(expected: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -71,9 +71,8 @@ class DeviceDrafting:
         self._stream = device.step_stream
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         has_softcap = model.config.parts.attention_softcap > 0
-        self._shares_plans = (
-            heads == target_heads and not has_softcap
-        )  # then the attention of both is split in the same way
+        # With equal shapes, the attention of both models is split in the same way.
+        self._shares_plans = heads == target_heads and not has_softcap
         max_rows = max(max_step_rows(2 * max_running), 2 * pad_row_count(max_running))
         self._planner = ops.AttentionPlanner(
             heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN, softcap=has_softcap
