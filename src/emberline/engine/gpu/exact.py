@@ -26,7 +26,8 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
         config.heads, config.kv_heads, config.head_dim, cache.dtype, cache.block_size
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
     if config.parts.attention_softcap:
-        raise UnsupportedModel("exact is set, but its attention kernels do not cap scores", hint=HINT)
+        message = f"exact is set, but its attention kernels do not cap scores, as {config.model_type} models do"
+        raise UnsupportedModel(message, hint=HINT)
     if not has_attention or cache.dtype is not torch.bfloat16:
         message = (
             f"exact is set, but its attention kernels do not support {config.heads} query heads and"
