@@ -46,6 +46,8 @@ class WorkItem:
     # Nonzero if this was planned before the result of the previous step, which verifies a draft of the request, was
     # known: `start` is then too low by the number of drafted tokens that are accepted there, which is at most this.
     max_shift: int = 0
+    # Block tables of layers with an attention window, one for each group of them. Released blocks have the entry 0.
+    window_blocks: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ import torch
 from emberline.core.plan import WorkItem
 from emberline.kernels.ops import AttentionMetadata
 from emberline.kv.cache import KVCache
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.forward import ForwardBatch
 
 
-def build_forward_batch(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
+def build_forward_batch(work: Sequence[WorkItem], cache: KVCache, groups: LayerGroups | None = None) -> ForwardBatch:
+    """`groups`: which layers share block tables; None: all share one."""
     size = cache.shape.block_size
     counts = np.array([len(w.tokens) for w in work], np.int32)
     starts = np.array([w.start for w in work], np.int32)
@@ -21,12 +23,22 @@ def build_forward_batch(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatc
     np.cumsum(counts, out=query_start[1:])
     total = int(query_start[-1])
 
-    tables = np.zeros((len(work), max(len(w.blocks) for w in work)), np.int32)
-    for row, w in enumerate(work):
-        tables[row, : len(w.blocks)] = w.blocks
     owner = np.repeat(np.arange(len(work)), counts)  # which request each token belongs to
     positions = np.arange(total, dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
-    slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
+
+    def make_metadata(blocks: Sequence[Sequence[int]]) -> AttentionMetadata:
+        """Return the metadata of layers with these block tables, one for each request."""
+        tables = np.zeros((len(work), max(map(len, blocks))), np.int32)
+        for row, table in enumerate(blocks):
+            tables[row, : len(table)] = table
+        slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
+        return AttentionMetadata(
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            query_start=torch.from_numpy(query_start),
+            context=torch.from_numpy(starts),
+            block_tables=torch.from_numpy(tables),
+        )
 
     logit_rows = [
         np.arange(query_start[i] if w.prompt_logprobs else query_start[i + 1] - 1 - w.num_draft, query_start[i + 1])
@@ -36,16 +48,12 @@ def build_forward_batch(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatc
     tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
     return ForwardBatch(
         tokens=torch.from_numpy(tokens),
-        attention=AttentionMetadata(
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            query_start=torch.from_numpy(query_start),
-            context=torch.from_numpy(starts),
-            block_tables=torch.from_numpy(tables),
-        ),
+        attention=make_metadata([w.blocks for w in work]),
         logit_rows=torch.from_numpy(
             np.concatenate(logit_rows).astype(np.int64) if logit_rows else np.zeros(0, np.int64)
         ),
         keys=cache.keys,
         values=cache.values,
+        window_attention=tuple(map(make_metadata, zip(*(w.window_blocks for w in work), strict=True))),
+        places=() if groups is None or groups.is_single else groups.places,
     )

@@ -31,6 +31,7 @@ from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.checksum import select_crc
 from emberline.kv.codec import select_kv_codec
 from emberline.kv.confine import LOOPBACK, resolve_ipv4_address
+from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.tiers.base import Tier, buffer_bytes_for
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
@@ -47,6 +48,7 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import DTYPES, load_checkpoint
 from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
@@ -161,8 +163,10 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_model = load_draft_model(
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
+    groups = _choose_layer_groups(config, model, draft_model)
     cache = allocate_cache(
         model,
+        groups=groups,
         dtype=_choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
         block_size=scheduler.block_size,
         memory_bytes=share_cache_memory(
@@ -176,7 +180,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     runner = TorchRunner(
-        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner
+        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner, groups
     )
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
@@ -190,7 +194,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=cache.num_blocks * scheduler.block_size,
+        kv_tokens=groups.max_tokens(cache.num_blocks, scheduler.block_size, scheduler.max_batch_tokens),
         weight_bytes=model.weight_bytes,
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
         kernels=str(backend),
@@ -200,6 +204,15 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         numerics=_numerics_of(model, cache, "plain", "cpu"),
         stored_dtype=stored_weight_dtype(checkpoint),
     )
+
+
+def _choose_layer_groups(config: EngineConfig, model: DecoderModel, draft_model: DraftModel | None) -> LayerGroups:
+    """Return which layers share block tables.
+
+    All do if blocks are copied to tiers or other engines, or shared by a draft model, which need one table."""
+    if config.tiers.has_tiers or config.transfer is not None or draft_model is not None:
+        return LayerGroups.single(model.config.layers)
+    return LayerGroups.for_windows(model.config.windows)
 
 
 def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:

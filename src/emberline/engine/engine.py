@@ -21,6 +21,7 @@ from emberline.engine.publisher import BlockPublisher
 from emberline.engine.request_builder import RequestBuilder
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.speculation.drafter import Drafter
+from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.manager import KVManager
 from emberline.kv.pulls import PullManager
 from emberline.kv.tiers.stack import TierStack
@@ -51,6 +52,13 @@ class PipelinedRunner(Runner, Protocol):
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Queue a plan behind all earlier plans; return a function that waits for its result and returns it."""
         ...
+
+
+@runtime_checkable
+class GroupedRunner(Runner, Protocol):
+    """A runner whose cache may have several groups of layers with block tables of their own."""
+
+    groups: LayerGroups
 
 
 @runtime_checkable
@@ -106,6 +114,7 @@ class Engine:
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
+        groups = runner.groups if isinstance(runner, GroupedRunner) else LayerGroups.single(1)
         self.kv = KVManager(
             runner.num_blocks,
             config.block_size,
@@ -120,6 +129,8 @@ class Engine:
             if transfer_endpoint
             else None,
             on_allocate=transfer_endpoint.receiver.region.bump_generation if transfer_endpoint else lambda block: None,
+            windows=groups.windows[1:],
+            max_step_tokens=config.max_batch_tokens,
         )
         self.transfer_endpoint = transfer_endpoint
         self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
@@ -129,7 +140,9 @@ class Engine:
             else None
         )
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher, drafter)
-        self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
+        self.max_context = min(
+            config.max_context, groups.max_tokens(runner.num_blocks, config.block_size, config.max_batch_tokens)
+        )
         self._request_builder = RequestBuilder(
             self.max_context, runner.vocab_size, can_publish=transfer_endpoint is not None
         )
@@ -254,7 +267,7 @@ class Engine:
     def needs_polling(self) -> bool:
         """Whether an idle engine still needs steps, because peers copy its KV blocks or are being connected."""
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
-        return is_pairing or self.kv.has_pinned_blocks or self.kv.num_quarantined_blocks > 0
+        return is_pairing or self.kv.kept.has_pinned or self.kv.kept.num_quarantined > 0
 
     def close(self) -> None:
         """Write pending KV blocks to lower tiers, for a limited time, and disconnect from other engines."""
@@ -304,7 +317,7 @@ class Engine:
             dict(self.transfer_endpoint.receiver.failed_transports),
         )
         self._publisher.write_stats_to(stats)
-        stats.quarantined_blocks = self.kv.num_quarantined_blocks
+        stats.quarantined_blocks = self.kv.kept.num_quarantined
         return stats
 
     def _collect_outputs(self) -> list[Output]:

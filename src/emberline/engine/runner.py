@@ -15,6 +15,7 @@ from emberline.engine.batch import build_forward_batch
 from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
 from emberline.models.decoder import DecoderModel
@@ -31,11 +32,15 @@ class TorchRunner:
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler] | None = None,
         draft_runner: DraftRunner | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
-        """`draft_runner`: proposes tokens for speculative decoding; None: there is no draft model."""
+        """`draft_runner`: proposes tokens for speculative decoding; None: there is no draft model.
+
+        `groups`: layers that share block tables; None: all share one."""
         self.model = model
         self.cache = cache
         self.num_blocks = cache.num_blocks
+        self.groups = groups or LayerGroups.single(model.config.layers)
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
@@ -62,7 +67,7 @@ class TorchRunner:
         if self._draft_runner is not None:
             self._draft_runner.note_work(work)
         capture = None if draft_runner is None else draft_runner.make_capture(plan)
-        logits = self.model.forward(replace(build_forward_batch(work, self.cache), capture=capture))
+        logits = self.model.forward(replace(build_forward_batch(work, self.cache, self.groups), capture=capture))
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
         forced = self._sampler.forced_tokens(sampled) if plan.reports_forced else {}
@@ -88,15 +93,17 @@ def allocate_cache(
     block_size: int,
     memory_bytes: int,
     max_tokens: int,
+    groups: LayerGroups | None = None,
     uses_shared_memory: bool = False,
 ) -> KVCache:
     """Allocate a KV cache of at most `memory_bytes`, with blocks for at most `max_tokens` tokens.
 
-    `uses_shared_memory`: allocate it where other processes can read the blocks. Raises ModelError if `memory_bytes` is
-    too small."""
+    `groups`: which layers share block tables; None: all share one. `uses_shared_memory`: allocate it where other
+    processes can read the blocks. Raises ModelError if `memory_bytes` is too small."""
     config = model.config
-    shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
-    blocks = min(memory_bytes // shape.block_bytes, -(-max_tokens // block_size))
+    groups = groups or LayerGroups.single(config.layers)
+    shape = KVShape(groups.block_layers, config.kv_heads, config.head_dim, block_size, dtype)
+    blocks = min(memory_bytes // shape.block_bytes, -(-max_tokens // block_size) * len(groups.windows))
     if blocks < 2:
         raise ModelError(
             f"the KV cache has {memory_bytes} bytes, enough for {blocks} blocks of {shape.block_bytes} bytes; "

@@ -108,8 +108,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None if there is nothing to do."""
         self._end_expired_requests()
-        if self.kv.num_quarantined_blocks:
-            self.kv.release_quarantined_blocks()
+        if self.kv.kept.num_quarantined:
+            self.kv.kept.release_ended()
         for request in list(self._loading.values()):
             self._continue_loading(request)
         planned: dict[str, int] = {}

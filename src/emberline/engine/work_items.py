@@ -26,7 +26,11 @@ def make_work(
     if drafter is not None and drafter.uses_draft_model:
         proposals = drafter.plan_proposals(planned, drafts, kv)
     table = kv.block_table
-    return [make_work_item(request, count, table(request), drafts, proposals) for request, count in planned]
+    work = [make_work_item(request, count, table(request), drafts, proposals) for request, count in planned]
+    if kv.has_windows:
+        for item, (request, _) in zip(work, planned, strict=True):
+            item.window_blocks = kv.window_tables(request)
+    return work
 
 
 def make_work_item(

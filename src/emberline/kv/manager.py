@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
+from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixChanges, PrefixIndex
 from emberline.kv.residency import ResidencySampler
 from emberline.kv.tiers.stack import TierFetch, TierStack
+from emberline.kv.window_tables import WindowAdmission, WindowTables
 from emberline.tokens.blockhash import block_hash, root_hash
 
 if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
@@ -33,14 +35,18 @@ class KVManager:
         tiers: TierStack | None = None,
         pulls: PullManager | None = None,
         on_allocate: Callable[[int], None] = lambda block: None,
+        windows: Sequence[int] = (),
+        max_step_tokens: int = 0,
     ) -> None:
         """Manage `total_blocks` blocks of `block_size` tokens.
 
         A request waits at most `load_timeout_s` for blocks from tiers (host memory, disk, store), then it computes
         them. `on_allocate` is called with each block that will get new content, before anything is written to the
-        block.
+        block. `windows`: attention windows of further groups of layers, see WindowTables, with at most
+        `max_step_tokens` new tokens of a request in one step.
         """
         assert tiers is None or prefix_cache, "tiers are only used by the prefix cache"
+        assert not windows or (tiers is None and pulls is None), "only one group of layers can be copied"
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.queried_tokens = 0  # tokens looked up in the prefix cache at admission
@@ -52,7 +58,8 @@ class KVManager:
         self._layout = layout
         self._prefix = PrefixIndex()
         self.residency = ResidencySampler(total_blocks, self._clock)
-        self._pool = BlockPool(total_blocks, self._prefix.remove, self.residency, on_allocate)
+        self._pool = BlockPool(total_blocks, self._forget_evicted_block, self.residency, on_allocate)
+        self._windows = WindowTables(windows, block_size, max_step_tokens, self._pool) if windows else None
         self._block_tables: dict[str, list[int]] = {}
         self._holders: dict[str, int] = {}  # holder number in the pool, by request
         self._holder_numbers = itertools.count(1)
@@ -61,9 +68,7 @@ class KVManager:
             str, tuple[TierFetch, float]
         ] = {}  # running fetch from the tiers and its deadline, by request
         self._active_pulls: dict[str, Pull] = {}  # running pull from another engine, by request
-        # Block tables of freed requests whose pull may still write to them.
-        self._quarantined: list[tuple[Pull, list[int]]] = []
-        self._pin_counts: Counter[int] = Counter()  # pins of each block that outlives its request
+        self.kept = KeptBlocks(self._pool, self._release_blocks)
         # Blocks (and hashes) filled since the last plan. The next plan must save them: later plans may reuse the block.
         self._pending_saves: list[tuple[int, bytes]] = []
         self._pending_loads: list[BlockCopy] = []  # blocks fetched from tiers since the last plan
@@ -86,6 +91,15 @@ class KVManager:
     def block_table(self, request: Request) -> Sequence[int]:
         return self._block_tables[request.id]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether layers with an attention window have block tables of their own."""
+        return self._windows is not None
+
+    def window_tables(self, request: Request) -> Sequence[Sequence[int]]:
+        """Return the block tables of the layers with a window, one for each group of them."""
+        return () if self._windows is None else self._windows.tables_of(request)
+
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         """Allocate blocks for all known tokens of a request and return True.
 
@@ -98,13 +112,24 @@ class KVManager:
             block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
             shared = shared[: len(shared) // block_step * block_step]
         known = request.num_known + (request.source is not None)  # the peer may send the next token with its blocks
-        needed = self.num_blocks_for(known) - len(shared)
-        idle = sum(1 for block in shared if self._pool.num_holders(block) == 0)
+        needed = self.num_blocks_for(known)
+        in_windows: WindowAdmission | None = None
+        reused = shared
+        if self._windows is not None:
+            hashes = request.block_hashes[: len(shared)]
+            shared = shared[: self._windows.longest_prefix(hashes)]
+            in_windows = self._windows.plan_admission(hashes[: len(shared)], known)
+            reused, needed = shared + in_windows.all_shared, needed + in_windows.num_new
+        needed -= len(shared)
+        idle = sum(1 for block in reused if self._pool.num_holders(block) == 0)
         if needed + reserved_blocks > self._pool.num_available - idle:
             return False
         holder = self._holders[request.id] = next(self._holder_numbers)
         for block in shared:
             self._pool.add_holder(block, holder)
+        if self._windows is not None and in_windows is not None:
+            self._windows.admit(request, in_windows, holder)
+            needed -= in_windows.num_new
         self._block_tables[request.id] = shared + [self._pool.allocate_block(holder) for _ in range(needed)]
         self._num_indexed[request.id] = len(shared)
         request.num_computed = request.num_planned = request.num_cached = len(shared) * self.block_size
@@ -118,15 +143,24 @@ class KVManager:
         """Allocate blocks until the request has room for `num_tokens` tokens and return True.
 
         Return False if that would leave fewer than `reserved_blocks` blocks available."""
-        table = self._block_tables[request.id]
-        if num_tokens <= len(table) * self.block_size:
+        table, windows = self._block_tables[request.id], self._windows
+        if windows is None and num_tokens <= len(table) * self.block_size:
             return True
-        needed = self.num_blocks_for(num_tokens) - len(table)
-        if needed + reserved_blocks > self._pool.num_available:
+        holder, needed = self._holders[request.id], max(0, self.num_blocks_for(num_tokens) - len(table))
+        missing = 0
+        if windows is not None:
+            windows.release_passed(request, holder)
+            missing = windows.num_missing(request, num_tokens)
+        if needed + missing and needed + missing + reserved_blocks > self._pool.num_available:
             return False
-        holder = self._holders[request.id]
         table.extend(self._pool.allocate_block(holder) for _ in range(needed))
+        if windows is not None:
+            windows.extend(request, num_tokens, holder)
         return True
+
+    def _forget_evicted_block(self, block: int) -> None:
+        if self._windows is None or not self._windows.forget_block(block):
+            self._prefix.remove(block)
 
     def index_full_blocks(self, request: Request) -> None:
         """Add the request's full blocks of computed tokens to the prefix index, so that other requests find them."""
@@ -138,6 +172,8 @@ class KVManager:
             self._prefix.insert(hashes[i], self._parent_hash(request, i), table[i])
             if self.tiers is not None:
                 self._pending_saves.append((table[i], hashes[i]))
+        if self._windows is not None:
+            self._windows.index_blocks(request, indexed, hashes)
         self._num_indexed[request.id] = full
 
     def free_request(self, request: Request) -> None:
@@ -150,11 +186,11 @@ class KVManager:
         if (pull := self._active_pulls.pop(request.id, None)) is not None:
             assert self.pulls is not None
             self.pulls.cancel(pull)
-            self._quarantined.append((pull, table))
-            for block in table:
-                self._pool.make_holder_anonymous(block, holder)
+            self.kept.quarantine(pull, table, holder)
         else:
             self._cancel_fetch(request)
+            if self._windows is not None:
+                self._windows.free_request(request, holder)
             self._release_blocks(table, holder)
         self._pool.forget_holder(holder)
 
@@ -177,40 +213,6 @@ class KVManager:
 
     def parent_hashes(self) -> dict[bytes, bytes]:
         return self._prefix.parent_hashes()
-
-    # -- blocks that outlive their request --------------------------------------------------------------------------
-
-    def pin(self, blocks: Sequence[int]) -> None:
-        """Keep the blocks from being freed or overwritten until `unpin` was called once for each `pin`."""
-        self._pin_counts.update(blocks)
-        for block in blocks:
-            self._pool.add_holder(block)
-
-    def unpin(self, blocks: Sequence[int]) -> None:
-        assert all(self._pin_counts[block] for block in blocks)
-        self._pin_counts.subtract(blocks)
-        self._pin_counts = +self._pin_counts
-        self._release_blocks(blocks)
-
-    @property
-    def has_pinned_blocks(self) -> bool:
-        return bool(self._pin_counts)
-
-    def release_quarantined_blocks(self) -> None:
-        """Release the quarantined blocks to which no pull can write any more.
-
-        Blocks are quarantined if their request was freed while a pull of KV blocks from a peer was still writing to
-        them.
-        """
-        released = [table for pull, table in self._quarantined if pull.ended]
-        self._quarantined = [(pull, table) for pull, table in self._quarantined if not pull.ended]
-        for table in released:
-            self._release_blocks(table)
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """The number of blocks of freed requests to which a cancelled pull from a peer may still write."""
-        return sum(len(table) for _, table in self._quarantined)
 
     def _release_blocks(self, blocks: Sequence[int], holder: int = 0) -> None:
         for block in reversed(blocks):
@@ -349,19 +351,21 @@ class KVManager:
     def check_invariants(self) -> None:
         """Assert that the number of holders of each block is correct.
 
-        It must equal the number of pins and block tables that contain the block. The block tables of freed requests
-        whose blocks are quarantined (see `release_quarantined_blocks`) are included.
+        It must equal the number of block tables that contain the block, plus how often the block is kept otherwise.
         """
         self._pool.check_invariants()
         assert (
             self._fetches.keys() <= self._block_tables.keys() and self._active_pulls.keys() <= self._block_tables.keys()
         )
-        tables = [*self._block_tables.values(), *(table for _, table in self._quarantined)]
-        held = Counter(block for table in tables for block in table) + self._pin_counts
+        held = Counter(block for table in self._block_tables.values() for block in table) + self.kept.count_holders()
+        if self._windows is not None:
+            held.update(self._windows.held_blocks())
         assert all(self._pool.num_holders(block) == held[block] for block in range(self._pool.total))
         assert self._pool.num_free + self._pool.num_idle + len(held) == self._pool.total
         for name, table in self._block_tables.items():
             alone = sum(1 for block in table if self._pool.num_holders(block) == 1)
+            if self._windows is not None:
+                alone += sum(1 for block in self._windows.held_by(name) if self._pool.num_holders(block) == 1)
             assert self._pool.num_exclusive_blocks(self._holders[name]) == alone
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:

@@ -25,6 +25,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
+    def find_block(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
     def find_longest_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest prefix of the hash chain that is in the index."""
         blocks = []

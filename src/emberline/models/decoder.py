@@ -146,7 +146,8 @@ class DecoderModel:
         x = ops.embed(batch.tokens, self.embedding)
         if self.embedding_multiplier != 1.0:
             x.mul_(self.embedding_multiplier)
-        x = self._run_layers(x, batch) if self.stack is None else self._run_stack(self.stack, x, batch)
+        uses_stack = self.stack is not None and not batch.places  # the stack's layers have one block table
+        x = self._run_stack(self.stack, x, batch) if self.stack and uses_stack else self._run_layers(x, batch)
         if not len(x):
             return x.new_empty(0, self.config.vocab)
         if self.final_norm is not None:
@@ -179,12 +180,12 @@ class DecoderModel:
 
     def _run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         last = self.layers[-1]
-        parts = zip(self.layers, batch.keys.unbind(), batch.values.unbind(), strict=True)
-        for index, (layer, keys, values) in enumerate(parts):
+        views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
+        for index, (layer, (layer_batch, keys, values)) in enumerate(views):
             if batch.capture is not None:
                 batch.capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
-            x = layer(x, keys, values, batch, batch.logit_rows if layer is last else None)
+            x = layer(x, keys, values, layer_batch, batch.logit_rows if layer is last else None)
             ops.mark_progress()
         return x
 

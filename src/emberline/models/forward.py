@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -35,3 +36,17 @@ class ForwardBatch:
     plan: ops.AttentionPlan | None = None  # how the attention is split into work for a GPU
     unpacker: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed
     capture: HiddenCapture | None = None
+    # If layers with an attention window have block tables of their own: their metadata, one for each group of layers,
+    # and for each layer its group (0: `attention`) and its index in the cache's first dimension.
+    window_attention: tuple[ops.AttentionMetadata, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+
+    def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
+        """Yield for each layer the batch with its block tables, and its keys and values in the cache."""
+        keys, values = self.keys.unbind(), self.values.unbind()
+        if not self.places:
+            yield from zip((self,) * layers, keys, values, strict=True)
+            return
+        groups = (self, *(replace(self, attention=metadata) for metadata in self.window_attention))
+        for group, index in self.places:
+            yield groups[group], keys[index], values[index]

@@ -1,0 +1,69 @@
+"""LayerGroups: which layers of a model share a block table of the KV cache.
+
+Layers that attend to all tokens keep every block of a request. Layers with an attention window need only the newest
+tokens, so their blocks have tables of their own, from which passed blocks are freed. All tables take their blocks from
+one pool, so all groups have the same number of layers; a group may have places for layers that do not exist.
+
+This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+MAX_GROUPS = 8  # more groups would waste less memory, but each has a block table
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    block_layers: int  # layers of a block
+    windows: tuple[int, ...]  # of each group, in tokens; the first group has all layers without a window: 0
+    places: tuple[tuple[int, int], ...]  # for each layer, its group and its index in the group's blocks
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.windows) == 1
+
+    def max_tokens(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
+        """Return how many tokens of one request fit into `num_blocks` blocks."""
+        caps = [ceil((window + max_step_tokens) / block_size) + 1 for window in self.windows[1:]]
+        low, high = 0, num_blocks
+        while low < high:  # the most blocks of the first group that leave room for those of the others
+            middle = (low + high + 1) // 2
+            if middle + sum(min(middle, cap) for cap in caps) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * block_size
+
+    @staticmethod
+    def single(layers: int) -> LayerGroups:
+        """Return one group of all layers, which keeps every block."""
+        return LayerGroups(layers, (0,), tuple((0, layer) for layer in range(layers)))
+
+    @staticmethod
+    def for_windows(windows: Sequence[int]) -> LayerGroups:
+        """Return the groups of a model whose layers have these windows; 0: unlimited.
+
+        The layers are one group if all have a window, or none."""
+        layers_of = {window: [i for i, each in enumerate(windows) if each == window] for window in sorted(set(windows))}
+        if 0 not in layers_of or len(layers_of) == 1:
+            return LayerGroups.single(len(windows))
+        full = len(layers_of[0])  # one group of all full layers, so that their table is the only one with all blocks
+        sizes = [size for size in range(full, len(windows)) if _count_groups(layers_of, size) <= MAX_GROUPS]
+        if not sizes:
+            return LayerGroups.single(len(windows))
+        size = min(sizes, key=lambda size: (size * _count_groups(layers_of, size), -size))
+        places = [(0, 0)] * len(windows)
+        group_windows: list[int] = []
+        for window, layers in layers_of.items():
+            for first in range(0, len(layers), size):
+                for index, layer in enumerate(layers[first : first + size]):
+                    places[layer] = len(group_windows), index
+                group_windows.append(window)
+        return LayerGroups(size, tuple(group_windows), tuple(places))
+
+
+def _count_groups(layers_of: dict[int, list[int]], size: int) -> int:
+    return sum(ceil(len(layers) / size) for layers in layers_of.values())

@@ -1,0 +1,133 @@
+"""Block tables of layers with a window: no block is lost, and every token finds the keys that it attends to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.params import SamplingParams
+from emberline.core.request import Priority, Request
+from emberline.kv.layer_groups import LayerGroups
+from emberline.kv.manager import KVManager
+
+SIZE, STEP = 4, 12
+
+
+@pytest.mark.parametrize(
+    "windows,size,groups",
+    [
+        ([512, 512, 512, 512, 512, 0] * 3, 3, (0, 512, 512, 512, 512, 512)),  # Gemma 3 270M
+        ([128, 0] * 12, 12, (0, 128)),  # gpt-oss
+        ([1024 if (i + 1) % 6 else 0 for i in range(62)], 13, (0, 1024, 1024, 1024, 1024)),  # Gemma 3 27B
+        ([0] * 5, 5, (0,)),
+        ([7] * 5, 5, (0,)),
+        ([0, 3, 3, 9], 1, (0, 3, 3, 9)),
+    ],
+)
+def test_groups_of_layers(windows: list[int], size: int, groups: tuple[int, ...]) -> None:
+    found = LayerGroups.for_windows(windows)
+    assert (found.block_layers, found.windows) == (size, groups)
+    assert len(set(found.places)) == len(windows)
+    assert all(index < size for _, index in found.places)
+    if not found.is_single:
+        assert [found.windows[group] for group, _ in found.places] == windows
+
+
+def test_tokens_of_one_request_that_fit() -> None:
+    groups = LayerGroups.for_windows([8, 8, 0])
+    assert groups.windows == (0, 8, 8)
+    assert groups.max_tokens(60, SIZE, STEP) == (60 - 2 * 6) * SIZE  # (8 + 12) / 4 + 1 blocks for each window
+    assert groups.max_tokens(6, SIZE, STEP) == 2 * SIZE
+
+
+@dataclass
+class Memory:
+    """Requests that compute tokens in the blocks of a KVManager, and what each position of a block contains."""
+
+    kv: KVManager
+    windows: tuple[int, ...]
+    content: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    open: dict[str, Request] = field(default_factory=dict)
+
+    def compute(self, request: Request, count: int) -> bool:
+        start = request.num_computed
+        if not self.kv.extend_block_table(request, start + count):
+            return False
+        tables = [self.kv.block_table(request), *self.kv.window_tables(request)]
+        for group, table in enumerate(tables):
+            for at in range(start, start + count):
+                self.content[table[at // SIZE], at % SIZE] = group, tuple(request.tokens[: at + 1])
+        for group, table in enumerate(tables):
+            for at in range(start, start + count):
+                window = self.windows[group] or at + 1
+                for key in range(max(0, at - window + 1), at + 1):
+                    expected = group, tuple(request.tokens[: key + 1])
+                    assert self.content[table[key // SIZE], key % SIZE] == expected, (group, at, key)
+        request.num_computed = request.num_planned = start + count
+        self.kv.index_full_blocks(request)
+        return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    blocks=st.integers(14, 60),
+    windows=st.lists(st.integers(1, 14), min_size=1, max_size=3),
+    prefix_cache=st.booleans(),
+)
+def test_every_token_finds_its_keys_and_no_block_is_lost(
+    seed: int, blocks: int, windows: list[int], prefix_cache: bool
+) -> None:
+    rng = random.Random(seed)
+    kv = KVManager(blocks, SIZE, "t", prefix_cache=prefix_cache, windows=windows, max_step_tokens=STEP)
+    memory = Memory(kv, (0, *windows))
+    texts = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
+    for number in range(60):
+        action = rng.random()
+        if action < 0.3:
+            tokens = rng.choice(texts)[: rng.randint(1, 30)] + [rng.randrange(3) for _ in range(rng.randint(0, 6))]
+            request = make_request(f"r{number}", tokens)
+            if kv.admit(request, reserved_blocks=rng.randint(0, 2)):
+                memory.open[request.id] = request
+        elif memory.open:
+            request = rng.choice(list(memory.open.values()))
+            left = request.num_known - request.num_computed
+            if action < 0.9:
+                if not left:
+                    request.tokens.append(rng.randrange(3))
+                    left = 1
+                if not memory.compute(request, rng.randint(1, min(left, STEP))):
+                    action = 1.0  # as a preemption
+            if action >= 0.9:
+                kv.free_request(memory.open.pop(request.id))
+        kv.check_invariants()
+    for request in memory.open.values():
+        kv.free_request(request)
+    kv.check_invariants()
+    assert kv.num_free_blocks + kv.num_cached_blocks == blocks
+
+
+def test_a_prefix_needs_only_the_newest_blocks_of_windows() -> None:
+    kv = KVManager(40, SIZE, "t", windows=[5], max_step_tokens=STEP)
+    memory = Memory(kv, (0, 5))
+    first = make_request("a", list(range(33)))
+    assert kv.admit(first)
+    for _ in range(3):
+        assert memory.compute(first, 11)
+    held = [block for block in kv.window_tables(first)[0] if block]
+    assert len(held) <= 5 and len(kv.block_table(first)) == 9
+    kv.free_request(first)
+    again = make_request("b", list(range(33)))
+    assert kv.admit(again) and again.num_cached == 32
+    assert memory.compute(again, 1)
+
+
+def make_request(name: str, tokens: list[int]) -> Request:
+    return Request(
+        id=name, submission_id=name, index=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams(),
+        seed=0, max_len=10_000, priority=Priority.INTERACTIVE, salt="", arrival=0.0, deadline=1e9,
+    )  # fmt: skip
