@@ -104,9 +104,10 @@ class ModelOutline:
         if num_gpus == 1:
             return self
         part = -(-self.vocab // (VOCABULARY_ALIGN_ROWS * num_gpus)) * VOCABULARY_ALIGN_ROWS
+        has_dense = not all(layer.has_experts for layer in self.layers)
         divided = replace(
             self,
-            ffn=_divide(self.ffn, num_gpus, "columns of the feed-forward network"),
+            ffn=_divide(self.ffn, num_gpus, "columns of the feed-forward network") if has_dense else self.ffn,
             vocab=min(self.vocab, part),
             vision_weights=-(-self.vision_weights // num_gpus),
             experts=None if self.experts is None else _divide_experts(self.experts, num_gpus),

@@ -49,15 +49,20 @@ def _count_llama4(fields: ConfigFields, text_hidden: int) -> int:
 
 
 def _count_kimi(fields: ConfigFields, text_hidden: int) -> int:
-    hidden, ffn = _size(fields, "vt_hidden_size", 1152), _size(fields, "vt_intermediate_size", 4304)
+    """Count with the field names of the published config.json, or with those that transformers 5 writes."""
+
+    def size(published: str, name: str, default: int) -> int:
+        return _size(fields, published if fields.has_field(published) else name, default)
+
+    hidden, ffn = size("vt_hidden_size", "hidden_size", 1152), size("vt_intermediate_size", "intermediate_size", 4304)
     patch, channels = _size(fields, "patch_size", 14), 3
-    positions = _size(fields, "init_pos_emb_height", 64) * _size(fields, "init_pos_emb_width", 64)
-    embedding = (channels * patch * patch + 1) * hidden + positions * hidden
+    height, width = (size(f"init_pos_emb_{side}", f"pos_emb_{side}", 64) for side in ("height", "width"))
+    embedding = (channels * patch * patch + 1) * hidden + height * width * hidden
     merged = hidden
     for side in fields.number_list("merge_kernel_size", 2) if fields.has_field("merge_kernel_size") else (2.0, 2.0):
         merged *= int(side)
     projector = 2 * hidden + (merged + 1) * merged + (merged + 1) * text_hidden
-    layers = _size(fields, "vt_num_hidden_layers", 27) * _encoder_layer(hidden, ffn)
+    layers = size("vt_num_hidden_layers", "num_hidden_layers", 27) * _encoder_layer(hidden, ffn)
     return embedding + layers + 2 * hidden + projector
 
 
