@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from emberline.bench import memory_plans
 from emberline.bench.gpu.model import LLAMA_8B
+from emberline.bench.report import BenchReport
 from emberline.cli.__main__ import main
 from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError, UnsupportedModel
@@ -161,6 +163,16 @@ def test_formats_have_their_bits() -> None:
     )
 
 
+def test_activations_of_a_step() -> None:
+    (llama,) = make_plan(LLAMA_8B, "H200").plans
+    assert llama.fixed["activations"] == 2 * 8192 * (2 * 4096 + (4096 + 2 * 1024) + 4096 + 3 * 14336)
+    kimi = make_plan("kimi-k2.5", "8xH100", **SMALL_STEPS).best
+    heads = 8 * ((128 + 64) + (512 + 64) + 512 + 128)  # queries, also as latents; outputs as latents and of heads
+    attention = 1536 + 512 + 64 + heads
+    experts = 384 + 8 * (3 * 2048 // 8 + 7168) + 3 * 2048 // 8
+    assert kimi.fixed["activations"] == 2 * 2048 * (2 * 7168 + attention + experts)
+
+
 def test_window_tokens_of_the_running_step_are_reserved() -> None:
     few, many = (make_plan("gpt-oss-20b", "H100", max_batch_tokens=n).best for n in (1024, 8192))
     assert many.step_kv_bytes == 8 * few.step_kv_bytes == 8192 * 24_576
@@ -204,6 +216,19 @@ def test_unknown_gpus_list_the_known_ones(text: str) -> None:
 def test_names_of_gpus() -> None:
     assert GPUSet.parse("h200") == GPUSet("H200", 1, 150_123_642_880)
     assert GPUSet.parse("8xh100").count == 8 and str(GPUSet.parse("8xH100")) == "8 x H100"
+
+
+def test_bench_reports_plans_and_models_that_do_not_fit() -> None:
+    report = BenchReport("memory-plans")
+    for case in memory_plans.CASES:
+        memory_plans.add_case(report, case, CONFIGS)
+    values = {name: result.value for name, result in report.results.items()}
+    plan = make_plan("llama-4-scout-17b-16e", "2xH200").best
+    assert values["scout_2xh200_kv_gib"] == plan.total_kv_bytes / GIB
+    assert values["scout_2xh200_kv_tokens"] == plan.kv_tokens
+    assert values["kimi_8xh100_kv_gib"] > values["kimi_8xh100_large_steps_kv_gib"] == 0
+    assert values["kimi_8xh100_kv_tokens"] > 7 * values["kimi_8xh100_kv_tokens_tensor_parallel"]
+    assert "does not fit" in report.config["kimi_8xh100_large_steps"]["error"]
 
 
 def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:

@@ -111,6 +111,27 @@ def test_what_cannot_be_planned_is_refused_by_name(config: dict[str, Any], messa
     assert message in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (
+            "kimi-k2.5",
+            {
+                "auto_map": {"AutoConfig": "x"}, "aux_loss_alpha": 0.001, "ep_size": 1, "n_group": 1, "topk_group": 1,
+                "id2label": {"0": "LABEL_0"}, "is_decoder": False, "norm_topk_prob": True, "topk_method": "noaux_tc",
+                "rope_scaling": {"type": "yarn"}, "routed_scaling_factor": 2.8, "scoring_func": "sigmoid",
+                "seq_aux": True, "return_dict": True, "max_length": 20, "top_k": 50, "bos_token_id": 163584,
+            },
+        ),
+        ("gpt-oss-20b", {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0}),
+        ("llama-4-scout-17b-16e", {"rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "attention_dropout": 0.1}),
+        ("deepseek-v2-lite", {"pretraining_tp": 1, "initializer_range": 0.02, "use_cache": True, "rms_norm_eps": 1e-6}),
+    ],
+)  # fmt: skip
+def test_published_fields_without_sizes_are_accepted(name: str, fields: dict[str, Any]) -> None:
+    assert read_kv_groups(load(name, **fields)) == read_kv_groups(load(name))
+
+
 def test_unknown_kv_dtype_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="kv_dtype is 'int3'"):
         read_kv_groups(LLAMA_8B, "int3")
