@@ -160,6 +160,14 @@ def test_gpu_needs_compilers(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     assert code == 0 and re.search(r"^--  triton +missing", output, re.M)
 
 
+def test_findings_as_json(run: Run, tmp_path: Path) -> None:
+    code, output = run("--model", write_model(tmp_path / "m"), "--gpu-memory", "80G", "--json")
+    findings = {finding["subject"]: finding for finding in json.loads(output)["findings"]}
+    assert code == 0 and findings["weights"]["detail"].strip() == "14.96 GiB" and findings["model"]["is_ok"]
+    code, output = run("--model", tmp_path / "m", "--gpu-memory", "16G", "--json")
+    assert code == 1 and not json.loads(output)["findings"][-1]["is_ok"]
+
+
 def test_transports_are_listed_and_broken_one_is_no_error(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,10 +6,11 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
+import json
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,15 @@ class DetectedGPU:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to plan for.")
     parser.add_argument("--pull", action="store_true", help="Download the model if it is not in the cache.")
-    parser.add_argument(
+    gpus = parser.add_mutually_exclusive_group()
+    gpus.add_argument(
+        "--gpus",
+        metavar="NxNAME",
+        help="Plan for these GPUs, such as 2xH200, from the model's config.json alone, and check nothing else. The"
+        " model may be the path of a config.json.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    gpus.add_argument(
         "--gpu-memory",
         type=parse_size,
         help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
@@ -93,6 +102,8 @@ def parse_positive_int(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.gpus is not None:
+        return _run_plan(args)
     gpu = _detect_gpu()
     findings = [
         *_check_machine(),
@@ -102,12 +113,30 @@ def run(args: argparse.Namespace) -> int:
         *_check_transports(gpu),
         *_check_model(args, gpu),
     ]
+    if args.json:
+        print(json.dumps({"findings": [asdict(f) | {"subject": f.subject.strip()} for f in findings]}))
+    else:
+        _print_findings(findings)
+    return 1 if any(f.is_ok is False for f in findings) else 0
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from emberline.cli.doctor_plan import print_plan
+
+    try:
+        settings = _plan_settings(args)
+    except EmberlineError as e:
+        print(json.dumps({"error": e.message, "hint": e.hint}) if args.json else f"!!  plan  {e.message}")
+        return 1
+    return print_plan(args, settings)
+
+
+def _print_findings(findings: list[DoctorFinding]) -> None:
     width = max(len(f.subject) for f in findings)
     for f in findings:
         print(f"{STATUS_MARKS[f.is_ok]}  {f.subject:<{width}}  {f.detail}")
         if f.hint:
             print(f"    {'':<{width}}  hint: {f.hint}")
-    return 1 if any(f.is_ok is False for f in findings) else 0
 
 
 def _check_machine() -> Iterator[DoctorFinding]:
@@ -269,6 +298,15 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
+def _plan_settings(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig.build(
+        "",
+        **given_options(args, EngineConfig),
+        kv_host_memory=1 if args.tiers else None,
+        transfer=TransferConfig("doctor") if args.transfer else None,
+    ).with_gpu_defaults()
+
+
 def _check_gpu_memory(
     args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
 ) -> Iterator[DoctorFinding]:
@@ -276,13 +314,7 @@ def _check_gpu_memory(
     from emberline.engine import memory
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
-    given = given_options(args, EngineConfig)
-    settings = EngineConfig.build(
-        "",
-        **given,
-        kv_host_memory=1 if args.tiers else None,
-        transfer=TransferConfig("doctor") if args.transfer else None,
-    ).with_gpu_defaults()
+    settings = _plan_settings(args)
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])

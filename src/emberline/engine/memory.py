@@ -11,10 +11,12 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
+from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
-from emberline.models.parts import LLAMA_PARTS
+from emberline.models.outline_families import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
+from emberline.models.weight_parts import WeightPart, list_weight_parts
 
 USABLE_FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
@@ -30,7 +32,6 @@ MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on ave
 MIN_WIDENED_TOKENS = 32_768  # so that a few prompts with long cached prefixes can be in one step
 MIN_KV_BLOCKS = 2
 F32_BYTES = 4
-NORMS_PER_LAYER = {"pre": 2, "post": 2, "both": 4, "shared": 1}  # of the size of x
 MAX_PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
 PACKED_GRAIN, PACKED_BLOCK_ROWS = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
@@ -51,6 +52,22 @@ class DraftMemory:
 
 
 NO_DRAFT_MODEL = DraftMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Limits and formats of an engine's steps."""
+
+    dtype_bytes: int
+    kv_dtype_bytes: int
+    block_size: int
+    max_running: int
+    max_batch_tokens: int
+    max_context: int
+    max_new_tokens: int = 1  # of a request in a step, with its draft
+    packed: bool = False
+    tiers: bool = False
+    transfer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,32 +217,28 @@ def plan_memory(
     `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `both`: weights are kept plain and
     packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. `max_new_tokens`: of
     a request in a step, with its draft. The CUDA graphs of all step shapes are included."""
-    grid = shape_grid_for(config, max_batch_tokens)
-    graphs = len(captured_shapes(max_running, max_batch_tokens, grid, queries=max_new_tokens))
-    block_bytes = (kv_token_bytes(config, kv_dtype_bytes) + draft.kv_token_values * kv_dtype_bytes) * block_size
-    scratch = _scratch_bytes(config, block_size, max_running, max_context) + packed * _unpacked_bytes(config)
-    scratch += _vocab_table_bytes(config, max_running)
-    if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
-        wide = kv_token_bytes(config, DTYPE_BYTES["bfloat16"]) // config.layers
-        scratch += wide * block_size * max_widened_blocks(block_size, max_context, max_batch_tokens)
-    scratch += tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
-    scratch += (
-        transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
+    limits = StepLimits(
+        dtype_bytes=dtype_bytes,
+        kv_dtype_bytes=kv_dtype_bytes,
+        block_size=block_size,
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        max_context=max_context,
+        max_new_tokens=max_new_tokens,
+        packed=packed,
+        tiers=tiers,
+        transfer=transfer,
     )
+    block_bytes = (kv_token_bytes(config, kv_dtype_bytes) + draft.kv_token_values * kv_dtype_bytes) * block_size
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
-        "activations": _activation_bytes(config, dtype_bytes, max(max_batch_tokens, max_running))
-        + draft.state_values * dtype_bytes * (grid.pad_token_count(max_batch_tokens) + max_step_rows(max_running)),
-        "scratch": scratch,
-        "logits": LOGIT_COPIES * F32_BYTES * (max_running + MAX_SCORED_TOKENS) * config.vocab,
-        "graphs": graphs * GRAPH_BYTES + _activation_bytes(config, dtype_bytes, grid.max_tokens + grid.coarse_grain),
-        "reserve": RESERVE_BYTES,
+        **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft.state_values),
     }
     available = int(total_bytes * USABLE_FRACTION) - sum(fixed.values())
     blocks = max(0, available) // block_bytes
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     if blocks < needed:
-        raise _does_not_fit_error(fixed, total_bytes, needed * block_bytes)
+        raise does_not_fit_error(fixed, total_bytes, needed * block_bytes)
     blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes,
@@ -235,6 +248,29 @@ def plan_memory(
         block_size=block_size,
         max_context=max_context,
     )
+
+
+def step_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft_state_values: int = 0) -> dict[str, int]:
+    """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
+    tokens, running = limits.max_batch_tokens, limits.max_running
+    grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
+    graphs = len(captured_shapes(running, tokens, grid, queries=limits.max_new_tokens))
+    scratch = _scratch_bytes(sizes, limits.block_size, running, limits.max_context)
+    scratch += _vocab_table_bytes(sizes.vocab, running) + limits.packed * _unpacked_bytes(sizes)
+    if limits.kv_dtype_bytes == DTYPE_BYTES["float8"] and limits.dtype_bytes == DTYPE_BYTES["bfloat16"]:
+        wide = sizes.cached_values * DTYPE_BYTES["bfloat16"]
+        scratch += wide * limits.block_size * max_widened_blocks(limits.block_size, limits.max_context, tokens)
+    scratch += limits.tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
+    scratch += limits.transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(sizes.cached_values * limits.kv_dtype_bytes)
+    return {
+        "activations": _activation_bytes(sizes, limits.dtype_bytes, max(tokens, running))
+        + draft_state_values * limits.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running)),
+        "scratch": scratch,
+        "logits": LOGIT_COPIES * F32_BYTES * (running + MAX_SCORED_TOKENS) * sizes.vocab,
+        "graphs": graphs * GRAPH_BYTES
+        + _activation_bytes(sizes, limits.dtype_bytes, grid.max_tokens + grid.coarse_grain),
+        "reserve": RESERVE_BYTES,
+    }
 
 
 def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
@@ -256,51 +292,40 @@ def usable_bytes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.for_model(sum(n * k for n, k in _layer_matrix_shapes(config)), max_batch_tokens)
-
-
-def _layer_matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    ffn = [matrix for layer in range(config.layers) for matrix in _ffn_matrix_shapes(config, layer)]
-    return config.layers * [(q + 2 * kv, hidden), (hidden, q)] + ffn
+    return ShapeGrid.for_model(StepSizes.of(outline_of(config), config.vocab).layer_weights, max_batch_tokens)
 
 
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
     """Return the bytes of all weights on the device.
 
     Matrices are stored plain, packed, or in both formats (`both`). An embedding that is separate from the output
-    head is never stored in both. Norms and biases are stored in float32."""
-    hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    head = config.vocab, hidden
-    matrices = [*_layer_matrix_shapes(config), head]
-    vectors = NORMS_PER_LAYER[config.parts.norms] * hidden
-    qk_heads = 2 if config.parts.qk_norm_kind == "head" else config.heads + config.kv_heads
-    vectors += qk_heads * config.head_dim * config.qk_norm
-    vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
-    vectors += (2 * config.ffn + hidden) * config.mlp_bias
-    size = sum(max_packed_bytes(n, k) for n, k in matrices if _is_packable(n, k)) if both else 0
-    for n, k in matrices if config.tie_embeddings else [*matrices, head]:
-        size += max_packed_bytes(n, k) if packed else dtype_bytes * n * k
-    return size + F32_BYTES * (config.layers * vectors + hidden)
+    head is never stored in both."""
+    size = 0
+    for part in list_weight_parts(outline_of(config)):
+        twice = both and (config.tie_embeddings or part.kind != "embedding")
+        size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
+    return size
 
 
-def _ffn_matrix_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices of a layer's feed-forward network."""
-    hidden, experts = config.hidden, config.experts
-    if experts is None or not experts.layers[layer]:
-        return [(2 * config.ffn, hidden), (hidden, config.ffn)]
-    return [(experts.count, hidden), *experts.count * [(2 * experts.ffn, hidden), (hidden, experts.ffn)]]
+def weight_part_bytes(part: WeightPart, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
+    """Return the bytes of matrices that are stored plain, packed or in both formats. Norms and biases are float32."""
+    if part.kind == "norms":
+        return F32_BYTES * part.num_weights
+    size = max_packed_bytes(part.rows, part.columns) if packed else dtype_bytes * part.rows * part.columns
+    if both and is_packable(part.rows, part.columns):
+        size += max_packed_bytes(part.rows, part.columns)
+    return size * part.num_matrices
 
 
 def max_packed_bytes(rows: int, columns: int) -> int:
     """Return the maximum bytes of a matrix of trained weights that kernels/cuda/uw12.py has packed."""
-    if not _is_packable(rows, columns):
+    if not is_packable(rows, columns):
         return DTYPE_BYTES["bfloat16"] * rows * columns
     header = 64 + 2 * (columns // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
     return int(rows * columns * MAX_PACKED_BITS / 8) + rows // PACKED_BLOCK_ROWS * header
 
 
-def _is_packable(rows: int, columns: int) -> bool:
+def is_packable(rows: int, columns: int) -> bool:
     return rows % PACKED_GRAIN == columns % PACKED_GRAIN == 0
 
 
@@ -320,40 +345,36 @@ def transfer_slot_bytes(token_bytes: int) -> int:
     return max(TRANSFER_SLOT_BYTES, MAX_BLOCK_TOKENS * token_bytes)
 
 
-def _activation_bytes(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
+def _activation_bytes(sizes: StepSizes, dtype_bytes: int, tokens: int) -> int:
     """Return the bytes of all activations of a step.
 
     These are x and its normed copy; q, k and v; the output of attention; gate and up; and their product. Layers that
     norm or scale outputs, or share a norm, have another copy of x."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    copies = 2 if config.parts == LLAMA_PARTS else 3
-    return dtype_bytes * tokens * (copies * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
+    return dtype_bytes * tokens * (sizes.state_copies * sizes.hidden + sizes.layer_values)
 
 
-def _scratch_bytes(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
+def _scratch_bytes(sizes: StepSizes, block_size: int, max_running: int, max_context: int) -> int:
     # A sum, its maximum, its denominator.
-    partials = max_running * MAX_KEY_PARTS * config.heads * (config.head_dim + 2) * F32_BYTES
+    partials = max_running * MAX_KEY_PARTS * sizes.heads * (sizes.output_dim + 2) * F32_BYTES
     tables = 2 * max_running * -(-max_context // block_size) * 4  # int32; one is being copied while the other is used
-    ropes = {config.layer_rope(layer) for layer in range(config.layers)}
-    angles = max_context * sum(rope.dim for rope in ropes if rope is not None) * F32_BYTES
-    return partials + tables + angles
+    return partials + tables + max_context * sizes.rope_values * F32_BYTES
 
 
-def _vocab_table_bytes(config: ModelConfig, max_running: int) -> int:
+def _vocab_table_bytes(vocab: int, max_running: int) -> int:
     """Return the bytes of token counts for penalties (16 bits each) and of grammar masks (one bit each)."""
-    return (max_running + 1) * (2 * (config.vocab + 7) + (config.vocab + 31) // 8)
+    return (max_running + 1) * (2 * (vocab + 7) + (vocab + 31) // 8)
 
 
-def _unpacked_bytes(config: ModelConfig) -> int:
+def _unpacked_bytes(sizes: StepSizes) -> int:
     """Return the maximum bytes of weights that are unpacked at the same time, in steps with many rows.
 
     These are two matrices of a layer, since one is unpacked while the other is used, and a part of the output head."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    widest = max(2 * config.ffn, q + 2 * kv, q) * config.hidden
-    return DTYPE_BYTES["bfloat16"] * (2 * widest + min(MAX_UNPACKED_WEIGHTS, config.vocab * config.hidden))
+    head = min(MAX_UNPACKED_WEIGHTS, sizes.vocab * sizes.hidden)
+    return DTYPE_BYTES["bfloat16"] * (2 * sizes.widest_matrix + head)
 
 
-def _does_not_fit_error(fixed_bytes: dict[str, int], total_bytes: int, needed_kv_bytes: int) -> ModelError:
+def does_not_fit_error(fixed_bytes: dict[str, int], total_bytes: int, needed_kv_bytes: int) -> ModelError:
+    """Return the error for a KV cache that does not fit beside the other parts of a GPU's memory."""
     usable = int(total_bytes * USABLE_FRACTION)
     left = usable - sum(fixed_bytes.values())
     parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed_bytes.items())

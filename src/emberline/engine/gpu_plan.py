@@ -1,0 +1,268 @@
+"""plan_gpus: how a model would use the memory of a set of GPUs, from its config.json alone.
+
+The parts of one GPU are counted by engine/memory.py, for the GPU's part of the model. On several GPUs the plan is a
+calculation only: the engine serves on one GPU.
+
+This module needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest, ModelError
+from emberline.engine import memory
+from emberline.engine.gpu_set import GPUSet
+from emberline.engine.step_sizes import StepSizes
+from emberline.models.fields import ConfigFields
+from emberline.models.kv_groups import KVGroup, group_layers
+from emberline.models.outline import ModelOutline
+from emberline.models.outline_families import read_outline, select_planned_text
+from emberline.models.weight_dtype import check_requested_dtype
+from emberline.models.weight_formats import WeightFormat, read_weight_formats
+from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
+
+KVSharing = Literal["one GPU", "tensor parallel", "context parallel", "data-parallel attention"]
+CONFIG_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
+FORMAT_NAMES = {2: "bf16", 4: "fp32"}  # by bytes of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShare:
+    kind: WeightKind
+    format: str
+    num_weights: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GPUPlan:
+    """The memory of one GPU of a set, and what all KV caches hold, for one way of sharing keys and values."""
+
+    sharing: KVSharing
+    gpus: GPUSet
+    weights: tuple[WeightShare, ...]  # of one GPU
+    fixed: Mapping[str, int]  # bytes on one GPU, of all parts but the KV cache
+    groups: tuple[KVGroup, ...]  # one GPU's part of them
+    kv_bytes: int  # of one GPU
+    step_kv_bytes: int  # of these, for tokens of the running step that layers with a window drop after it
+    max_context: int
+
+    @property
+    def caches(self) -> int:
+        """The number of KV caches that hold different sequences."""
+        return self.gpus.count if self.sharing == "data-parallel attention" else 1
+
+    @property
+    def total_kv_bytes(self) -> int:
+        return self.kv_bytes * self.gpus.count
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that all KV caches hold, in sequences that are as long as fit: one in each cache.
+
+        If every layer has a limit, these are the tokens that are kept, whatever sequences they are of."""
+        unbounded = sum(group.bytes_per_token for group in self.groups if not group.is_bounded)
+        if not unbounded:
+            return self.ungrouped_tokens
+        bounded = sum(group.sequence_bytes(self.max_context) for group in self.groups if group.is_bounded)
+        left = max(0, self.kv_bytes - self.step_kv_bytes - bounded)
+        return self._whole_blocks(left, unbounded)
+
+    @property
+    def ungrouped_tokens(self) -> int:
+        """Tokens that fit if every layer keeps all of them, as the engine does."""
+        states = sum(group.bytes_per_sequence for group in self.groups)
+        return self._whole_blocks(max(0, self.kv_bytes - states), sum(group.bytes_per_token for group in self.groups))
+
+    def _whole_blocks(self, num_bytes: int, token_bytes: int) -> int:
+        size = self.groups[0].block_size
+        return num_bytes // (token_bytes * size) * size * self.caches
+
+    def concurrent_sequences(self, num_tokens: int) -> int:
+        """Return how many sequences of this many tokens fit at the same time."""
+        each = sum(group.sequence_bytes(num_tokens) for group in self.groups)
+        return max(0, self.kv_bytes - self.step_kv_bytes) // each * self.caches
+
+
+@dataclass(frozen=True, slots=True)
+class GPUSetPlan:
+    """The plans of a model on a set of GPUs, for each way of sharing keys and values that fits."""
+
+    model_type: str
+    weights: tuple[WeightShare, ...]  # of the whole model, once
+    groups: tuple[KVGroup, ...]  # of the whole model
+    plans: tuple[GPUPlan, ...]
+    rejected: Mapping[KVSharing, str]  # why the other ways do not fit
+
+    @property
+    def best(self) -> GPUPlan:
+        return max(self.plans, key=lambda plan: plan.kv_tokens)
+
+
+def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -> GPUSetPlan:
+    """Return the plans of a config.json's model. `settings`: those of an engine on a GPU.
+
+    Raises UnsupportedModel or ModelFileError for a config that cannot be planned, ModelError if nothing fits."""
+    outline, text = read_outline(config), select_planned_text(config)
+    dtype = _choose_dtype(config, text, settings)
+    weights = _WeightPolicy(read_weight_formats(text, outline), dtype, settings.gpu.weights, outline.tie_embeddings)
+    kv_dtype = memory.kv_dtype(settings, dtype)
+    groups = group_layers(outline, kv_dtype, settings.scheduler.block_size)
+    plans: list[GPUPlan] = []
+    errors: dict[KVSharing, ModelError] = {}
+    for sharing in _ways_to_share(groups, gpus.count):
+        try:
+            plans.append(_plan_context(outline, groups, gpus, settings, weights, sharing))
+        except ModelError as e:
+            errors[sharing] = e
+    if not plans:
+        raise next(iter(errors.values()))
+    rejected = {sharing: error.message for sharing, error in errors.items()}
+    return GPUSetPlan(outline.model_type, weights.share(outline), groups, tuple(plans), rejected)
+
+
+def _ways_to_share(groups: tuple[KVGroup, ...], num_gpus: int) -> tuple[KVSharing, ...]:
+    if num_gpus == 1:
+        return ("one GPU",)
+    is_copied = any(group.kind == "latent" or group.kv_heads % num_gpus for group in groups)
+    return ("tensor parallel", "context parallel", "data-parallel attention") if is_copied else ("tensor parallel",)
+
+
+def _choose_dtype(config: Mapping[str, Any], text: Mapping[str, Any], settings: EngineConfig) -> str:
+    """Return the dtype of weights that are not quantised: the requested one or that of config.json."""
+    check_requested_dtype(settings.dtype, on_gpu=True)
+    dtype = settings.dtype
+    if dtype == "auto":
+        sources = [ConfigFields(values, "config.json") for values in (text, config)]
+        names = [(f, name) for f in sources for name in ("dtype", "torch_dtype") if f.has_field(name)]
+        stored = names[0][0].text(names[0][1]) if names else "bfloat16"
+        if stored not in CONFIG_DTYPES:
+            raise names[0][0].invalid_error(names[0][1], f"one of {', '.join(CONFIG_DTYPES)}")
+        dtype = CONFIG_DTYPES[stored]
+    if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
+        message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
+        raise InvalidRequest(message, param="weights", hint="use --dtype bfloat16 or --weights plain")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightPolicy:
+    formats: Mapping[WeightKind, WeightFormat]
+    dtype: str
+    setting: str  # plain, packed, both, or auto: plain, since config.json does not say whether files are packed
+    tie_embeddings: bool
+
+    def share(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
+        """Return the weights of a model or of one GPU's part, by kind and format."""
+        found: dict[tuple[WeightKind, str], WeightShare] = {}
+        for part in list_weight_parts(outline):
+            name, size = self._format_and_bytes(part)
+            old = found.get((part.kind, name), WeightShare(part.kind, name, 0, 0))
+            found[part.kind, name] = replace(
+                old, num_weights=old.num_weights + part.num_weights, num_bytes=old.num_bytes + size
+            )
+        return tuple(found.values())
+
+    def _format_and_bytes(self, part: WeightPart) -> tuple[str, int]:
+        if (quantised := self.formats.get(part.kind)) is not None:
+            return quantised.name, part.num_matrices * quantised.matrix_bytes(part.rows, part.columns)
+        width = memory.DTYPE_BYTES[self.dtype]
+        both = self.setting == "both" and (self.tie_embeddings or part.kind != "embedding")
+        size = memory.weight_part_bytes(part, width, packed=self.setting == "packed", both=both)
+        if part.kind == "norms":
+            return FORMAT_NAMES[memory.F32_BYTES], size
+        can_pack = part.kind != "vision" and memory.is_packable(part.rows, part.columns)
+        plain = FORMAT_NAMES[width]
+        return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
+
+
+def _plan_context(
+    outline: ModelOutline,
+    groups: tuple[KVGroup, ...],
+    gpus: GPUSet,
+    settings: EngineConfig,
+    weights: _WeightPolicy,
+    sharing: KVSharing,
+) -> GPUPlan:
+    """Return a plan for the requested context, or for the model's, or for the longest that the KV cache holds."""
+    context = outline.max_context if settings.requested_context is None else settings.requested_context
+    if not 1 <= context <= outline.longest_context:
+        raise InvalidRequest(
+            f"max_context must be from 1 to {outline.longest_context} for this model, not {context}",
+            param="max_context",
+        )
+    part = outline.divide(gpus.count, divide_attention=sharing != "data-parallel attention")
+    planned = _plan_one(outline, part, groups, gpus, settings, weights, sharing, context)
+    held = planned.kv_tokens // planned.caches
+    is_fixed = settings.requested_context is not None or settings.kv_cache.kv_memory is not None
+    if is_fixed or gpus.count == 1 or not 0 < held < context:
+        return planned
+    # Tables for a context that the cache cannot hold would take memory from it. On one GPU the engine makes them.
+    return _plan_one(outline, part, groups, gpus, settings, weights, sharing, held)
+
+
+def _plan_one(
+    outline: ModelOutline,
+    part: ModelOutline,
+    groups: tuple[KVGroup, ...],
+    gpus: GPUSet,
+    settings: EngineConfig,
+    weights: _WeightPolicy,
+    sharing: KVSharing,
+    max_context: int,
+) -> GPUPlan:
+    local, shares = _local_groups(groups, part, gpus.count, sharing), weights.share(part)
+    scheduler, width = settings.scheduler, memory.DTYPE_BYTES[groups[0].dtype]
+    limits = memory.StepLimits(
+        dtype_bytes=memory.DTYPE_BYTES[weights.dtype],
+        kv_dtype_bytes=width,
+        block_size=scheduler.block_size,
+        max_running=scheduler.max_running,
+        max_batch_tokens=scheduler.max_batch_tokens,
+        max_context=max_context,
+        max_new_tokens=settings.speculation.max_new_tokens,
+        packed=weights.setting == "packed",
+        tiers=settings.tiers.has_tiers,
+        transfer=settings.transfer is not None,
+    )
+    block_bytes = scheduler.block_size * sum(group.bytes_per_token for group in local)
+    fixed = {
+        "weights": sum(share.num_bytes for share in shares),
+        **memory.step_bytes(StepSizes.of(part, outline.vocab), limits, block_bytes),
+    }
+    available = int(gpus.memory_bytes * memory.USABLE_FRACTION) - sum(fixed.values())
+    step_kv = scheduler.max_batch_tokens * sum(group.bytes_per_token for group in local if group.kind == "window")
+    least = memory.MIN_KV_BLOCKS * scheduler.block_size
+    needed = step_kv + sum(group.sequence_bytes(least) for group in local)
+    if settings.kv_cache.kv_memory is not None:
+        token_bytes = block_bytes // scheduler.block_size
+        tokens = settings.kv_cache.kv_memory // token_bytes
+        needed = max(needed, -(-tokens // scheduler.block_size) * block_bytes)
+    if available < needed:
+        raise memory.does_not_fit_error(fixed, gpus.memory_bytes, needed)
+    kv_bytes = available if settings.kv_cache.kv_memory is None else needed
+    if not any(group.is_bounded for group in local):
+        kv_bytes = kv_bytes // block_bytes * block_bytes
+    return GPUPlan(sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context)
+
+
+def _local_groups(
+    groups: tuple[KVGroup, ...], part: ModelOutline, num_gpus: int, sharing: KVSharing
+) -> tuple[KVGroup, ...]:
+    """Return one GPU's part of the groups.
+
+    Tensor parallelism divides heads, so that latents and the last heads are copied. Context parallelism deals out the
+    blocks of a sequence. With data-parallel attention a GPU has all layers of its own sequences. States are divided
+    by heads unless attention is not."""
+    if sharing == "data-parallel attention":
+        return groups
+    divided = group_layers(part, groups[0].dtype, groups[0].block_size)
+    if sharing != "context parallel":
+        return divided
+    return tuple(
+        replace(local, bytes_per_token=-(-whole.bytes_per_token // num_gpus))
+        for local, whole in zip(divided, groups, strict=True)
+    )

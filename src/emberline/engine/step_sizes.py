@@ -1,0 +1,73 @@
+"""StepSizes: the widths of a model, or of one GPU's part of it, that decide how much memory a step needs.
+
+This module needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.models.outline import LayerOutline, ModelOutline
+from emberline.models.weight_parts import list_weight_parts
+
+LAYER_KINDS = ("attention", "dense ffn", "routed experts", "shared experts", "router")
+UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed matrices are unpacked for large products
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    hidden: int
+    state_copies: int  # copies of the hidden state
+    layer_values: int  # numbers per token that the widest layer computes besides the hidden state
+    heads: int
+    output_dim: int  # numbers of one head's output of attention, before any projection
+    cached_values: int  # numbers per token that a layer keeps in the KV cache
+    rope_values: int  # numbers per position of all tables of rotary angles
+    vocab: int  # of the whole model: each GPU has the logits of all tokens
+    widest_matrix: int  # weights of the largest matrix that may be unpacked
+    layer_weights: int  # weights of the matrices of all layers
+
+    @staticmethod
+    def of(outline: ModelOutline, vocab: int) -> StepSizes:
+        """Return the sizes of a model or of one GPU's part; `vocab`: that of the whole model."""
+        parts, latent = list_weight_parts(outline), outline.latent
+        layers = set(outline.layers)
+        cached = 2 * outline.kv_heads * outline.head_dim if latent is None else latent.rank + latent.rope_dim
+        return StepSizes(
+            hidden=outline.hidden,
+            state_copies=outline.state_copies,
+            layer_values=max(_attention_values(outline, layer) + _ffn_values(outline, layer) for layer in layers),
+            heads=outline.heads,
+            output_dim=outline.head_dim if latent is None else latent.rank,
+            cached_values=cached,
+            rope_values=outline.rope_values,
+            vocab=vocab,
+            widest_matrix=max(part.rows * part.columns for part in parts if part.kind in UNPACKED_KINDS),
+            layer_weights=sum(part.num_weights for part in parts if part.kind in LAYER_KINDS),
+        )
+
+
+def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
+    """Return the numbers per token of queries, keys, values and outputs.
+
+    Latent attention has compressed queries and keys, queries, queries in the space of the latents, and outputs in
+    that space and of the heads. Recurrent layers have projections before and after the convolution, gates and outputs.
+    """
+    if layer.attention == "state":
+        assert outline.state is not None
+        state = outline.state
+        return 2 * state.conv_channels + 2 * state.value_heads * state.value_dim + 2 * state.value_heads
+    if outline.latent is not None:
+        latent = outline.latent
+        head = latent.nope_dim + latent.rope_dim + (latent.rank + latent.rope_dim) + latent.rank + latent.value_dim
+        return latent.query_rank + latent.rank + latent.rope_dim + outline.heads * head
+    q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
+    return q * (1 + outline.has_query_gate) + 2 * kv + q
+
+
+def _ffn_values(outline: ModelOutline, layer: LayerOutline) -> int:
+    """Return the numbers per token of gate, up and their product; of experts also the scores and each output."""
+    if not layer.has_experts:
+        return 3 * outline.ffn
+    assert outline.experts is not None
+    experts = outline.experts
+    return experts.count + experts.chosen * (3 * experts.ffn + outline.hidden) + 3 * experts.shared_ffn

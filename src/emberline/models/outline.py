@@ -1,0 +1,142 @@
+"""ModelOutline: the sizes of a model of any family, from which the memory of its weights and KV cache follows.
+
+An outline also describes families that the engine does not run yet (see outline_families.py).
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from emberline.core.errors import UnsupportedModel
+
+AttentionKind = Literal["full", "window", "chunk", "latent", "state"]
+VOCABULARY_ALIGN_ROWS = 64  # the vocabulary is divided among GPUs at multiples of this, as in shard.py
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutline:
+    attention: AttentionKind
+    span: int = 0  # tokens of the window or chunk; 0 for other kinds
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Multi-head latent attention: what is cached is a vector that all heads share, and one rotated key."""
+
+    rank: int  # numbers of the cached vector
+    rope_dim: int  # numbers of the rotated key
+    nope_dim: int  # numbers of a head's key that are not rotated
+    value_dim: int
+    query_rank: int  # width between the two query projections; 0: there is one projection
+    down_parts: int = 1  # GPUs among which the rows of the down projections are divided
+
+    @property
+    def down_rows(self) -> int:
+        return -(-(self.query_rank + self.rank + self.rope_dim) // self.down_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """A gated delta rule: a matrix for each value head, and the last inputs of a convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def matrix_values(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def conv_values(self) -> int:
+        return self.conv_channels * (self.conv_kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    count: int
+    chosen: int  # experts per token
+    ffn: int  # inner width of one expert
+    shared_ffn: int = 0  # inner width of all shared experts together; 0: there are none
+    has_shared_gate: bool = False
+    has_router_bias: bool = False
+    has_biases: bool = False  # whether the two matrices of an expert have biases
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    model_type: str
+    hidden: int
+    layers: tuple[LayerOutline, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # inner width of the feed-forward network in dense layers
+    vocab: int
+    tie_embeddings: bool
+    max_context: int  # default context in tokens
+    longest_context: int  # largest context that may be configured
+    rope_values: int  # numbers per position of all tables of rotary angles
+    num_norms: int = 2  # norms of the hidden size in a layer
+    attention_vectors: int = 0  # biases, norms of heads and sinks of a layer with attention
+    ffn_vectors: int = 0  # biases of a dense layer's feed-forward network
+    has_query_gate: bool = False  # whether the query projection has a second half that gates the output
+    state_copies: int = 2  # copies of the hidden state in a step
+    latent: LatentSizes | None = None
+    state: StateSizes | None = None
+    experts: ExpertSizes | None = None
+    vision_weights: int = 0  # of the image encoder and its projector
+
+    def divide(self, num_gpus: int, *, divide_attention: bool = True) -> ModelOutline:
+        """Return the outline of one GPU's part under tensor parallelism. Raises UnsupportedModel.
+
+        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads."""
+        if num_gpus == 1:
+            return self
+        part = -(-self.vocab // (VOCABULARY_ALIGN_ROWS * num_gpus)) * VOCABULARY_ALIGN_ROWS
+        has_dense = not all(layer.has_experts for layer in self.layers)
+        divided = replace(
+            self,
+            ffn=_divide(self.ffn, num_gpus, "columns of the feed-forward network") if has_dense else self.ffn,
+            vocab=min(self.vocab, part),
+            vision_weights=-(-self.vision_weights // num_gpus),
+            experts=None if self.experts is None else _divide_experts(self.experts, num_gpus),
+        )
+        if not divide_attention:
+            return divided
+        return replace(
+            divided,
+            heads=_divide(self.heads, num_gpus, "attention heads"),
+            kv_heads=-(-self.kv_heads // num_gpus),
+            latent=None if self.latent is None else replace(self.latent, down_parts=num_gpus),
+            state=None if self.state is None else _divide_state(self.state, num_gpus),
+        )
+
+
+def _divide(count: int, parts: int, what: str) -> int:
+    if count % parts:
+        raise UnsupportedModel(f"{count} {what} cannot be divided among {parts} GPUs evenly")
+    return count // parts
+
+
+def _divide_experts(experts: ExpertSizes, parts: int) -> ExpertSizes:
+    shared = _divide(experts.shared_ffn, parts, "columns of the shared experts")
+    if experts.ffn % parts == 0:
+        return replace(experts, ffn=experts.ffn // parts, shared_ffn=shared)
+    return replace(experts, count=_divide(experts.count, parts, "experts"), shared_ffn=shared)
+
+
+def _divide_state(state: StateSizes, parts: int) -> StateSizes:
+    keys = _divide(state.key_heads, parts, "key heads of the recurrent layers")
+    values = _divide(state.value_heads, parts, "value heads of the recurrent layers")
+    return replace(state, key_heads=keys, value_heads=values)

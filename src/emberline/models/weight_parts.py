@@ -1,0 +1,91 @@
+"""list_weight_parts: the matrices and vectors of a model, by what they are for.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from emberline.models.outline import ExpertSizes, ModelOutline
+
+WeightKind = Literal[
+    "embedding", "head", "attention", "dense ffn", "routed experts", "shared experts", "router", "norms", "vision"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """Some equal matrices. Norms and biases are matrices with one column."""
+
+    kind: WeightKind
+    rows: int
+    columns: int
+    num_matrices: int = 1
+
+    @property
+    def num_weights(self) -> int:
+        return self.rows * self.columns * self.num_matrices
+
+
+def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
+    """Return all weights of a model. A tied output head is not listed: it is the embedding."""
+    parts = [WeightPart("embedding", outline.vocab, outline.hidden), WeightPart("norms", outline.hidden, 1)]
+    if not outline.tie_embeddings:
+        parts.append(WeightPart("head", outline.vocab, outline.hidden))
+    if outline.vision_weights:
+        parts.append(WeightPart("vision", outline.vision_weights, 1))
+    for layer in outline.layers:
+        parts.append(WeightPart("norms", outline.num_norms * outline.hidden, 1))
+        parts += _state_parts(outline) if layer.attention == "state" else _attention_parts(outline)
+        parts += _ffn_parts(outline, outline.experts if layer.has_experts else None)
+    return parts
+
+
+def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
+    if outline.attention_vectors:
+        yield WeightPart("norms", outline.attention_vectors, 1)
+    latent, hidden = outline.latent, outline.hidden
+    if latent is None:
+        q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
+        yield WeightPart("attention", q * (1 + outline.has_query_gate) + 2 * kv, hidden)
+        yield WeightPart("attention", hidden, q)
+        return
+    yield WeightPart("attention", latent.down_rows, hidden)
+    yield WeightPart("attention", outline.heads * (latent.nope_dim + latent.rope_dim), latent.query_rank or hidden)
+    yield WeightPart("attention", outline.heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    yield WeightPart("attention", hidden, outline.heads * latent.value_dim)
+
+
+def _state_parts(outline: ModelOutline) -> Iterator[WeightPart]:
+    state, hidden = outline.state, outline.hidden
+    assert state is not None
+    values = state.value_heads * state.value_dim
+    yield WeightPart("attention", state.conv_channels + values, hidden)  # queries, keys, values and gates
+    yield WeightPart("attention", 2 * state.value_heads, hidden)  # decays and step sizes
+    yield WeightPart("attention", hidden, values)
+    yield WeightPart("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
+
+
+def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[WeightPart]:
+    hidden = outline.hidden
+    if experts is None:
+        yield WeightPart("dense ffn", 2 * outline.ffn, hidden)
+        yield WeightPart("dense ffn", hidden, outline.ffn)
+        if outline.ffn_vectors:
+            yield WeightPart("norms", outline.ffn_vectors, 1)
+        return
+    yield WeightPart("router", experts.count, hidden)
+    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count)
+    yield WeightPart("routed experts", hidden, experts.ffn, experts.count)
+    if experts.has_router_bias:
+        yield WeightPart("norms", experts.count, 1)
+    if experts.has_biases:
+        yield WeightPart("norms", 2 * experts.ffn + hidden, 1, experts.count)
+    if experts.shared_ffn:
+        yield WeightPart("shared experts", 2 * experts.shared_ffn, hidden)
+        yield WeightPart("shared experts", hidden, experts.shared_ffn)
+    if experts.has_shared_gate:
+        yield WeightPart("router", 1, hidden)

@@ -1,0 +1,277 @@
+"""plan_gpus: it agrees with the engine's plan for one GPU, and with the published sizes of large models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.bench import memory_plans
+from emberline.bench.gpu.model import LLAMA_8B
+from emberline.bench.report import BenchReport
+from emberline.cli.__main__ import main
+from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError, UnsupportedModel
+from emberline.engine.gpu_plan import GPUPlan, GPUSetPlan, plan_gpus
+from emberline.engine.gpu_set import GPU_MEMORY_BYTES, GPUSet
+from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, plan_engine_memory
+from emberline.models.config import ModelConfig
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+GIB = 1 << 30
+SMALL_STEPS = {"max_running": 64, "max_batch_tokens": 2048}
+
+
+def load(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    return config
+
+
+def make_plan(config: str | dict[str, Any], gpus: str, **settings: Any) -> GPUSetPlan:
+    found = load(config) if isinstance(config, str) else config
+    return plan_gpus(found, GPUSet.parse(gpus), EngineConfig.build("", **settings).with_gpu_defaults())
+
+
+def weight_gib(plan: GPUSetPlan | GPUPlan, *formats: str) -> float:
+    return sum(w.num_bytes for w in plan.weights if not formats or w.format in formats) / GIB
+
+
+def num_weights(plan: GPUSetPlan | GPUPlan, *kinds: str) -> int:
+    return sum(w.num_weights for w in plan.weights if not kinds or w.kind in kinds)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_dtype": "float8"},
+        {"weights": "packed"},
+        {"weights": "both"},
+        {"dtype": "float32"},
+        {"max_context": 4096, "max_running": 500, "max_batch_tokens": 1024, "block_size": 16},
+        {"kv_memory": 10 * GIB + 1},
+        {"kv_host_memory": 1, "transfer": TransferConfig("test")},
+    ],
+    ids=str,
+)
+def test_one_gpu_is_planned_as_the_engine_plans_it(settings: dict[str, Any]) -> None:
+    engine_settings = EngineConfig.build("", **settings).with_gpu_defaults()
+    packed = settings.get("weights") == "packed"
+    dtype = settings.get("dtype", "bfloat16")
+    expected = plan_engine_memory(
+        ModelConfig.from_hf(LLAMA_8B), engine_settings, GPU_MEMORY_BYTES["H200"], dtype, packed=packed
+    )
+    (found,) = make_plan(LLAMA_8B, "H200", **settings).plans
+    assert (found.sharing, found.max_context) == ("one GPU", expected.max_context)
+    assert found.fixed == {name: getattr(expected, name) for name in found.fixed}
+    assert sum(found.fixed.values()) == expected.fixed_bytes
+    assert (found.kv_bytes, found.kv_tokens) == (expected.kv_bytes, expected.kv_tokens)
+    assert found.ungrouped_tokens == found.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-4-scout-17b-16e", 108_641_793_536),
+        ("kimi-k2.5", 1_026_879_376_368),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+    ],
+)
+def test_published_numbers_of_parameters(name: str, parameters: int) -> None:
+    assert num_weights(make_plan(name, "8xB200")) == parameters
+
+
+def test_scout_on_two_h200() -> None:
+    found = make_plan("llama-4-scout-17b-16e", "2xH200")
+    (plan,) = found.plans
+    assert weight_gib(found) == pytest.approx(202.4, abs=0.05)
+    assert weight_gib(plan) == pytest.approx(202.4 / 2, abs=0.05)
+    assert plan.max_context < plan.kv_tokens < 10_485_760, "10 M tokens do not fit, so tables are for fewer"
+    chunks, full = plan.groups
+    assert (chunks.bytes_per_token, full.bytes_per_token) == (147_456 // 2, 49_152 // 2)
+    assert plan.kv_tokens == (plan.kv_bytes - 8256 * chunks.bytes_per_token) // full.bytes_per_token // 64 * 64
+    assert plan.ungrouped_tokens == plan.total_kv_bytes // (196_608 * 64) * 64
+    assert plan.kv_tokens > 3.8 * plan.ungrouped_tokens
+    in_use = plan.concurrent_sequences(8192) * 8192 * 196_608
+    assert plan.total_kv_bytes - 8192 * 196_608 < in_use <= plan.total_kv_bytes
+    packed = make_plan("llama-4-scout-17b-16e", "2xH200", weights="packed").best
+    assert packed.total_kv_bytes > 56 * GIB and packed.kv_tokens > 1_200_000
+
+
+def test_what_keeps_scout_below_56_gib() -> None:
+    """In bf16 the target is missed by less than the 5 % that are never planned."""
+    plan = make_plan("llama-4-scout-17b-16e", "2xH200").best
+    margin = 2 * plan.gpus.memory_bytes * (1 - USABLE_FRACTION)
+    assert plan.total_kv_bytes < 56 * GIB < plan.total_kv_bytes + margin
+
+
+def test_kimi_on_eight_h100() -> None:
+    found = make_plan("kimi-k2.5", "8xH100", **SMALL_STEPS)
+    assert num_weights(found, "routed experts") == pytest.approx(1014.7e9, rel=1e-4)
+    other = num_weights(found) - num_weights(found, "routed experts", "vision")
+    assert other == pytest.approx(11.7e9, rel=5e-3)
+    assert weight_gib(found, "int4") * GIB == num_weights(found, "routed experts") * 4.5 / 8
+    assert weight_gib(found) == pytest.approx(554, abs=0.5)
+    plans = {plan.sharing: plan for plan in found.plans}
+    copied, shared = plans["tensor parallel"], plans["context parallel"]
+    assert copied.groups[0].bytes_per_token == 70_272 and shared.groups[0].bytes_per_token == 70_272 // 8
+    assert found.best is shared
+    assert copied.kv_tokens == copied.total_kv_bytes // (8 * 70_272 * 64) * 64
+    assert shared.kv_tokens == shared.total_kv_bytes // (70_272 * 64) * 64
+    assert "too little" in found.rejected["data-parallel attention"]
+    margin = 8 * shared.gpus.memory_bytes * (1 - USABLE_FRACTION)
+    assert shared.total_kv_bytes < 30 * GIB < shared.total_kv_bytes + margin
+    with pytest.raises(ModelError, match="does not fit"):
+        make_plan("kimi-k2.5", "8xH100")
+
+
+def test_few_kv_heads_are_copied_unless_kv_is_shared_out() -> None:
+    found = make_plan("qwen3-30b-a3b", "8xH100")  # 4 KV heads
+    plans = {plan.sharing: plan for plan in found.plans}
+    assert [plan.groups[0].bytes_per_token for plan in found.plans] == [98_304 // 4, 98_304 // 8, 98_304]
+    assert plans["context parallel"].kv_tokens == pytest.approx(2 * plans["tensor parallel"].kv_tokens, rel=1e-3)
+    alone = plans["data-parallel attention"]
+    assert alone.caches == 8 and alone.kv_tokens == 8 * (alone.kv_bytes // (98_304 * 64) * 64)
+    assert num_weights(alone, "attention") > 7 * num_weights(plans["context parallel"], "attention")
+    assert [plan.sharing for plan in make_plan("qwen3-30b-a3b", "4xH100").plans] == ["tensor parallel"]
+
+
+def test_heads_that_cannot_be_divided() -> None:
+    config = load("qwen3-30b-a3b") | {"num_attention_heads": 30, "num_key_value_heads": 5}
+    found = make_plan(config, "4xH100")
+    assert found.best.sharing == "data-parallel attention"
+    assert "30 attention heads cannot be divided among 4 GPUs" in found.rejected["tensor parallel"]
+
+
+def test_formats_have_their_bits() -> None:
+    gpt = make_plan("gpt-oss-20b", "H100")
+    assert weight_gib(gpt, "mxfp4") * GIB == num_weights(gpt, "routed experts") * 4.25 / 8
+    assert weight_gib(gpt) == pytest.approx(13.76e9 / GIB, rel=0.01)  # the published files
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    qwen = make_plan(load("qwen3-30b-a3b") | {"quantization_config": fp8}, "H100")
+    narrow = num_weights(qwen, "routed experts", "attention")
+    assert weight_gib(qwen, "fp8") * GIB == narrow * (1 + 4 / 128**2)
+    assert num_weights(qwen, "head", "embedding", "router") * 2 / GIB == pytest.approx(weight_gib(qwen, "bf16"))
+    packed = make_plan("qwen3-30b-a3b", "H100", weights="packed")
+    assert weight_gib(packed, "uw12") == pytest.approx(
+        weight_gib(make_plan("qwen3-30b-a3b", "H100")) * 12.2 / 16, rel=5e-3
+    )
+
+
+def test_activations_of_a_step() -> None:
+    (llama,) = make_plan(LLAMA_8B, "H200").plans
+    assert llama.fixed["activations"] == 2 * 8192 * (2 * 4096 + (4096 + 2 * 1024) + 4096 + 3 * 14336)
+    kimi = make_plan("kimi-k2.5", "8xH100", **SMALL_STEPS).best
+    heads = 8 * ((128 + 64) + (512 + 64) + 512 + 128)  # queries, also as latents; outputs as latents and of heads
+    attention = 1536 + 512 + 64 + heads
+    experts = 384 + 8 * (3 * 2048 // 8 + 7168) + 3 * 2048 // 8
+    assert kimi.fixed["activations"] == 2 * 2048 * (2 * 7168 + attention + experts)
+
+
+def test_window_tokens_of_the_running_step_are_reserved() -> None:
+    few, many = (make_plan("gpt-oss-20b", "H100", max_batch_tokens=n).best for n in (1024, 8192))
+    assert many.step_kv_bytes == 8 * few.step_kv_bytes == 8192 * 24_576
+    assert few.kv_tokens > few.ungrouped_tokens * 1.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quant_method 'gptq'"),
+        ({"quantization_config": {}}, ModelFileError, "quant_method is missing"),
+        ({"torch_dtype": "int8"}, ModelFileError, "torch_dtype is 'int8'"),
+        ({"moe_intermediate_size": 770, "num_experts": 126}, UnsupportedModel, "126 experts cannot be divided"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_be_planned(changes: dict[str, Any], error: type[EmberlineError], message: str) -> None:
+    with pytest.raises(error) as refused:
+        make_plan(load("qwen3-30b-a3b") | changes, "4xH100")
+    assert message in refused.value.message
+
+
+def test_partly_quantised_kind_is_refused() -> None:
+    config = load("kimi-k2.5")
+    ignored = config["text_config"]["quantization_config"]["ignore"]
+    ignored[1] = "re:.*layers.7.self_attn.*"
+    with pytest.raises(UnsupportedModel, match="some matrices of the kind 'attention'"):
+        make_plan(config, "8xB200")
+    ignored[1] = "re:("
+    with pytest.raises(ModelFileError, match=r"ignores 're:\('"):
+        make_plan(config, "8xB200")
+
+
+@pytest.mark.parametrize("text", ["2xA10", "0xH100", "x", "H100x2", "", "2000xH100"])
+def test_unknown_gpus_list_the_known_ones(text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        GPUSet.parse(text)
+    assert "H100 H200 B200" in (refused.value.hint or "")
+
+
+def test_names_of_gpus() -> None:
+    assert GPUSet.parse("h200") == GPUSet("H200", 1, 150_123_642_880)
+    assert GPUSet.parse("8xh100").count == 8 and str(GPUSet.parse("8xH100")) == "8 x H100"
+
+
+def test_bench_reports_plans_and_models_that_do_not_fit() -> None:
+    report = BenchReport("memory-plans")
+    for case in memory_plans.CASES:
+        memory_plans.add_case(report, case, CONFIGS)
+    values = {name: result.value for name, result in report.results.items()}
+    plan = make_plan("llama-4-scout-17b-16e", "2xH200").best
+    assert values["scout_2xh200_kv_gib"] == plan.total_kv_bytes / GIB
+    assert values["scout_2xh200_kv_tokens"] == plan.kv_tokens
+    assert values["kimi_8xh100_kv_gib"] > values["kimi_8xh100_large_steps_kv_gib"] == 0
+    assert values["kimi_8xh100_kv_tokens"] > 7 * values["kimi_8xh100_kv_tokens_tensor_parallel"]
+    assert "does not fit" in report.config["kimi_8xh100_large_steps"]["error"]
+
+
+def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["doctor", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_doctor_prints_one_json_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(load("llama-4-scout-17b-16e")))
+    plan = make_plan("llama-4-scout-17b-16e", "2xH200").best
+    for model in (tmp_path, tmp_path / "config.json"):
+        code, output = run_doctor(capsys, "--model", model, "--gpus", "2xH200", "--json")
+        found = json.loads(output)
+        assert code == 0 and found["kv_sharing"] == "tensor parallel" and found["is_calculation_only"]
+        assert (found["kv_tokens"], found["parameters"]) == (plan.kv_tokens, 108_641_793_536)
+        assert found["kv_gib"] == pytest.approx(plan.total_kv_bytes / GIB, abs=1e-3)
+        assert found["weights_gib"] == pytest.approx(202.4, abs=0.05)
+        assert [group["max_tokens"] for group in found["kv_groups"]] == [8256, None]
+        assert sum(found["one_gpu"].values()) == pytest.approx(found["gpus"]["gib_each"], abs=0.01)
+        assert found["one_gpu"]["reserve_gib"] == RESERVE_BYTES / GIB
+
+
+def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--max-running", 64, "--max-batch-tokens", 2048)
+    code, output = run_doctor(capsys, "--model", CONFIGS / "kimi-k2.5.json", "--gpus", "8xH100", *arguments)
+    assert code == 0 and "serving on several GPUs comes later" in output
+    for words in ("kimi_k2 on 8 x H100", "latent", "70272", "context parallel", "tensor parallel", "int4 531.56"):
+        assert words in output
+    assert max(map(len, output.splitlines())) < 160
+    code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100")
+    assert code == 0 and "several GPUs" not in output and "window 128" in output
+
+
+def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, output = run_doctor(capsys, "--model", CONFIGS / "kimi-k2.5.json", "--gpus", "8xTPU")
+    assert code == 1 and "8xTPU" in output and "known GPUs:" in output
+    code, output = run_doctor(capsys, "--model", CONFIGS / "kimi-k2.5.json", "--gpus", "H100", "--json")
+    assert code == 1 and "does not fit" in json.loads(output)["error"]
+    code, output = run_doctor(capsys, "--model", tmp_path / "none.json", "--gpus", "H100")
+    assert code == 1 and "none.json" in output
+    code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100", "--max-context", 10**6)
+    assert code == 1 and "max_context must be from 1 to 131072" in output
+    code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100", "--block-size", 48)
+    assert code == 1 and "block_size is 48" in output
+    with pytest.raises(SystemExit):
+        run_doctor(capsys, "--gpus", "H100", "--gpu-memory", "80G")
