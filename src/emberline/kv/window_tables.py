@@ -25,7 +25,7 @@ class WindowTable:
         self.released = released
 
     @property
-    def held(self) -> list[int]:
+    def held_blocks(self) -> list[int]:
         return self.blocks[self.released :]
 
 
@@ -63,7 +63,7 @@ class WindowTables:
         return [block for name in self._tables for block in self.held_by(name)]
 
     def held_by(self, request_id: str) -> list[int]:
-        return [block for table in self._tables[request_id] for block in table.held]
+        return [block for table in self._tables[request_id] for block in table.held_blocks]
 
     def forget_block(self, block: int) -> bool:
         """Remove an evicted block from the prefix index; return False if it is not in one."""
@@ -143,5 +143,5 @@ class WindowTables:
 
     def free_request(self, request: Request, holder: int) -> None:
         for prefix, table in zip(self._prefixes, self._tables.pop(request.id), strict=True):
-            for block in reversed(table.held):
+            for block in reversed(table.held_blocks):
                 self._pool.release_block(block, holder, keep_content=block in prefix)
