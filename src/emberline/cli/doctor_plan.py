@@ -24,7 +24,7 @@ SPLIT_NOTES = (
 )
 MARGIN_NOTE = "spare is mostly the 5 % of a GPU's memory that is left to fragmentation and other processes"
 DRAFT_NOTE = "layers for multi-token prediction are not counted"
-GROUPS_NOTE = "KV groups are a plan too: the engine keeps all tokens in every layer (column: ungrouped)"
+GROUPS_NOTE = "KV groups are a plan too: on a GPU the engine keeps all tokens in every layer (column: ungrouped)"
 
 
 def print_plan(args: argparse.Namespace, settings: EngineConfig) -> int:
