@@ -8,7 +8,7 @@ from torch import Tensor
 
 from emberline.core.errors import UnsupportedModel
 from emberline.kernels import ops
-from emberline.kernels.mixture import Expert, Mixture
+from emberline.kernels.mixture import Expert, Mixture, Routing
 from emberline.models.config import ModelConfig
 from emberline.models.layers import load_stacked
 from emberline.models.registry import ARCHITECTURES
@@ -41,8 +41,7 @@ class SparseFeedForward:
                 eps=config.norm_eps,
                 router=load_stacked(weights, [(f"{at}.gate", experts.count)], hidden),
                 experts=tuple(map(load_expert, range(experts.count))),
-                experts_per_row=experts.chosen,
-                renormalize=experts.renormalised,
+                routing=Routing(experts.chosen, experts.renormalised),
             )
         )
 
