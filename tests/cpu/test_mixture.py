@@ -33,7 +33,7 @@ ROUTINGS = {
         4, renormalize=True, scores="sigmoid", correction=CORRECTION, groups=3, groups_per_row=1, group_best=2
     ),
     "sigmoid-groups-two": Routing(
-        4, renormalize=True, scores="sigmoid", correction=CORRECTION, groups=4, groups_per_row=2, group_best=2, scale=2.5
+        4, renormalize=True, scores="sigmoid", correction=CORRECTION, groups=4, groups_per_row=2, group_best=2, scale=2
     ),
 }
 Pack = Callable[..., PackedWeight]

@@ -281,6 +281,8 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     size = sum(max_packed_bytes(n, k) for n, k in matrices if _is_packable(n, k)) if both else 0
     for n, k in matrices if config.tie_embeddings else [*matrices, head]:
         size += max_packed_bytes(n, k) if packed else dtype_bytes * n * k
+    if (experts := config.experts) is not None:
+        size += F32_BYTES * sum(experts.layers) * experts.weight_shapes(hidden, experts.count)[1]
     return size + F32_BYTES * (config.layers * vectors + hidden)
 
 
@@ -289,7 +291,7 @@ def _ffn_matrix_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]
     hidden, experts = config.hidden, config.experts
     if experts is None or not experts.layers[layer]:
         return [(2 * config.ffn, hidden), (hidden, config.ffn)]
-    return [(experts.count, hidden), *experts.count * [(2 * experts.ffn, hidden), (hidden, experts.ffn)]]
+    return experts.weight_shapes(hidden, experts.count)[0]
 
 
 def max_packed_bytes(rows: int, columns: int) -> int:

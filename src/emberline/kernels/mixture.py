@@ -37,7 +37,10 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """A gated feed-forward network. If `gate_up` is not packed as gated, its rows are those of gate, then those of up."""
+    """A gated feed-forward network.
+
+    If `gate_up` is not packed as gated, its products are those of gate, then those of up.
+    """
 
     gate_up: PackedWeight
     down: PackedWeight

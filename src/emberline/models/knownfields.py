@@ -65,6 +65,7 @@ def check_known_fields(config: Mapping[str, Any], arch: Architecture) -> None:
         known |= {"no_rope_layers", "no_rope_layer_interval"} if arch.unrotated == "listed" else set()
         known |= {"position_embedding_type"} if arch.unrotated == "unless_rope" else set()
         known |= {"partial_rotary_factor"} if arch.partial_rotary else set()
+        known |= arch.experts.read_fields() if arch.experts is not None else set()
         unknown = sorted(
             name for name, value in config.items() if value and name not in known and not HARMLESS_NAMES.fullmatch(name)
         )
@@ -96,6 +97,7 @@ def _family_fields() -> set[str]:
     others = {"no_rope_layers", "use_bidirectional_attention", "attn_logit_softcapping"}
     plain = {"attention_bias", "mlp_bias", "use_sliding_window", "intermediate_size", "hidden_act", "rms_norm_eps"}
     plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern"}
+    plain |= {"qkv_bias", "num_nextn_predict_layers"}
     return set().union(*(arch.read_fields() for arch in strict)) - plain | others
 
 
