@@ -12,7 +12,9 @@ from tiny import Config
 from torch import Tensor
 
 CLASSES = {"glm4_moe": "Glm4Moe", "qwen2_moe": "Qwen2Moe", "olmoe": "Olmoe", "dots1": "Dots1"}
-CLASSES |= {"granitemoe": "GraniteMoe", "granitemoeshared": "GraniteMoeShared"}
+CLASSES |= {"solar_open": "SolarOpen", "granitemoe": "GraniteMoe", "granitemoeshared": "GraniteMoeShared"}
+
+DEEPSEEK_LIKE = ("glm4_moe", "dots1", "solar_open")
 
 
 def config(model_type: str, /, **changes: Any) -> Config:
@@ -68,6 +70,7 @@ CONFIGS: dict[str, Config] = {
     "granitemoe-biased": granite("granitemoe", attention_bias=True, num_experts_per_tok=5),
     "granitemoeshared": granite("granitemoeshared", shared_intermediate_size=56),
     "granitemoeshared-without": granite("granitemoeshared", shared_intermediate_size=0),
+    "solar-open": deepseek_like("solar_open", first_k_dense_replace=0, n_group=2, rope_theta=None, norm_topk_prob=None),
     "dots1": deepseek_like("dots1", n_shared_experts=2, scoring_func="noaux_tc", moe_layer_freq=1),
     "dots1-window": deepseek_like("dots1", attention_bias=True, sliding_window=7, max_window_layers=1, n_group=2),
 }
@@ -93,7 +96,7 @@ def mtp_layer(config: Mapping[str, Any], layer: int) -> dict[str, Tensor]:
 
 
 def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    if config["model_type"] in ("glm4_moe", "dots1"):
+    if config["model_type"] in DEEPSEEK_LIKE:
         return layer >= int(config.get("first_k_dense_replace", 1))
     return (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in config.get("mlp_only_layers", ())
 
@@ -114,7 +117,7 @@ def attention_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
         out[f"self_attn.{name}_proj.weight"] = (rows, columns)
-        if biased and (name != "o" or kind not in ("glm4_moe", "qwen2_moe")):
+        if biased and (name != "o" or kind not in ("glm4_moe", "qwen2_moe", "solar_open")):
             out[f"self_attn.{name}_proj.bias"] = (rows,)
     if kind == "olmoe":
         out |= {"self_attn.q_norm.weight": (q,), "self_attn.k_norm.weight": (kv,)}
@@ -146,7 +149,7 @@ def expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     out = {"mlp.gate.weight": (count, hidden)}
     for number in range(count):
         out |= gated_shapes(f"mlp.experts.{number}", hidden, ffn)
-    if kind in ("glm4_moe", "dots1"):
+    if kind in DEEPSEEK_LIKE:
         out |= {"mlp.gate.e_score_correction_bias": (count,)}
         out |= gated_shapes("mlp.shared_experts", hidden, ffn * config.get("n_shared_experts", 1))
     if kind == "qwen2_moe":

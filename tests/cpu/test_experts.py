@@ -74,6 +74,13 @@ def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> Non
             load_decoder(directory)
 
 
+def test_options_of_experts_are_in_the_fingerprint(tmp_path: Path) -> None:
+    config = tiny_experts.CONFIGS["glm4-groups"]
+    changes: list[dict[str, Any]] = [{}, {"routed_scaling_factor": 2.0}, {"topk_group": 3}]
+    directories = [tiny_experts.write(tmp_path / str(i), config | change) for i, change in enumerate(changes)]
+    assert len({load_decoder(directory).fingerprint for directory in directories}) == 3
+
+
 @pytest.mark.parametrize("name", ["glm4", "granitemoeshared", "qwen2-moe-mixed"])
 def test_missing_tensors_are_listed(name: str, tmp_path: Path) -> None:
     config = tiny_experts.CONFIGS[name]

@@ -25,6 +25,8 @@ ROUTINGS = {
     "softmax-corrected-renormalised": Routing(3, renormalize=True, correction=CORRECTION),
     "softmax-groups": Routing(3, groups=4, groups_per_row=2, scale=16.0),
     "sigmoid": Routing(2, scores="sigmoid"),
+    "sigmoid-saturated": Routing(2, scores="sigmoid", bias=40 + 10 * BIAS),
+    "sigmoid-vanishing": Routing(2, renormalize=True, scores="sigmoid", bias=BIAS - 100),
     "sigmoid-inputs": Routing(1, scores="sigmoid", scales_inputs=True),
     "sigmoid-inputs-two": Routing(2, scores="sigmoid", scales_inputs=True),
     "sigmoid-corrected": Routing(4, renormalize=True, scores="sigmoid", correction=CORRECTION, scale=2.5),

@@ -196,11 +196,7 @@ ARCHITECTURES = {
         window="use_sliding_window",
         is_strict=False,
     ),
-    "mixtral": Architecture(
-        window=True,
-        experts=experts_spec.MIXTRAL,
-        is_strict=False,
-    ),
+    "mixtral": Architecture(window=True, experts=experts_spec.MIXTRAL, is_strict=False),
     "qwen3_moe": Architecture(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -273,6 +269,19 @@ ARCHITECTURES = {
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 1,
         },
+    ),
+    "solar_open": Architecture(
+        qkv_bias="attention_bias",
+        experts=experts_spec.DEEPSEEK_V3,
+        ffn_field="moe_intermediate_size",  # no layer is dense
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "head_dim": 128,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+        },
+        fixed_fields={"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "use_qk_norm": False},
     ),
     "dots1": Architecture(
         qkv_bias="attention_bias",
