@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer
-from emberline.kernels.mixture import Expert, Mixture
+from emberline.kernels.mixture import Expert, Mixture, Routing
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend, rms_norm
@@ -178,7 +178,7 @@ def mixture(
         return Expert(pack(gate_up.to(dtype), gated=True), pack(down.to(dtype)))
 
     experts = tuple(expert() for _ in range(count))
-    return Mixture(norm, 1e-5, pack(router), experts, chosen, renormalised)
+    return Mixture(norm, 1e-5, pack(router), experts, Routing(chosen, renormalised))
 
 
 @pytest.mark.parametrize("rows", [1, 37])

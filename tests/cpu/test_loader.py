@@ -200,14 +200,14 @@ def test_names_of_missing_tensors_are_those_of_a_whole_checkpoint(name: str, tmp
     assert "unused" not in raised.value.message
 
 
-def test_fused_experts_are_refused(tmp_path: Path) -> None:
-    """Some tools write fused experts; transformers does not."""
+def test_one_tensor_of_all_experts_among_others_is_refused(tmp_path: Path) -> None:
     fused = "model.layers.0.mlp.experts.down_proj"
 
     def fuse(tensors: Tensors) -> None:
         tensors[fused] = torch.stack([tensors.pop(f"{fused[:-9]}{i}.down_proj.weight") for i in range(7)])
 
-    with pytest.raises(UnsupportedModel, match=fused):
+    message = r"requires \(1\): 'model.layers.0.mlp.experts.gate_up_proj'; unused tensors \(14\)"
+    with pytest.raises(ModelFileError, match=message):
         load_decoder(with_tensors(tmp_path, "qwen3-moe", fuse))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_experts
 import tiny_families
 import torch
 from gpu_settings import gpu_config
@@ -30,11 +31,16 @@ LENGTHS = (3, 17, 40, 23, 8, 31)
 OUT = 12
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3", "qwen3-moe", "gemma3", "olmo3", "cohere2"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3", "qwen3-moe", "gemma3", "olmo3", "cohere2", "glm4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     home, name = tmp_path_factory.mktemp("model"), request.param
-    directory = tiny_families.write(home, name) if name in tiny_families.CONFIGS else tiny.write(home, name)
-    return load_decoder(Path(directory), "bfloat16")
+    if name in tiny_experts.CONFIGS:
+        tiny_experts.write(home, tiny_experts.CONFIGS[name])
+    elif name in tiny_families.CONFIGS:
+        tiny_families.write(home, name)
+    else:
+        tiny.write(home, name)
+    return load_decoder(Path(home), "bfloat16")
 
 
 def engine(

@@ -17,7 +17,8 @@ from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE_TENSORS, load_decoder
+from emberline.models.loader import load_decoder
+from emberline.models.tensor_names import IGNORABLE_TENSORS
 
 LENGTHS = (37, 21, 20, 50)
 

@@ -196,7 +196,8 @@ def test_fields_of_other_families_are_refused(model_type: str, change: dict[str,
 def test_unknown_fields_of_the_first_families_are_accepted() -> None:
     """Their published configs carry many fields of the tools that wrote them."""
     for model_type in ("llama", "mistral", "qwen2", "qwen3"):
-        assert read(model_type, is_llama_config=True, my_run=7, rope_interleaved=False).parts == LLAMA_PARTS
+        fields = {"is_llama_config": True, "my_run": 7, "rope_interleaved": False, "moe_intermediate_size": 8}
+        assert read(model_type, **fields).parts == LLAMA_PARTS
 
 
 @pytest.mark.parametrize(

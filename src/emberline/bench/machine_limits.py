@@ -53,7 +53,8 @@ class TokenCost:
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         ffns = [3 * config.ffn] * config.layers
         if (e := config.experts) is not None:
-            ffns = [e.count + 3 * e.chosen * e.ffn if sparse else 3 * config.ffn for sparse in e.layers]
+            used = sum(n * k for n, k in e.weight_shapes(config.hidden, e.chosen)[0]) // config.hidden
+            ffns = [used if sparse else 3 * config.ffn for sparse in e.layers]
         return TokenCost(
             layers=config.hidden * (config.layers * (2 * q + 2 * kv) + sum(ffns)),
             head=config.vocab * config.hidden,

@@ -1,4 +1,4 @@
-"""Mixture: the weights of a mixture-of-experts feed-forward network.
+"""Mixture: the weights of a mixture-of-experts feed-forward network, and the rules by which rows select experts.
 
 Each row uses the experts that score highest. A row's result depends on that row only. The weights of experts that no
 row selects are not read.
@@ -6,23 +6,69 @@ row selects are not read.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
 from emberline.kernels.cpu.library import NativeExpert, NativeMixture
 from emberline.kernels.packed_weight import PackedWeight
 
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """How a row selects its experts, and by which weights their outputs are multiplied."""
+
+    experts_per_row: int
+    renormalize: bool = False  # whether the weights of the selected experts are scaled to sum to 1
+    scores: ScoreFunction = "softmax"
+    bias: Tensor | None = None  # added to the router's logits
+    correction: Tensor | None = None  # added to the scores for the selection, but not in the weights
+    groups: int = 1  # consecutive experts of equal number form a group
+    groups_per_row: int = 1  # groups from which a row may select experts
+    group_best: int = 1  # a group's score is the sum of this many of its highest scores: 1 or 2
+    scale: float = 1.0  # factor of all weights
+    scales_inputs: bool = False  # whether the weights multiply the inputs of experts instead of their outputs
+
 
 @dataclass(frozen=True, slots=True)
 class Expert:
+    """A gated feed-forward network.
+
+    If `gate_up` is not packed as gated, its products are those of gate, then those of up.
+    """
+
     gate_up: PackedWeight
     down: PackedWeight
+    gate_up_bias: Tensor | None = None  # only with a matrix that is not packed as gated
+    down_bias: Tensor | None = None
 
     @property
     def native(self) -> NativeExpert:
-        return NativeExpert(self.gate_up.ptr, self.down.ptr, self.gate_up.layout, self.down.layout)
+        gate_up, down = self.gate_up, self.down
+        biases = _address(self.gate_up_bias), _address(self.down_bias)
+        return NativeExpert(gate_up.ptr, down.ptr, *biases, gate_up.layout, down.layout, gate_up.gated, down.k)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that every row uses beside those that it selects."""
+
+    expert: Expert
+    gate: PackedWeight | None = None  # one row; the sigmoid of its product with a row is the weight of the output
+    scale: float = 1.0  # factor of the output
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """An activation: min(gate, limit) * sigmoid(alpha * gate) * (up + 1), with up limited to [-limit, limit]."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +77,42 @@ class Mixture:
     eps: float
     router: PackedWeight
     experts: tuple[Expert, ...]
-    experts_per_row: int  # experts that each row uses
-    renormalize: bool  # whether the weights of these experts are scaled to sum to 1
+    routing: Routing
+    shared: SharedExpert | None = None
+    clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
 
     @cached_property
     def native(self) -> NativeMixture:
         """The C struct that describes this mixture to the native library."""
         experts = (NativeExpert * len(self.experts))(*(expert.native for expert in self.experts))
-        router, first = self.router, self.experts[0]
-        sizes = len(experts), self.experts_per_row, self.renormalize, router.k, first.down.k
-        return NativeMixture(experts, router.ptr, self.norm.data_ptr(), router.layout, *sizes, self.eps)
+        routing, router, shared, clamp = self.routing, self.router, self.shared, self.clamp
+        gate = None if shared is None else shared.gate
+        return NativeMixture(
+            experts=experts,
+            shared=None if shared is None else ctypes.pointer(shared.expert.native),
+            router=router.ptr,
+            shared_gate=None if gate is None else gate.ptr,
+            norm=self.norm.data_ptr(),
+            router_bias=_address(routing.bias),
+            correction=_address(routing.correction),
+            router_layout=router.layout,
+            shared_gate_layout=0 if gate is None else gate.layout,
+            count=len(experts),
+            top_k=routing.experts_per_row,
+            renormalize=routing.renormalize,
+            sigmoid=routing.scores == "sigmoid",
+            groups=routing.groups,
+            top_groups=routing.groups_per_row,
+            group_best=routing.group_best,
+            scales_inputs=routing.scales_inputs,
+            hidden=router.k,
+            eps=self.eps,
+            scale=routing.scale,
+            shared_scale=1.0 if shared is None else shared.scale,
+            swiglu_alpha=0.0 if clamp is None else clamp.alpha,
+            swiglu_limit=0.0 if clamp is None else clamp.limit,
+        )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -25,7 +25,7 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
-from emberline.kernels.mixture import Mixture
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -127,23 +127,37 @@ class ReferenceBackend(OpBackend):
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        """Add the output of the experts that each row selects.
-
-        Of equally probable experts, the first is selected.
-        """
-        normed = rms_norm(x, mixture.norm, mixture.eps)
-        probabilities = self.linear(normed, LinearLayer(mixture.router), LinearOutput()).softmax(-1)
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        shares, chosen = ordered[:, : mixture.experts_per_row], order[:, : mixture.experts_per_row]
-        if mixture.renormalize:
-            shares = shares / shares.sum(-1, keepdim=True)
+        """Add the output of the shared expert, then that of the experts that each row selects."""
+        routing, normed = mixture.routing, rms_norm(x, mixture.norm, mixture.eps)
+        logits = self.linear(normed, LinearLayer(mixture.router, routing.bias), LinearOutput())
+        weights, chosen = select_experts(logits, routing)
+        if mixture.shared is not None:
+            x += self._run_shared_expert(normed, mixture.shared, mixture.clamp)
         for number, expert in enumerate(mixture.experts):
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
-                inner = self.gate_up_silu(normed[rows], LinearLayer(expert.gate_up))
-                y = self.linear(inner, LinearLayer(expert.down), LinearOutput())
-                x[rows] += shares[rows, ranks, None] * y
+                weight, inputs = weights[rows, ranks, None], normed[rows]
+                if routing.scales_inputs:
+                    x[rows] += self._run_expert(inputs * weight, expert, mixture.clamp)
+                else:
+                    x[rows] += weight * self._run_expert(inputs, expert, mixture.clamp)
         return x
+
+    def _run_shared_expert(self, normed: Tensor, shared: SharedExpert, clamp: ClampedSwiGLU | None) -> Tensor:
+        y = self._run_expert(normed, shared.expert, clamp) * shared.scale
+        if shared.gate is None:
+            return y
+        return self.linear(normed, LinearLayer(shared.gate), LinearOutput()).sigmoid() * y
+
+    def _run_expert(self, inputs: Tensor, expert: Expert, clamp: ClampedSwiGLU | None) -> Tensor:
+        if expert.gate_up.gated:
+            assert clamp is None and expert.gate_up_bias is None
+            inner = self.gate_up_silu(inputs, LinearLayer(expert.gate_up))
+        else:
+            both = self.linear(inputs, LinearLayer(expert.gate_up, expert.gate_up_bias), LinearOutput())
+            gate, up = both.chunk(2, dim=-1)
+            inner = F.silu(gate) * up if clamp is None else _clamped_swiglu(gate, up, clamp)
+        return self.linear(inner, LinearLayer(expert.down, expert.down_bias), LinearOutput())
 
     def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:
         """Return one sampled id per row, which depends on that row only.
@@ -216,6 +230,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * scale * weight
 
 
+def select_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of the experts that each row selects, both [rows, experts_per_row].
+
+    Of experts with equal scores, the first is selected, and also of groups.
+    """
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    choice = scores if routing.correction is None else scores + routing.correction
+    if routing.scores == "sigmoid" and routing.correction is None and routing.groups == 1:
+        choice = logits  # the sigmoids of large logits are equal
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+        excluded = best.sort(dim=-1, descending=True, stable=True).indices[:, routing.groups_per_row :]
+        choice = grouped.index_put((torch.arange(len(choice))[:, None], excluded), torch.tensor(-torch.inf).to(choice))
+        choice = choice.flatten(1)
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.experts_per_row]
+    weights = scores.gather(1, chosen)
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
+    return weights * routing.scale, chosen
+
+
 def uniform_from_seed(seed: Tensor, position: Tensor) -> Tensor:
     """Return numbers in [0, 1) that depend only on seed and position: the splitmix64 finaliser over both."""
     with np.errstate(over="ignore"):
@@ -268,6 +304,11 @@ def _view_key_panels(keys: Tensor) -> Tensor:
     blocks, heads, block_size, head_dim = keys.shape
     inner = keys.stride(0), block_size * head_dim, block_size, 1
     return keys.as_strided((blocks, heads, head_dim, block_size), inner)
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * (gate * clamp.alpha).sigmoid() * (up + 1)
 
 
 def _store_result(out: Tensor | None, y: Tensor) -> Tensor:

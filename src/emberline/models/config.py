@@ -60,6 +60,7 @@ class ModelConfig:
     eos: tuple[int, ...]
     # Not part of `repr`, so that KV blocks of Llama models that were stored before this field existed stay valid.
     parts: DecoderParts = field(default=LLAMA_PARTS, repr=False)
+    mtp_layers: int = field(default=0, repr=False)  # layers of the checkpoint behind the last, which are not loaded
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer; None: it has none."""
@@ -109,6 +110,7 @@ class ModelConfig:
             longest_context=longest,
             eos=fields.id_list("eos_token_id"),
             parts=DecoderParts.from_hf(fields, arch, hidden, windows, local_rope),
+            mtp_layers=_read_mtp_layers(fields, arch),
         )
 
     @staticmethod
@@ -135,8 +137,9 @@ def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, A
 
 def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     model_type = fields.text("model_type")
-    for name, what in (UNSUPPORTED_FIELDS if arch.experts else UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
-        if fields.values.get(name):
+    known = arch.experts.read_fields() | EXPERT_FIELDS.keys() if arch.experts else set()
+    for name, what in (UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
+        if fields.values.get(name) and name not in known:
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
     classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
@@ -162,6 +165,10 @@ def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]
             f"config.json: hidden_size {hidden} cannot be divided by {heads} heads, and there is no head_dim"
         )
     return heads, kv_heads, fields.size("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
+
+
+def _read_mtp_layers(fields: ConfigFields, arch: Architecture) -> int:
+    return fields.size(arch.mtp_layers_field, 0, minimum=0, maximum=MAX_LAYERS) if arch.mtp_layers_field else 0
 
 
 def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:

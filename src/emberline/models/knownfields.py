@@ -52,7 +52,7 @@ def check_known_fields(config: Mapping[str, Any], arch: Architecture) -> None:
 
     A field that is null, false, 0 or empty counts as absent.
     """
-    read = arch.read_fields()
+    read = arch.read_fields() | (set() if arch.experts is None else arch.experts.read_fields())
     for name, value in arch.fixed_fields.items():
         if config.get(name, value) not in (value, None):
             raise _unknown_field_error(config, name, f"only {value!r} is supported")
@@ -96,6 +96,7 @@ def _family_fields() -> set[str]:
     others = {"no_rope_layers", "use_bidirectional_attention", "attn_logit_softcapping"}
     plain = {"attention_bias", "mlp_bias", "use_sliding_window", "intermediate_size", "hidden_act", "rms_norm_eps"}
     plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern"}
+    plain |= {"qkv_bias", "num_nextn_predict_layers", "moe_intermediate_size"}
     return set().union(*(arch.read_fields() for arch in strict)) - plain | others
 
 

@@ -18,9 +18,10 @@ from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.expertsconfig import NO_OPTIONS
 from emberline.models.parts import LLAMA_PARTS
 from emberline.models.rope import compute_inverse_frequencies
-from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
+from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
@@ -50,7 +51,7 @@ def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: in
         )
     weights = Weights(checkpoint, DTYPES[dtype])
     decoder = load_model(config, weights, context)
-    weights.finish(IGNORABLE_TENSORS)
+    weights.finish(ignorable_tensors(config))
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, used, context))
 
@@ -66,6 +67,8 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
     digest.update(compute_inverse_frequencies(config.rope, context).numpy().tobytes())
     if config.parts != LLAMA_PARTS:
         digest.update(repr(config.parts).encode())
+    if config.experts is not None and config.experts.options != NO_OPTIONS:
+        digest.update(repr(config.experts.options).encode())
     files: dict[Path, int] = {}
     try:
         for name, info in sorted(checkpoint.tensors.items()):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from emberline.core.errors import UnsupportedModel
 from emberline.kernels import ops
-from emberline.kernels.mixture import Expert, Mixture
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
-from emberline.models.layers import load_stacked
+from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
+from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.weights import Weights
 
@@ -21,31 +22,127 @@ class SparseFeedForward:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:
-        experts, names = config.experts, ARCHITECTURES[config.model_type].experts
-        assert experts is not None and names is not None
-        at, hidden = f"model.layers.{layer}.{names.module}", config.hidden
-        for fused in (f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"):
-            if weights.has_tensor(fused):
-                hint = "save it with one matrix for each expert, as save_pretrained of transformers does"
-                raise UnsupportedModel(f"tensor {fused!r} holds all experts of a layer in one matrix", hint=hint)
+        spec = ARCHITECTURES[config.model_type].experts
+        assert spec is not None
+        return SparseFeedForward.load_from(config, spec, weights, f"model.layers.{layer}")
 
-        def load_expert(number: int) -> Expert:
-            prefix = f"{at}.experts.{number}"
-            halves = [(f"{prefix}.{names.gate}", experts.ffn), (f"{prefix}.{names.up}", experts.ffn)]
-            down = [(f"{prefix}.{names.down}", hidden)]
-            return Expert(load_stacked(weights, halves, hidden, gated=True), load_stacked(weights, down, experts.ffn))
-
+    @staticmethod
+    def load_from(config: ModelConfig, spec: ExpertsSpec, weights: Weights, at: str) -> SparseFeedForward:
+        """Load the network of a layer. `at`: how the names of the layer's tensors begin."""
+        experts, hidden, residual = config.experts, config.hidden, config.parts.residual_multiplier
+        assert experts is not None and config.parts.norms == "pre"
+        options, tensors = experts.options, _find_tensors(spec, weights, at)
+        clamped = ClampedSwiGLU(options.swiglu_alpha, options.swiglu_limit) if options.swiglu_limit else None
+        norm = weights.load_vector(f"{at}.post_attention_layernorm.weight", hidden, offset=config.parts.norm_offset)
         return SparseFeedForward(
             Mixture(
-                norm=weights.load_vector(f"model.layers.{layer}.post_attention_layernorm.weight", hidden),
+                norm=norm,
                 eps=config.norm_eps,
-                router=load_stacked(weights, [(f"{at}.gate", experts.count)], hidden),
-                experts=tuple(map(load_expert, range(experts.count))),
-                experts_per_row=experts.chosen,
-                renormalize=experts.renormalised,
+                router=weights.linear([(f"{at}.{tensors.router}", experts.count)], hidden),
+                experts=_load_experts(weights, experts, tensors, at, hidden),
+                routing=Routing(
+                    experts_per_row=experts.chosen,
+                    renormalize=experts.renormalised,
+                    scores=spec.scores,
+                    bias=_load_vector(weights, at, tensors.router_bias, experts.count),
+                    correction=_load_vector(weights, at, tensors.correction, experts.count),
+                    groups=options.groups,
+                    groups_per_row=options.groups_chosen,
+                    group_best=max(1, spec.group_best),
+                    scale=options.scale * residual,
+                    scales_inputs=spec.scales_inputs,
+                ),
+                shared=_load_shared_expert(weights, experts, spec.shared, at, hidden, residual),
+                clamp=clamped,
             )
         )
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
         return ops.run_mixture(x, self.mixture)
+
+
+def _find_tensors(spec: ExpertsSpec, weights: Weights, at: str) -> ExpertTensors:
+    """Return the names that the checkpoint uses; if it has no experts, the first alternative."""
+    found = (names for names in spec.tensors if weights.has_tensor(f"{at}.{names.down.format(0)}"))
+    return next(found, spec.tensors[0])
+
+
+def _load_vector(weights: Weights, at: str, name: str, *shape: int) -> Tensor | None:
+    return weights.load_vector(f"{at}.{name}", *shape) if name else None
+
+
+def _load_experts(
+    weights: Weights, experts: ExpertsConfig, tensors: ExpertTensors, at: str, hidden: int
+) -> tuple[Expert, ...]:
+    if "{}" in tensors.down:
+        return tuple(
+            _load_gated_network(
+                weights,
+                tuple(f"{at}.{name.format(number)}" for name in tensors.gate_up),
+                f"{at}.{tensors.down.format(number)}",
+                hidden,
+                experts.ffn,
+            )
+            for number in range(experts.count)
+        )
+    count, ffn, order = experts.count, experts.ffn, tensors.order
+    gate_up_shape, down_shape = (2 * ffn, hidden), (hidden, ffn)
+    if order != "rows":
+        gate_up_shape, down_shape = (hidden, 2 * ffn), (ffn, hidden)
+    gated = not experts.options.swiglu_limit
+    biases = [
+        _load_vector(weights, at, tensors.gate_up_bias, count, 2 * ffn),
+        _load_vector(weights, at, tensors.down_bias, count, hidden),
+    ]
+    gate_up = weights.experts_linear(
+        f"{at}.{tensors.gate_up[0]}",
+        (count, *gate_up_shape),
+        lambda part: _split_gate_up(part if order == "rows" else part.t(), interleaved=order == "interleaved_columns"),
+        gated=gated,
+    )
+    down = weights.experts_linear(
+        f"{at}.{tensors.down}", (count, *down_shape), lambda part: part if order == "rows" else part.t()
+    )
+    gate_up_bias, down_bias = biases
+    assert gate_up_bias is None or not gated
+    if gate_up_bias is not None and order == "interleaved_columns":
+        gate_up_bias = torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=1)
+    return tuple(
+        Expert(
+            gate_up[number],
+            down[number],
+            None if gate_up_bias is None else gate_up_bias[number],
+            None if down_bias is None else down_bias[number],
+        )
+        for number in range(count)
+    )
+
+
+def _split_gate_up(matrix: Tensor, *, interleaved: bool) -> Tensor:
+    """Return the matrix [2 * ffn, hidden] with the rows of gate before those of up."""
+    return torch.cat([matrix[::2], matrix[1::2]]) if interleaved else matrix
+
+
+def _load_shared_expert(
+    weights: Weights,
+    experts: ExpertsConfig,
+    spec: SharedExpertSpec | None,
+    at: str,
+    hidden: int,
+    scale: float,
+) -> SharedExpert | None:
+    ffn = experts.options.shared_ffn
+    if spec is None or not ffn:
+        return None
+    expert = _load_gated_network(
+        weights, tuple(f"{at}.{name}" for name in spec.gate_up), f"{at}.{spec.down}", hidden, ffn
+    )
+    gate = weights.linear([(f"{at}.{spec.gate}", 1)], hidden) if spec.gate else None
+    return SharedExpert(expert, gate, scale)
+
+
+def _load_gated_network(weights: Weights, gate_up: tuple[str, ...], down: str, hidden: int, ffn: int) -> Expert:
+    """Load an expert whose gate and up matrices are one tensor or two."""
+    parts = [(name, 2 * ffn // len(gate_up)) for name in gate_up]
+    return Expert(weights.linear(parts, hidden, gated=True), weights.linear([(down, hidden)], ffn))

@@ -22,7 +22,7 @@ from emberline.models.config import (
     MAX_VOCAB,
     ModelConfig,
 )
-from emberline.models.expertsconfig import MAX_EXPERT_FFN, MAX_EXPERTS
+from emberline.models.expertsconfig import MAX_EXPERT_FFN, MAX_EXPERTS, ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import HARMLESS_FIELDS, HARMLESS_NAMES
 from emberline.models.outline import ExpertSizes, LatentSizes, LayerOutline, ModelOutline, StateSizes
@@ -142,7 +142,20 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         + config.hidden * config.o_bias,
         ffn_vectors=(2 * config.ffn + config.hidden) * config.mlp_bias,
         state_copies=2 if config.parts == LLAMA_PARTS else 3,
-        experts=None if experts is None else ExpertSizes(experts.count, experts.chosen, experts.ffn),
+        experts=None if experts is None else _expert_sizes(experts),
+    )
+
+
+def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:
+    options = experts.options
+    return ExpertSizes(
+        experts.count,
+        experts.chosen,
+        experts.ffn,
+        shared_ffn=options.shared_ffn,
+        has_shared_gate=options.has_shared_gate,
+        has_router_bias=options.has_router_bias or options.has_correction,
+        has_biases=options.has_biases,
     )
 
 

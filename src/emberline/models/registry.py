@@ -12,22 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from emberline.models import experts_spec
+from emberline.models.experts_spec import ExpertsSpec
+
 NormPlacement = Literal["pre", "post", "both", "shared"]
 NormKind = Literal["rms", "layer"]
 QKNormKind = Literal["head", "projection", "head_layer"]
 Unrotated = Literal["", "listed", "windowless", "unless_rope"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
-    """The tensor names of a mixture of experts in a layer, and the config.json fields that describe it."""
-
-    module: str
-    gate: str
-    up: str
-    down: str
-    ffn_field: str  # field with the inner width of one expert
-    renormalised: bool | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +49,7 @@ class Architecture:
     down_tensor: str = "mlp.down_proj"
 
     ffn_field: str = "intermediate_size"
+    mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction, which are not used
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.
@@ -175,6 +167,12 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier_field": "residual_multiplier",
     "logit_divisor_field": "logits_scaling",
 }
+GRANITE_MOE: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    **GRANITE,
+    "defaults": {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
 COHERE: dict[str, Any] = {
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
@@ -198,17 +196,13 @@ ARCHITECTURES = {
         window="use_sliding_window",
         is_strict=False,
     ),
-    "mixtral": Architecture(
-        window=True,
-        experts=ExpertsSpec("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalised=True),
-        is_strict=False,
-    ),
+    "mixtral": Architecture(window=True, experts=experts_spec.MIXTRAL, is_strict=False),
     "qwen3_moe": Architecture(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
         window="use_sliding_window",
-        experts=ExpertsSpec("mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size", "norm_topk_prob"),
+        experts=experts_spec.QWEN3_MOE,
         is_strict=False,
     ),
     "gemma2": GEMMA2,
@@ -241,6 +235,63 @@ ARCHITECTURES = {
             "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size", "mamba_conv_bias",
             "mamba_proj_bias", "time_step_limit",
         ),
+    ),
+    "granitemoe": Architecture(**GRANITE_MOE, experts=experts_spec.GRANITE_MOE),
+    "granitemoeshared": Architecture(**GRANITE_MOE, experts=experts_spec.GRANITE_MOE_SHARED),
+    "qwen2_moe": Architecture(
+        qkv_bias="qkv_bias",
+        window="use_sliding_window",
+        experts=experts_spec.QWEN2_MOE,
+        defaults={"qkv_bias": True, "shared_expert_intermediate_size": 5632},
+        # The layers with a window differ between releases of transformers; published models have none.
+        fixed_fields={"use_sliding_window": False},
+        ignored_fields=("max_window_layers",),
+    ),
+    "olmoe": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        qk_norm_kind="projection",
+        experts=experts_spec.OLMOE,
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    ),
+    "glm4_moe": Architecture(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        partial_rotary=True,
+        experts=experts_spec.DEEPSEEK_V3,
+        mtp_layers_field="num_nextn_predict_layers",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    "solar_open": Architecture(
+        qkv_bias="attention_bias",
+        experts=experts_spec.DEEPSEEK_V3,
+        ffn_field="moe_intermediate_size",  # no layer is dense
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "head_dim": 128,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+        },
+        fixed_fields={"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "use_qk_norm": False},
+    ),
+    "dots1": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        window=True,
+        experts=experts_spec.DEEPSEEK_V3,
+        defaults={"sliding_window": 4096, "max_window_layers": 62},
+        fixed_fields={"scoring_func": "noaux_tc", "topk_method": "noaux_tc"},
+        ignored_fields=("max_window_layers",),
     ),
     "smollm3": Architecture(
         **LLAMA_BIASES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from emberline.models.weights import Weights, format_names
 IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
 
 
+def ignorable_tensors(config: ModelConfig) -> str:
+    """Return a pattern of the tensors that the model does not use: also of layers for multi-token prediction."""
+    layers = "|".join(str(config.layers + index) for index in range(config.mtp_layers))
+    return rf"{IGNORABLE_TENSORS}|model\.layers\.(?:{layers})\..*" if layers else IGNORABLE_TENSORS
+
+
 def load_model(config: ModelConfig, weights: Weights, context: int) -> DecoderModel:
     """Load the decoder, without a fingerprint.
 
@@ -26,7 +32,7 @@ def load_model(config: ModelConfig, weights: Weights, context: int) -> DecoderMo
     try:
         return DecoderModel.load(config, weights, context, "")
     except MissingTensor as first:
-        names = TensorNameScan(weights)
+        names = TensorNameScan(weights, ignorable_tensors(config))
         try:
             DecoderModel.load(config, names, context, "")
         except ModelFileError:
@@ -39,12 +45,13 @@ class TensorNameScan(Weights):
 
     device = torch.device("meta")
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, ignorable_pattern: str) -> None:
         super().__init__(weights.checkpoint, weights.dtype, shard=weights.shard)
+        self._ignorable_pattern = ignorable_pattern
         self._missing: list[str] = []
 
     def make_error(self) -> ModelFileError:
-        unused = self.unused_names(IGNORABLE_TENSORS)
+        unused = self.unused_names(self._ignorable_pattern)
         also = f"; unused tensors ({len(unused)}): {format_names(unused)}" if unused else ""
         return ModelFileError(
             f"{self.checkpoint.directory} lacks tensors that config.json requires ({len(self._missing)}): "
@@ -64,6 +71,12 @@ class TensorNameScan(Weights):
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         whole = self.stack(parts, columns)
         return ops.empty_weight(len(whole), columns, whole.dtype, self.device, gated=gated)
+
+    def experts_linear(
+        self, name: str, shape: tuple[int, ...], arrange: Callable[[Tensor], Tensor], *, gated: bool = False
+    ) -> list[ops.PackedWeight]:
+        count, (n, k) = shape[0], arrange(self._record(name, *shape)[0]).shape
+        return [ops.empty_weight(n, k, self.dtype or torch.float32, self.device, gated=gated) for _ in range(count)]
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         self._unused.discard(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, reduce
 from pathlib import Path
@@ -101,7 +101,10 @@ class Weights:
         """Check the shape and dtype of matrices (name, rows), and return the dtype of the stacked matrix."""
         for name, rows in parts:
             self._check_tensor(name, (rows, columns))
-        stored = [DTYPES[self.checkpoint.tensor_info(name).dtype] for name, _ in parts]
+        return self._final_dtype([name for name, _ in parts])
+
+    def _final_dtype(self, names: Sequence[str]) -> torch.dtype:
+        stored = [DTYPES[self.checkpoint.tensor_info(name).dtype] for name in names]
         if self.dtype is torch.float16:  # only if it is exact: other dtypes have a wider range
             return reduce(torch.promote_types, stored)
         return self.dtype or (torch.float32 if torch.float32 in stored else torch.bfloat16)
@@ -109,6 +112,19 @@ class Weights:
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""
         return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
+
+    def experts_linear(
+        self, name: str, shape: tuple[int, ...], arrange: Callable[[Tensor], Tensor], *, gated: bool = False
+    ) -> list[ops.PackedWeight]:
+        """Return the matrices of all experts, which one tensor [experts, ...] holds, packed for the kernels.
+
+        `arrange` returns the matrix [n, k] of an expert from its part of the tensor.
+        """
+        view = self._view_tensor(name, shape)
+        dtype = self._final_dtype([name])
+        self._unused.remove(name)
+        self.loaded_bytes += view.numel() * dtype.itemsize
+        return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in view]
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.load_vector(name, size) for name, size in parts])

@@ -49,7 +49,7 @@ from emberline.models.draft_model import DraftModel
 from emberline.models.loader import compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
-from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
+from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
 
@@ -304,7 +304,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     try:
         with ThreadPoolExecutor(1, "warm-up") as other:
             warmed = other.submit(compile_and_warm_up)
-            weights.finish(IGNORABLE_TENSORS)
+            weights.finish(ignorable_tensors(model.config))
             loaded = time.perf_counter()
             warm_seconds = warmed.result()
             if late:

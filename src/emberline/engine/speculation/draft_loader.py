@@ -15,7 +15,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DecoderDraftModel, DraftModel
 from emberline.models.eagle3 import load_eagle3_head
-from emberline.models.tensor_names import IGNORABLE_TENSORS, load_model
+from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weights import Weights
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -47,7 +47,7 @@ def load_draft_model(
             hint=f"use --max-context {config.longest_context}",
         )
     model = load_model(config, weights, target.context)
-    weights.finish(IGNORABLE_TENSORS)
+    weights.finish(ignorable_tensors(config))
     return DecoderDraftModel(model, target.config.vocab, weights.loaded_bytes)
 
 

@@ -14,15 +14,16 @@ struct Layer {
 
 struct Expert {
     const void *gate_up, *down;
-    int gate_up_layout, down_layout;
+    const float *gate_up_bias, *down_bias;
+    int gate_up_layout, down_layout, gated, ffn;
 };
 
 struct Mixture {
-    const Expert* experts;
-    const void* router;
-    const float* norm;
-    int router_layout, count, top_k, renormalize, hidden, ffn;
-    float eps;
+    const Expert *experts, *shared;
+    const void *router, *shared_gate;
+    const float *norm, *router_bias, *correction;
+    int router_layout, shared_gate_layout, count, top_k, renormalize, sigmoid, groups, top_groups, group_best, scales_inputs, hidden;
+    float eps, scale, shared_scale, swiglu_alpha, swiglu_limit;  // a limit of 0: the activation is silu
 };
 
 struct Step {

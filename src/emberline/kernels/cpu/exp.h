@@ -17,6 +17,12 @@ inline V exp_negative(V x) {
     return scale_by_exponent(add(p, splat<V>(1.0f)), n);
 }
 
+// The sigmoid from e^-|x|, which cannot overflow.
+inline float sigmoid(float x) {
+    float e = exp_negative(-std::fabs(x));
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
 // x * sigmoid(x) from e^-|x|, which cannot overflow; without a branch, so that loops vectorise.
 inline float silu(float x) {
     float e = exp_negative(-std::fabs(x));

@@ -39,8 +39,8 @@ class NativeExpert(ctypes.Structure):
     """The C struct `Expert` of entries.h, with the weights of a mixture.Expert."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("gate_up", "down")),
-        *((name, INT) for name in ("gate_up_layout", "down_layout")),
+        *((name, POINTER) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, INT) for name in ("gate_up_layout", "down_layout", "gated", "ffn")),
     )
 
 
@@ -48,10 +48,11 @@ class NativeMixture(ctypes.Structure):
     """The C struct `Mixture` of entries.h, with the fields of a mixture.Mixture."""
 
     _fields_ = (
-        ("experts", ctypes.POINTER(NativeExpert)),
-        *((name, POINTER) for name in ("router", "norm")),
-        *((name, INT) for name in ("router_layout", "count", "top_k", "renormalize", "hidden", "ffn")),
-        ("eps", FLOAT),
+        *((name, ctypes.POINTER(NativeExpert)) for name in ("experts", "shared")),
+        *((name, POINTER) for name in ("router", "shared_gate", "norm", "router_bias", "correction")),
+        *((name, INT) for name in ("router_layout", "shared_gate_layout", "count", "top_k", "renormalize", "sigmoid")),
+        *((name, INT) for name in ("groups", "top_groups", "group_best", "scales_inputs", "hidden")),
+        *((name, FLOAT) for name in ("eps", "scale", "shared_scale", "swiglu_alpha", "swiglu_limit")),
     )
 
 

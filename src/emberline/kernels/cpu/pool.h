@@ -24,7 +24,7 @@ void parallel(long items, const F& body) {
 // Returns reusable memory of this thread, at least `floats` long and 64-byte aligned. Each purpose has its own slot.
 enum Slot {
     kInputs, kSums, kWeights, kQueries, kScores, kKeys, kValues, kPartial, kMerge, kQkv, kMixed, kGate, kNormed, kRouter,
-    kExpertRows, kSlots
+    kExpertRows, kGateUp, kSlots
 };
 float* scratch(Slot slot, long floats);
 
