@@ -237,11 +237,18 @@ class PagedBatch:
         self.qkv = [torch.randn(before + new, (q_heads + 2 * kv_heads) * dim) for before, new in lengths]
         self.cos_sin = torch.randn(4096, dim)
         self.softcap = 0.0
+        self.sinks: Tensor | None = None
 
     def layer(self, window: int = 0) -> AttentionLayer:
         scale = self.dim**-0.5
         return AttentionLayer(
-            *self.heads, self.dim, scale=scale, cos_sin=self.cos_sin, window=window, softcap=self.softcap
+            *self.heads,
+            self.dim,
+            scale=scale,
+            cos_sin=self.cos_sin,
+            window=window,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def slots(self, b: int, start: int, stop: int) -> Tensor:
@@ -271,7 +278,10 @@ class PagedBatch:
 
 @pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20), (4, 1, 256)])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (50, 0.0), (50, 3.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [(0, 0.0, False), (50, 0.0, False), (50, 3.0, False), (0, 0.0, True), (50, 3.0, True)],
+)
 def test_attention(
     q_heads: int,
     kv_heads: int,
@@ -279,10 +289,11 @@ def test_attention(
     dtype: torch.dtype,
     window: int,
     softcap: float,
+    has_sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paged = PagedBatch([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], (q_heads, kv_heads), dim, dtype)
-    paged.softcap = softcap
+    paged.softcap, paged.sinks = softcap, torch.randn(q_heads) * 4 if has_sinks else None
     parts = []
     for b, (before, new) in enumerate(paged.lengths):
         paged.write(b, 0, before)
@@ -301,9 +312,10 @@ def test_attention(
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 128])
-@pytest.mark.parametrize("window", [0, 37])
-def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window: int) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (37, False), (37, True)])
+def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window: int, has_sinks: bool) -> None:
     paged = PagedBatch([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
+    paged.sinks = torch.randn(6) if has_sinks else None
     parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
     whole = paged.attend(ops.current_backend(), parts, window)
     ops.set_threads(1)
@@ -317,6 +329,19 @@ def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window
                     paged.attend(ops.current_backend(), [(b, i, part[i:j])], window), whole[start + i : start + j]
                 )
         start += len(part)
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    """With equal scores, each of n keys gets a share of 1 / n; a sink with the same score takes one share more."""
+    paged = PagedBatch([(0, 3)], (2, 1), 8, F32)
+    paged.qkv[0][:, : 3 * 8] = 0.0  # queries and keys
+    parts = [(0, 0, paged.write(0, 0, 3))]
+    values, shares = paged.qkv[0][:, 3 * 8 :], torch.tensor([1.0, 2.0, 3.0])[:, None]
+    paged.sinks = torch.tensor([0.0, -torch.inf])  # no sink on the second head
+    for backend in (ops.current_backend(), REFERENCE):
+        with_sink, without = paged.attend(backend, parts).split(8, dim=1)
+        torch.testing.assert_close(with_sink, values.cumsum(0) / (shares + 1))
+        torch.testing.assert_close(without, values.cumsum(0) / shares)
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [((1, 1), [0, 1]), ((20, 7), [26, 19]), ((3, 0), [])])

@@ -164,6 +164,7 @@ RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
         (BF16, BF16, (2, 1, 256), 0, 3.0, 16, None),
     ],
 )
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_in_the_interpreter(
     rounding: None,
     dtype: torch.dtype,
@@ -173,8 +174,9 @@ def test_attention_in_the_interpreter(
     softcap: float,
     block: int,
     block_m: int | None,
+    has_sinks: bool,
 ) -> None:
-    shape = {"window": window, "block": block, "block_m": block_m}
+    shape = {"window": window, "block": block, "block_m": block_m, "has_sinks": has_sinks}
     triton_cases.check_attention(CPU, dtype, cache, RAGGED, heads, softcap=softcap, **shape)
 
 

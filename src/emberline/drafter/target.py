@@ -34,8 +34,8 @@ class TargetStates:
         shape = KVShape(config.layers, config.kv_heads, config.head_dim, self._block, model.dtype)
         self._cache = KVCache(shape, blocks, str(self.device))
         heads = config.heads, config.kv_heads, config.head_dim
-        has_softcap = config.parts.attention_softcap > 0
-        self._planner = ops.AttentionPlanner(heads, self._cache.keys, model.dtype, blocks, softcap=has_softcap)
+        portable = config.parts.needs_portable_attention
+        self._planner = ops.AttentionPlanner(heads, self._cache.keys, model.dtype, blocks, portable=portable)
 
     def compute(self, sequences: Sequence[np.ndarray], logit_spans: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states [T, 3 hidden] and float32 logits [S, vocab] of as many sequences as fit one forward pass.

@@ -122,7 +122,7 @@ class ReferenceBackend(OpBackend):
             if layer.softcap:
                 scores = layer.softcap * (scores / layer.softcap).tanh()
             hidden = _make_attention_mask(before, length, layer.window)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            weights = _softmax_with_sinks(scores.masked_fill(hidden, -torch.inf), layer.sinks)
             out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
         return out
 
@@ -248,6 +248,14 @@ def _make_attention_mask(first_position: int, num_keys: int, window: int) -> Ten
     """
     key, position = torch.arange(num_keys), torch.arange(first_position, num_keys)[:, None]
     return (key > position) | ((key <= position - window) if window else torch.tensor(False))
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [heads, queries, keys], in whose sum each head's sink takes part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    columns = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, columns], dim=-1).softmax(-1)[..., :-1]
 
 
 def _rotate(x: Tensor, positions: Tensor, layer: AttentionLayer) -> Tensor:

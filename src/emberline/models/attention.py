@@ -86,6 +86,8 @@ class Attention:
                 for name in ("q_norm", "k_norm")
             )
             attention = replace(attention, q_norm=q_norm, k_norm=k_norm)
+        if parts.attention.has_sinks:
+            attention = replace(attention, sinks=weights.load_vector(f"{at}.self_attn.sinks", config.heads))
         has_own_norms = config.qk_norm and parts.qk_norm_kind != "head"
         return Attention(
             qkv=load_linear(

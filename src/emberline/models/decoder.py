@@ -54,7 +54,7 @@ class DecoderLayer:
         a, ffn = self.attention, self.ffn
         if not isinstance(ffn, FeedForward) or a.qkv.norm is None or ffn.activation != "silu":
             return None
-        if a.norms or a.scaling or ffn.scaling or a.layer.softcap or a.layer.interleaved:
+        if a.norms or a.scaling or ffn.scaling or a.layer.needs_portable_kernel or a.layer.interleaved:
             return None
         return ops.DenseLayer(a.layer, a.qkv, a.o, ffn.gate_up, ffn.down)
 

@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.models.attention_parts import LLAMA_ATTENTION
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.parts import LLAMA_PARTS
@@ -66,6 +67,8 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
     digest.update(compute_inverse_frequencies(config.rope, context).numpy().tobytes())
     if config.parts != LLAMA_PARTS:
         digest.update(repr(config.parts).encode())
+    if config.parts.attention != LLAMA_ATTENTION:
+        digest.update(repr(config.parts.attention).encode())
     files: dict[Path, int] = {}
     try:
         for name, info in sorted(checkpoint.tensors.items()):

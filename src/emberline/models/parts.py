@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from emberline.core.errors import UnsupportedModel
+from emberline.models.attention_parts import LLAMA_ATTENTION, AttentionParts
 from emberline.models.fields import ConfigFields
 from emberline.models.registry import Architecture, NormKind, NormPlacement, QKNormKind
 from emberline.models.ropeconfig import RopeConfig
@@ -41,6 +42,13 @@ class DecoderParts:
     residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward networks
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
+    # Not part of `repr`, so that KV blocks that were stored before this field existed stay valid.
+    attention: AttentionParts = field(default=LLAMA_ATTENTION, repr=False)
+
+    @property
+    def needs_portable_attention(self) -> bool:
+        """Whether, on a GPU, only the Triton kernel computes the attention of some layers."""
+        return self.attention_softcap > 0 or self.attention.has_sinks
 
     @staticmethod
     def from_hf(
@@ -81,6 +89,7 @@ class DecoderParts:
             residual_multiplier=number(arch.residual_multiplier_field, 1.0),
             logit_multiplier=logits,
             logit_softcap=cap(arch.logit_softcap_field),
+            attention=AttentionParts(has_sinks=arch.attention_sinks),
         )
 
 

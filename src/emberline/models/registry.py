@@ -52,6 +52,8 @@ class Architecture:
     norm_eps_field: str = "rms_norm_eps"
     qk_norm_kind: QKNormKind = "head"  # an RMS norm per head or of the whole projection, or a layer norm per head
 
+    attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
+
     # Tensors, relative to a layer.
     qkv_tensor: str = ""  # one tensor with the projections q, k and v; empty: three tensors
     gate_up_tensor: str = ""  # one tensor with gate and up; empty: two

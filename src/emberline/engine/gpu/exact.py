@@ -25,8 +25,10 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
     has_attention = decode.supports_shape(
         config.heads, config.kv_heads, config.head_dim, cache.dtype, cache.block_size
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
-    if config.parts.attention_softcap:
-        raise UnsupportedModel("exact is set, but its attention kernels do not cap scores", hint=HINT)
+    if config.parts.needs_portable_attention:
+        raise UnsupportedModel(
+            "exact is set, but its attention kernels compute no capped scores and no attention sinks", hint=HINT
+        )
     if not has_attention or cache.dtype is not torch.bfloat16:
         message = (
             f"exact is set, but its attention kernels do not support {config.heads} query heads and"

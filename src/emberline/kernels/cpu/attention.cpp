@@ -27,6 +27,7 @@ struct Attention {
     const int *tables, *query_start, *context;
     int table_stride, window, q_heads, kv_heads, dim, block_size;
     float scale, softcap;  // `softcap` limits scores smoothly to (-softcap, softcap); 0: no limit
+    const float* sinks;    // for each query head, a score that joins the sum of exponentials and has no value; null: none
     float* out;
 
     int group() const { return q_heads / kv_heads; }
@@ -283,6 +284,7 @@ void merge_and_write(const Attention& op, const Unit& unit, Fetch partial) {
     Partial all(memory, unit.rows);
     std::fill_n(memory, floats, 0.0f);
     std::fill_n(all.top, unit.rows, kMasked);
+    for (int r = 0; op.sinks && r < unit.rows; r++) all.top[r] = op.sinks[unit.head * group + r % group], all.sum[r] = 1.0f;
     int first_visible = op.window ? std::max(0, unit.position + 1 - op.window) / kTile : 0;
     for (int t = first_visible; t < unit.tiles; t++) merge(partial(t), all, unit.rows, padded);
     for (int r = 0; r < unit.rows; r++) {
@@ -345,9 +347,9 @@ using namespace ember;
 extern "C" void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride,
                                 long value_stride, const int* tables, int table_stride, const int* query_start,
                                 const int* context, int sequences, float scale, int window, int q_heads, int kv_heads, int dim,
-                                int block_size, float softcap, float* out) {
+                                int block_size, float softcap, const float* sinks, float* out) {
     Attention op{qkv, keys, values, key_stride, value_stride, tables, query_start, context, table_stride,
-                 window, q_heads, kv_heads, dim, block_size, scale, softcap, out};
+                 window, q_heads, kv_heads, dim, block_size, scale, softcap, sinks, out};
     if (f32) return run<float, float>(op, sequences);
 #if EMBER_AMX
     if (AmxTile::fits(op)) return run<bf16, bf16>(op, sequences);

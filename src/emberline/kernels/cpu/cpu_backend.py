@@ -165,12 +165,13 @@ class CPUBackend(ReferenceBackend):
         qkv, layer, keys, values, metadata = inputs
         tables, query_start, context = metadata.block_tables, metadata.query_start, metadata.context
         assert tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
+        assert layer.sinks is None or layer.sinks.dtype == torch.float32
         y = torch.empty(len(qkv), layer.q_heads * layer.head_dim)
         self.library.ember_attention(
             qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0),
             values.stride(0), tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(),
             len(context), layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
-            layer.softcap, y.data_ptr(),
+            layer.softcap, _address(layer.sinks), y.data_ptr(),
         )  # fmt: skip
         return y
 

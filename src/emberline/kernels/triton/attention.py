@@ -27,11 +27,11 @@ MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
 @jit
 def _paged_attention(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor,
-    tiles: tensor, out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor,
+    sinks: tensor, tiles: tensor, out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor,
     qkv_stride: tensor, table_stride: tensor, cache_stride: tensor, out_stride: tensor,
     KV_HEADS: constexpr, GROUP: constexpr, GROUP_PADDED: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr,
     BLOCK_SIZE: constexpr, QUERIES: constexpr, PARTS: constexpr, ROWS: constexpr, SPAN: constexpr,
-    WINDOWED: constexpr, CAPPED: constexpr, TYPE: constexpr, PDL: constexpr,
+    WINDOWED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries have most keys, so they start first
@@ -57,6 +57,9 @@ def _paged_attention(
 
     top = tl.full([ROWS], -1e30, tl.float32)  # finite, since a row may attend to no key of its first spans
     total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # scores that the sums begin with
+        top = tl.load(sinks + head * GROUP + member, member < GROUP, 0.0) * 1.4426950408889634  # log2(e)
+        total = tl.full([ROWS], 1.0, tl.float32)
     mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     position, end = before + query, before + tl.minimum(first + QUERIES, count)
     begin_masked = (before + first + 1) // SPAN * SPAN
@@ -154,12 +157,13 @@ def paged_attention(
     if len(tiles):
         tables = metadata.block_tables
         _paged_attention[(len(tiles) * parts * kv_heads,)](
-            qkv, keys, values, tables, metadata.query_start, metadata.context, tiles, out,
+            qkv, keys, values, tables, metadata.query_start, metadata.context,
+            tables if layer.sinks is None else layer.sinks, tiles, out,
             (1.0 if layer.softcap else layer.scale) * math.log2(math.e), window,
             layer.softcap, layer.scale / layer.softcap if layer.softcap else 0.0,
             qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0),
             kv_heads, group, padded, head_dim, dim, keys.shape[2], queries, parts, rows, span, window > 0,
-            layer.softcap > 0, tl.float32 if exact else tl.bfloat16, pdl,
+            layer.softcap > 0, layer.sinks is not None, tl.float32 if exact else tl.bfloat16, pdl,
             num_warps=warps, num_stages=stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
