@@ -12,6 +12,8 @@ import torch
 from paged_model import Cache, assert_close, prompts
 from torch import Tensor
 
+from emberline.core.errors import UnsupportedModel
+from emberline.engine.kv_shape import make_kv_shape
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.attention_parts import AttentionParts
@@ -90,3 +92,13 @@ def test_kinds_of_attention_change_the_fingerprint_only_where_a_model_has_them(t
     assert repr(plain) == repr(case.config) and repr(plain.parts) == repr(case.config.parts)
     with_sinks, without = (compute_fingerprint(case.checkpoint, c, "float32", 64) for c in (case.config, plain))
     assert with_sinks != without
+
+
+def test_chunks_must_be_whole_blocks() -> None:
+    plain = ModelConfig.from_hf(tiny.config("llama"))
+    parts = replace(plain.parts, attention=AttentionParts(chunked_windows=True))
+    chunked = replace(plain, windows=(48, 0, 48), parts=parts)
+    assert make_kv_shape(chunked, 16, torch.float32) == make_kv_shape(plain, 16, torch.float32)
+    with pytest.raises(UnsupportedModel, match=r"attention_chunk_size is 48.*block size of 32"):
+        make_kv_shape(chunked, 32, torch.float32)
+    assert make_kv_shape(replace(chunked, parts=plain.parts), 32, torch.float32).block_size == 32, "a sliding window"

@@ -238,6 +238,7 @@ class PagedBatch:
         self.cos_sin = torch.randn(4096, dim)
         self.softcap = 0.0
         self.sinks: Tensor | None = None
+        self.chunked = False
 
     def layer(self, window: int = 0) -> AttentionLayer:
         scale = self.dim**-0.5
@@ -248,6 +249,7 @@ class PagedBatch:
             cos_sin=self.cos_sin,
             window=window,
             softcap=self.softcap,
+            chunked=self.chunked,
             sinks=self.sinks,
         )
 
@@ -279,8 +281,16 @@ class PagedBatch:
 @pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20), (4, 1, 256)])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize(
-    ("window", "softcap", "has_sinks"),
-    [(0, 0.0, False), (50, 0.0, False), (50, 3.0, False), (0, 0.0, True), (50, 3.0, True)],
+    ("window", "softcap", "has_sinks", "chunked"),
+    [
+        (0, 0.0, False, False),
+        (50, 0.0, False, False),
+        (50, 3.0, False, False),
+        (0, 0.0, True, False),
+        (50, 3.0, True, False),
+        (48, 0.0, False, True),
+        (128, 0.0, True, True),
+    ],
 )
 def test_attention(
     q_heads: int,
@@ -290,10 +300,11 @@ def test_attention(
     window: int,
     softcap: float,
     has_sinks: bool,
+    chunked: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paged = PagedBatch([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], (q_heads, kv_heads), dim, dtype)
-    paged.softcap, paged.sinks = softcap, torch.randn(q_heads) * 4 if has_sinks else None
+    paged.softcap, paged.sinks, paged.chunked = softcap, torch.randn(q_heads) * 4 if has_sinks else None, chunked
     parts = []
     for b, (before, new) in enumerate(paged.lengths):
         paged.write(b, 0, before)
@@ -312,10 +323,15 @@ def test_attention(
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 128])
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (37, False), (37, True)])
-def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window: int, has_sinks: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "chunked"),
+    [(0, False, False), (37, False, False), (37, True, False), (48, False, True)],
+)
+def test_attention_is_independent_of_batch_chunks_and_threads(
+    block: int, window: int, has_sinks: bool, chunked: bool
+) -> None:
     paged = PagedBatch([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
-    paged.sinks = torch.randn(6) if has_sinks else None
+    paged.sinks, paged.chunked = torch.randn(6) if has_sinks else None, chunked
     parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
     whole = paged.attend(ops.current_backend(), parts, window)
     ops.set_threads(1)
@@ -342,6 +358,20 @@ def test_a_sink_is_a_key_without_a_value() -> None:
         with_sink, without = paged.attend(backend, parts).split(8, dim=1)
         torch.testing.assert_close(with_sink, values.cumsum(0) / (shares + 1))
         torch.testing.assert_close(without, values.cumsum(0) / shares)
+
+
+def test_chunks_are_sequences_of_their_own() -> None:
+    """The tokens of a chunk give the same result as a sequence that starts with them, keys rotated alike."""
+    paged = PagedBatch([(0, 40), (0, 16), (0, 16), (0, 8)], (2, 1), 8, F32)
+    paged.cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4).expand(4096, 8).contiguous()
+    for b, start in ((1, 0), (2, 16), (3, 32)):
+        paged.qkv[b] = paged.qkv[0][start : start + len(paged.qkv[b])]
+    whole, *chunks = [(b, 0, paged.write(b, 0, len(qkv))) for b, qkv in enumerate(paged.qkv)]
+    for backend in (ops.current_backend(), REFERENCE):
+        alone = paged.attend(backend, chunks)
+        paged.chunked = True
+        torch.testing.assert_close(paged.attend(backend, [whole], window=16), alone, atol=1e-6, rtol=1e-6)
+        paged.chunked = False
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [((1, 1), [0, 1]), ((20, 7), [26, 19]), ((3, 0), [])])

@@ -181,6 +181,15 @@ def test_attention_in_the_interpreter(
 
 
 @interpreted
+@pytest.mark.parametrize("dtype,window,has_sinks", [(F32, 16, False), (BF16, 48, True)])
+def test_chunked_attention_in_the_interpreter(
+    rounding: None, dtype: torch.dtype, window: int, has_sinks: bool
+) -> None:
+    kind = {"window": window, "has_sinks": has_sinks, "chunked": True}
+    triton_cases.check_attention(CPU, dtype, dtype, RAGGED, (4, 2, 16), block=16, **kind)
+
+
+@interpreted
 @pytest.mark.parametrize("count", [1, 7, 130])
 def test_rows_in_the_interpreter(count: int) -> None:
     triton_cases.check_rows(CPU, count)
@@ -263,13 +272,13 @@ def test_rope_compiles(compiled_kernels: list[Any], dtype: torch.dtype, cache: t
 
 @compiled
 @pytest.mark.parametrize(
-    "dtype,cache,dim,softcap,most,product",
+    "dtype,cache,dim,softcap,most,product,chunk",
     [
-        (BF16, BF16, 128, 0.0, 1, "mma.sync"),
-        (BF16, BF16, 128, 0.0, 99, "wgmma"),
-        (BF16, FP8, 128, 0.0, 1, "mma.sync"),
-        (F32, F32, 128, 0.0, 4, "fma.rn.f32"),
-        (BF16, BF16, 256, 50.0, 99, "wgmma"),
+        (BF16, BF16, 128, 0.0, 1, "mma.sync", 0),
+        (BF16, BF16, 128, 0.0, 99, "wgmma", 0),
+        (BF16, FP8, 128, 0.0, 1, "mma.sync", 128),
+        (F32, F32, 128, 0.0, 4, "fma.rn.f32", 0),
+        (BF16, BF16, 256, 50.0, 99, "wgmma", 0),
     ],
 )
 def test_attention_compiles(
@@ -280,11 +289,13 @@ def test_attention_compiles(
     softcap: float,
     most: int,
     product: str,
+    chunk: int,
 ) -> None:
     qkv, blocks = torch.zeros(2, 48 * dim, dtype=dtype), torch.zeros(2, 8, 64, dim).to(cache)
     integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     block_m = choose_tile_queries(most, 4)
-    layer = AttentionLayer(32, 8, dim, scale=0.1, cos_sin=torch.zeros(0), softcap=softcap)
+    kind = {"window": chunk, "chunked": True, "sinks": torch.zeros(32)} if chunk else {}
+    layer = AttentionLayer(32, 8, dim, scale=0.1, cos_sin=torch.zeros(0), softcap=softcap, **kind)
     metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
     paged_attention(AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata), tiles, block_m=block_m, pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]

@@ -45,12 +45,13 @@ class AttentionLayer:
     eps: float = 0.0  # epsilon of these norms
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: unchanged
     interleaved: bool = False  # whether rotated pairs are neighbours, and not half of the rotary dimensions apart
+    chunked: bool = False  # whether a query attends to the keys since the last multiple of `window`, up to its own
     sinks: Tensor | None = None  # [q_heads] float32: a score per head that joins the softmax, but has no value
 
     @property
     def needs_portable_kernel(self) -> bool:
         """Whether, on a GPU, only the Triton kernel computes this attention."""
-        return self.softcap > 0 or self.sinks is not None
+        return self.softcap > 0 or self.chunked or self.sinks is not None
 
 
 @dataclass(frozen=True, slots=True)

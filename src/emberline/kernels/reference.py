@@ -121,7 +121,7 @@ class ReferenceBackend(OpBackend):
             scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
             if layer.softcap:
                 scores = layer.softcap * (scores / layer.softcap).tanh()
-            hidden = _make_attention_mask(before, length, layer.window)
+            hidden = _make_attention_mask(before, length, layer)
             weights = _softmax_with_sinks(scores.masked_fill(hidden, -torch.inf), layer.sinks)
             out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
         return out
@@ -241,13 +241,16 @@ def _sample_row(
     return order[min(keep - 1, int((mass <= uniform * mass[-1]).sum()))]
 
 
-def _make_attention_mask(first_position: int, num_keys: int, window: int) -> Tensor:
+def _make_attention_mask(first_position: int, num_keys: int, layer: AttentionLayer) -> Tensor:
     """Return a mask [queries, keys] that is True where a query must not attend to a key.
 
-    The queries have the positions [first_position, num_keys), and the keys [0, num_keys). A `window` of 0 is no window.
+    The queries have the positions [first_position, num_keys), and the keys [0, num_keys).
     """
     key, position = torch.arange(num_keys), torch.arange(first_position, num_keys)[:, None]
-    return (key > position) | ((key <= position - window) if window else torch.tensor(False))
+    if not layer.window:
+        return key > position
+    first_key = position // layer.window * layer.window if layer.chunked else position + 1 - layer.window
+    return (key > position) | (key < first_key)
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:

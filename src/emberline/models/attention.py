@@ -29,6 +29,7 @@ def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> op
         eps=config.norm_eps,
         softcap=config.parts.attention_softcap,
         interleaved=config.parts.interleaved_rope,
+        chunked=config.parts.attention.chunked_windows and config.windows[layer] > 0,
     )
 
 

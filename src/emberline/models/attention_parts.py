@@ -12,6 +12,7 @@ from dataclasses import dataclass
 class AttentionParts:
     """The defaults are Llama's."""
 
+    chunked_windows: bool = False  # whether a layer's window is the chunk of that size that a query is in
     has_sinks: bool = False  # whether each query head has a learned score that joins the softmax and has no value
 
 

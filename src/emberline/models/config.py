@@ -33,7 +33,7 @@ UNSUPPORTED_FIELDS = {
     "kv_lora_rank": "multi-head latent attention",
 }
 
-NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}  # null: there is none
+NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class ModelConfig:
     vocab: int
     norm_eps: float
     rope: RopeConfig
-    windows: tuple[int, ...]  # attention window of each layer in tokens, including the query's own; 0: unlimited
+    # Attention window of each layer in tokens, including the query's own; 0: unlimited. A chunk is a window that starts
+    # at a multiple of its size: see parts.attention.chunked_windows.
+    windows: tuple[int, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -86,7 +88,8 @@ class ModelConfig:
         served, longest = _default_and_max_context(rope, max_position)
         if arch.has_final_max_position:
             served = longest = max_position
-        windows = _read_window_sizes(fields, arch, layers) if resolve_rule(arch.window) else (0,) * layers
+        read_windows = _read_chunk_sizes if arch.chunked_windows else _read_window_sizes
+        windows = read_windows(fields, arch, layers) if resolve_rule(arch.window) else (0,) * layers
         return ModelConfig(
             model_type=fields.text("model_type"),
             hidden=hidden,
@@ -128,7 +131,9 @@ def _find_architecture(fields: ConfigFields) -> Architecture:
 
 
 def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Return config.json with the defaults of its architecture. A null counts as absent, except in NULLABLE_FIELDS."""
+    """Return config.json with the defaults of its architecture.
+
+    A null counts as absent, except in NULLABLE_FIELDS, where it stands for none."""
     given = {name: value for name, value in config.items() if value is not None or name in NULLABLE_FIELDS}
     return {**arch.defaults, **given}
 
@@ -178,12 +183,28 @@ def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) ->
     if not fields.has_field("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
         full_layers = fields.size("max_window_layers", 0, minimum=0, maximum=1 << 30)
         return tuple(0 if layer < full_layers else window for layer in range(layers))
+    return tuple(window if is_local else 0 for is_local in _read_layer_types(fields, layers, "sliding_attention"))
+
+
+def _read_chunk_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:
+    if fields.has_field("layer_types"):
+        is_chunked = _read_layer_types(fields, layers, "chunked_attention")
+    else:
+        is_chunked = read_rotated_layers(fields, layers)
+    if not any(is_chunked):
+        return (0,) * layers
+    chunk = fields.size("attention_chunk_size", maximum=MAX_CONTEXT_TOKENS)
+    return tuple(chunk if chunked else 0 for chunked in is_chunked)
+
+
+def _read_layer_types(fields: ConfigFields, layers: int, local_kind: str) -> tuple[bool, ...]:
+    """Return for each layer whether layer_types has `local_kind`, and not full_attention, for it."""
     kinds = fields.text_list("layer_types")
     if len(kinds) != layers:
         raise fields.invalid_error("layer_types", f"a list of {layers} layer types")
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+    if unknown := set(kinds) - {"full_attention", local_kind}:
         raise UnsupportedModel(f"config.json: layer_types has {min(unknown)[:80]!r}, which is not supported")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(kind == local_kind for kind in kinds)
 
 
 def _default_and_max_context(rope: RopeConfig, max_position: int) -> tuple[int, int]:

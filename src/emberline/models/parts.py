@@ -48,7 +48,7 @@ class DecoderParts:
     @property
     def needs_portable_attention(self) -> bool:
         """Whether, on a GPU, only the Triton kernel computes the attention of some layers."""
-        return self.attention_softcap > 0 or self.attention.has_sinks
+        return self.attention_softcap > 0 or self.attention.has_sinks or self.attention.chunked_windows
 
     @staticmethod
     def from_hf(
@@ -89,7 +89,7 @@ class DecoderParts:
             residual_multiplier=number(arch.residual_multiplier_field, 1.0),
             logit_multiplier=logits,
             logit_softcap=cap(arch.logit_softcap_field),
-            attention=AttentionParts(has_sinks=arch.attention_sinks),
+            attention=AttentionParts(chunked_windows=arch.chunked_windows, has_sinks=arch.attention_sinks),
         )
 
 

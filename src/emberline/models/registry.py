@@ -63,6 +63,7 @@ class Architecture:
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.
+    chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
     window_pattern: int = 0  # without layer_types, each layer of this number has no window; 0: all layers have one
     window_pattern_field: str = ""  # field with that number
     unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"

@@ -33,6 +33,7 @@ from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
+from emberline.engine.kv_shape import make_kv_shape
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
@@ -115,7 +116,7 @@ def boot_gpu(
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
-    shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
+    shape = make_kv_shape(config, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)

@@ -26,12 +26,17 @@ struct Attention {
     long key_stride, value_stride;  // elements from one block to the next
     const int *tables, *query_start, *context;
     int table_stride, window, q_heads, kv_heads, dim, block_size;
+    bool chunked;  // whether the window is the chunk of `window` positions that a query is in, up to the query
     float scale, softcap;  // `softcap` limits scores smoothly to (-softcap, softcap); 0: no limit
     const float* sinks;    // for each query head, a score that joins the sum of exponentials and has no value; null: none
     float* out;
 
     int group() const { return q_heads / kv_heads; }
     int padded() const { return (dim + kPanel - 1) / kPanel * kPanel; }
+    int first_key(int position) const {
+        if (!window) return 0;
+        return chunked ? position / window * window : std::max(0, position + 1 - window);
+    }
 };
 
 // Consecutive queries of one sequence with one KV head. Row r is query r / group, head r % group.
@@ -217,7 +222,7 @@ void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int
         for (int i = 0; i < rows * kTile; i++) score[i] = soft_cap(score[i], op.softcap);  // also of masked keys
     for (int r = 0; r < rows; r++) {
         int position = unit.position + (first + r) / group;
-        int from = op.window ? std::clamp(position + 1 - op.window - start, 0, kTile) : 0;
+        int from = std::clamp(op.first_key(position) - start, 0, kTile);
         int until = std::clamp(position + 1 - start, 0, kTile);
         softmax_row(score + r * kTile, std::min(from, until), until, to.top[first + r], to.sum[first + r]);
     }
@@ -229,8 +234,8 @@ void attend_blocks(const Attention& op, const Unit& unit, RowBlocks blocks, int 
                    Partial to) {
     for (int b = 0; b < blocks.count; b++) {
         int first = blocks.start(b), rows = blocks.size(b), group = op.group();
-        int last = unit.position + (first + rows - 1) / group, first_visible = unit.position + first / group + 1 - op.window;
-        if (start > last || (op.window && start + kTile <= first_visible)) std::fill_n(to.top + first, rows, kMasked);
+        int last = unit.position + (first + rows - 1) / group, first_visible = op.first_key(unit.position + first / group);
+        if (start > last || start + kTile <= first_visible) std::fill_n(to.top + first, rows, kMasked);
         else attend_rows(op, unit, first, rows, start, queries, tile, to);
     }
 }
@@ -285,8 +290,7 @@ void merge_and_write(const Attention& op, const Unit& unit, Fetch partial) {
     std::fill_n(memory, floats, 0.0f);
     std::fill_n(all.top, unit.rows, kMasked);
     for (int r = 0; op.sinks && r < unit.rows; r++) all.top[r] = op.sinks[unit.head * group + r % group], all.sum[r] = 1.0f;
-    int first_visible = op.window ? std::max(0, unit.position + 1 - op.window) / kTile : 0;
-    for (int t = first_visible; t < unit.tiles; t++) merge(partial(t), all, unit.rows, padded);
+    for (int t = op.first_key(unit.position) / kTile; t < unit.tiles; t++) merge(partial(t), all, unit.rows, padded);
     for (int r = 0; r < unit.rows; r++) {
         float* out = op.out + (long(unit.query + r / group) * op.q_heads + unit.head * group + r % group) * op.dim;
         for (int d = 0; d < op.dim; d++) out[d] = all.value[long(r) * padded + d] / all.sum[r];
@@ -346,10 +350,10 @@ using namespace ember;
 
 extern "C" void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride,
                                 long value_stride, const int* tables, int table_stride, const int* query_start,
-                                const int* context, int sequences, float scale, int window, int q_heads, int kv_heads, int dim,
+                                const int* context, int sequences, float scale, int window, int chunked, int q_heads, int kv_heads, int dim,
                                 int block_size, float softcap, const float* sinks, float* out) {
     Attention op{qkv, keys, values, key_stride, value_stride, tables, query_start, context, table_stride,
-                 window, q_heads, kv_heads, dim, block_size, scale, softcap, sinks, out};
+                 window, q_heads, kv_heads, dim, block_size, chunked != 0, scale, softcap, sinks, out};
     if (f32) return run<float, float>(op, sequences);
 #if EMBER_AMX
     if (AmxTile::fits(op)) return run<bf16, bf16>(op, sequences);

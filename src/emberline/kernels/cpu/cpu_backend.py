@@ -170,8 +170,8 @@ class CPUBackend(ReferenceBackend):
         self.library.ember_attention(
             qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0),
             values.stride(0), tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(),
-            len(context), layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
-            layer.softcap, _address(layer.sinks), y.data_ptr(),
+            len(context), layer.scale, layer.window, layer.chunked, layer.q_heads, layer.kv_heads, layer.head_dim,
+            values.shape[2], layer.softcap, _address(layer.sinks), y.data_ptr(),
         )  # fmt: skip
         return y
 

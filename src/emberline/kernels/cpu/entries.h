@@ -52,6 +52,6 @@ void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rota
 
 void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride, long value_stride,
                      const int* tables, int table_stride, const int* query_start, const int* context, int sequences, float scale,
-                     int window, int q_heads, int kv_heads, int dim, int block_size, float softcap,
+                     int window, int chunked, int q_heads, int kv_heads, int dim, int block_size, float softcap,
                      const float* sinks, float* out);
 }

@@ -1,0 +1,23 @@
+"""make_kv_shape: the shape of the KV cache that a model needs."""
+
+from __future__ import annotations
+
+import torch
+
+from emberline.core.errors import UnsupportedModel
+from emberline.kv.cache import KVShape
+from emberline.models.config import ModelConfig
+
+
+def make_kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+    """Return the shape of a model's KV cache with blocks of `block_size` tokens.
+
+    Raises UnsupportedModel if the model attends to chunks that are not whole blocks, which could not be freed."""
+    sizes = {window for window in config.windows if window and config.parts.attention.chunked_windows}
+    for size in sorted(sizes):
+        if size % block_size:
+            raise UnsupportedModel(
+                f"attention_chunk_size is {size}, which is no multiple of the KV block size of {block_size} tokens",
+                hint=f"choose a --block-size that divides {size}",
+            )
+    return KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
