@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.models.attention_parts import AttentionParts, QueryTemperature
 from emberline.models.config import ModelConfig
 from emberline.models.parts import LLAMA_PARTS
 
@@ -134,6 +135,27 @@ def test_smollm3() -> None:
             read("smollm3", no_rope_layers=value)
     with pytest.raises(UnsupportedModel, match="use_sliding_window"):
         read("smollm3", layer_types=["sliding_attention"] * 8, sliding_window=4)
+
+
+def test_llama4() -> None:
+    dense = {"num_local_experts": 0, "moe_layers": [], "intermediate_size_mlp": 128, "no_rope_layers": []}
+    c = read("llama4_text", **dense, interleave_moe_layer_step=1, num_experts_per_tok=1, attn_temperature_tuning=4)
+    assert c.windows == (8192, 8192, 8192, 0) * 2 and c.parts.unrotated_layers == (3, 7) and c.ffn == 128
+    assert not c.qk_norm and c.parts.interleaved_rope and c.rope.theta == 5e5
+    temperature = QueryTemperature(8192.0, 0.1)
+    expected = AttentionParts(chunked_windows=True, has_weightless_qk_norm=True, unrotated_temperature=temperature)
+    assert c.parts.attention == expected and c.parts.needs_portable_attention
+    off = {"use_qk_norm": False, "attn_temperature_tuning": False, "layer_types": ["full_attention"] * 8}
+    plain = read("llama4_text", **dense, **off, attention_chunk_size=None)
+    assert plain.windows == (0,) * 8 and plain.parts.attention == AttentionParts(chunked_windows=True)
+    for change in ({"attention_chunk_size": 0}, {"attention_chunk_size": None}, {"floor_scale": 0}):
+        with pytest.raises(ModelFileError, match=next(iter(change))):
+            read("llama4_text", **dense, **change)
+    for change in ({"num_local_experts": 16}, {"num_local_experts": None}, {"moe_layers": [1]}):
+        with pytest.raises(UnsupportedModel, match=next(iter(change))):
+            read("llama4_text", **{**dense, **change})
+    with pytest.raises(UnsupportedModel, match="sliding_attention"):
+        read("llama4_text", **dense, layer_types=["sliding_attention"] * 8)
 
 
 def test_cohere() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.weight_unpacker import UnpackStream
-from emberline.models.attention import Attention
+from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import add_output
 from emberline.models.moe import SparseFeedForward
-from emberline.models.rope import make_cos_sin_table
+from emberline.models.rope import make_cos_sin_table, make_query_scales
 from emberline.models.ropeconfig import RopeConfig
 from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
@@ -33,10 +33,10 @@ class DecoderLayer:
     ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> DecoderLayer | ParallelLayer:
+    def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DecoderLayer | ParallelLayer:
         if config.parts.norms == "shared":
-            return ParallelLayer.load(config, weights, layer, cos_sin)
-        attention = Attention.load(config, weights, layer, cos_sin)
+            return ParallelLayer.load(config, weights, layer, tables)
+        attention = Attention.load(config, weights, layer, tables)
         if config.experts is not None and config.experts.layers[layer]:
             return DecoderLayer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
@@ -54,7 +54,9 @@ class DecoderLayer:
         a, ffn = self.attention, self.ffn
         if not isinstance(ffn, FeedForward) or a.qkv.norm is None or ffn.activation != "silu":
             return None
-        if a.norms or a.scaling or ffn.scaling or a.layer.needs_portable_kernel or a.layer.interleaved:
+        if a.norms or a.scaling or a.query_scales is not None or ffn.scaling:
+            return None
+        if a.layer.needs_portable_kernel or a.layer.interleaved:
             return None
         return ops.DenseLayer(a.layer, a.qkv, a.o, ffn.gate_up, ffn.down)
 
@@ -69,11 +71,11 @@ class ParallelLayer:
     ffn: FeedForward
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> ParallelLayer:
+    def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> ParallelLayer:
         return ParallelLayer(
             weights.load_vector(f"model.layers.{layer}.input_layernorm.weight", config.hidden),
             config.norm_eps,
-            Attention.load(config, weights, layer, cos_sin),
+            Attention.load(config, weights, layer, tables),
             FeedForward.load(config, weights, layer),
         )
 
@@ -109,7 +111,7 @@ class DecoderModel:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> DecoderModel:
-        tables = _make_cos_sin_tables(config, context, weights.device)
+        tables = _make_position_tables(config, context, weights.device)
         layers = tuple(
             DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)])
             for layer in range(config.layers)
@@ -189,13 +191,19 @@ class DecoderModel:
         return x
 
 
-def _make_cos_sin_tables(config: ModelConfig, context: int, device: torch.device) -> dict[RopeConfig | None, Tensor]:
-    """Return the table of each rotary embedding that layers have; layers without one get a table without columns."""
-    ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))
-    return {
-        rope: (torch.empty(context, 0) if rope is None else make_cos_sin_table(rope, context)).to(device)
-        for rope in ropes
-    }
+def _make_position_tables(
+    config: ModelConfig, context: int, device: torch.device
+) -> dict[RopeConfig | None, PositionTables]:
+    """Return the tables for each rotary embedding that layers have; without one, a table of angles has no columns."""
+
+    def make_tables(rope: RopeConfig | None) -> PositionTables:
+        if rope is not None:
+            return PositionTables(make_cos_sin_table(rope, context).to(device))
+        temperature = config.parts.attention.unrotated_temperature
+        scales = None if temperature is None else make_query_scales(temperature, context).to(device)
+        return PositionTables(torch.empty(context, 0).to(device), scales)
+
+    return {rope: make_tables(rope) for rope in dict.fromkeys(map(config.layer_rope, range(config.layers)))}
 
 
 def _round_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:

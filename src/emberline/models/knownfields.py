@@ -62,6 +62,7 @@ def check_known_fields(config: Mapping[str, Any], arch: Architecture) -> None:
     else:
         known = READ_FIELDS | HARMLESS_FIELDS | read | set(arch.ignored_fields) | set(arch.fixed_fields)
         known |= WINDOW_FIELDS if arch.window or arch.unrotated == "unless_rope" else set()
+        known |= {"floor_scale", "attn_scale"} if arch.temperature_flag_field else set()
         known |= {"attention_chunk_size"} if arch.chunked_windows else set()
         known |= {"no_rope_layers", "no_rope_layer_interval"} if arch.unrotated == "listed" else set()
         known |= {"position_embedding_type"} if arch.unrotated == "unless_rope" else set()

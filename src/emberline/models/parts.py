@@ -89,7 +89,7 @@ class DecoderParts:
             residual_multiplier=number(arch.residual_multiplier_field, 1.0),
             logit_multiplier=logits,
             logit_softcap=cap(arch.logit_softcap_field),
-            attention=AttentionParts(chunked_windows=arch.chunked_windows, has_sinks=arch.attention_sinks),
+            attention=AttentionParts.from_hf(fields, arch),
         )
 
 
@@ -121,7 +121,7 @@ def _read_unrotated_layers(fields: ConfigFields, arch: Architecture, windows: Se
 
 def read_rotated_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has a rotary embedding. In `no_rope_layers`, 1 stands for one that has."""
-    if not fields.has_field("no_rope_layers"):
+    if not fields.values.get("no_rope_layers"):  # published configs of Llama 4 have an empty list
         interval = fields.size("no_rope_layer_interval", 4, maximum=1 << 30)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
     marks = fields.id_list("no_rope_layers")

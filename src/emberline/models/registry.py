@@ -52,6 +52,7 @@ class Architecture:
     norm_eps_field: str = "rms_norm_eps"
     qk_norm_kind: QKNormKind = "head"  # an RMS norm per head or of the whole projection, or a layer norm per head
 
+    weightless_qk_norm: bool | str = False  # whether rotated query and key heads get an RMS norm without weights
     attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
 
     # Tensors, relative to a layer.
@@ -68,6 +69,7 @@ class Architecture:
     window_pattern_field: str = ""  # field with that number
     unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
     interleaved_rope: bool = False
+    temperature_flag_field: str = ""  # whether floor_scale and attn_scale apply to layers without rotary embedding
     partial_rotary: bool = False
     has_local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
     local_theta_field: str = ""  # of these layers, in configs from before transformers 5
@@ -88,7 +90,8 @@ class Architecture:
     def read_fields(self) -> set[str]:
         """Return the config.json fields that the rules name."""
         rules = {f.name: getattr(self, f.name) for f in fields(self)}
-        named = {name for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "window") if rules[name] is not True}
+        flags = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "weightless_qk_norm", "window")
+        named = {name for name in flags if rules[name] is not True}
         return {rules[name] for name in rules if name in named or name.endswith("_field")} - {False, ""}
 
 
@@ -251,6 +254,33 @@ ARCHITECTURES = {
         unrotated="listed",
         defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True},
         ignored_fields=("max_window_layers",),
+    ),
+    "llama4_text": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        window=True,
+        chunked_windows=True,
+        weightless_qk_norm="use_qk_norm",
+        temperature_flag_field="attn_temperature_tuning",
+        down_tensor="feed_forward.down_proj",
+        ffn_field="intermediate_size_mlp",
+        unrotated="listed",
+        interleaved_rope=True,
+        turn_end_tokens=("<|eot|>",),
+        # Without experts, moe_layers is an empty list, and the fields of experts have no effect.
+        fixed_fields={"moe_layers": []},
+        ignored_fields=("interleave_moe_layer_step", "num_experts_per_tok", "for_llm_compressor"),
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "num_local_experts": 16,
+        },
     ),
     "cohere": Architecture(
         **COHERE, qk_norm="use_qk_norm", qk_norm_kind="head_layer", defaults=COHERE_DEFAULTS | {"rope_theta": 500000.0}

@@ -27,7 +27,7 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
     if config.parts.needs_portable_attention:
         raise UnsupportedModel(
-            "exact is set, but its attention kernels compute no capped scores and no attention sinks", hint=HINT
+            "exact is set, but its attention kernels compute no capped scores, sinks or chunks", hint=HINT
         )
     if not has_attention or cache.dtype is not torch.bfloat16:
         message = (
