@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,44 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from paged_model import Cache, assert_close, prompts
+from paged_model import Cache, assert_close, oracle, prompts
 from torch import Tensor
 
 from emberline.core.errors import UnsupportedModel
+from emberline.core.plan import BlockCopy
 from emberline.engine.kv_shape import make_kv_shape
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kv.cache import KVCache
+from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.models.attention_parts import AttentionParts
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.loader import compute_fingerprint
+from emberline.models.loader import compute_fingerprint, load_decoder
 from emberline.models.tensor_names import load_model
 from emberline.models.weights import Weights
 
 CONTEXT = 64
+MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 3}
+MLA |= {"num_key_value_heads": 6, "head_dim": 8, "n_routed_experts": 0, "n_shared_experts": 0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+DEEPSEEK: dict[str, tiny.Config] = {
+    "v2": {"model_type": "deepseek_v2", "q_lora_rank": 16},
+    "v2-lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "tie_word_embeddings": True},
+    "v3": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 16,
+        "num_mtp_layers": 0,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
+    },
+    "v3-halves": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "num_mtp_layers": 0,
+        "rope_interleave": False,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -102,3 +126,51 @@ def test_chunks_must_be_whole_blocks() -> None:
     with pytest.raises(UnsupportedModel, match=r"attention_chunk_size is 48.*block size of 32"):
         make_kv_shape(chunked, 32, torch.float32)
     assert make_kv_shape(replace(chunked, parts=plain.parts), 32, torch.float32).block_size == 32, "a sliding window"
+
+
+def write_deepseek(directory: Path, name: str) -> Path:
+    """Write a random checkpoint of a DeepSeek model without experts."""
+    c = {**tiny.BASE, **MLA, **DEEPSEEK[name]}
+    c["architectures"] = ["DeepseekV2ForCausalLM" if name.startswith("v2") else "DeepseekV3ForCausalLM"]
+    hidden, heads, ffn, rank, compressed = 48, 6, 80, 20, c["q_lora_rank"]
+    layer = {"self_attn.kv_a_proj_with_mqa": (rank + 8, hidden), "self_attn.kv_b_proj": (heads * 22, rank)}
+    layer |= {"self_attn.o_proj": (hidden, heads * 10), "mlp.down_proj": (hidden, ffn)}
+    layer |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "self_attn.kv_a_layernorm": (rank,)}
+    layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if compressed:
+        layer |= {"self_attn.q_a_proj": (compressed, hidden), "self_attn.q_b_proj": (heads * 20, compressed)}
+        layer["self_attn.q_a_layernorm"] = (compressed,)
+    else:
+        layer["self_attn.q_proj"] = (heads * 20, hidden)
+    shapes = {f"model.layers.{i}.{part}.weight": shape for i in range(3) for part, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (131, hidden), "model.norm.weight": (hidden,)}
+    shapes |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (131, hidden)}
+    random = torch.Generator().manual_seed(3)
+    tensors = {part: torch.randn(shape, generator=random) for part, shape in shapes.items()}
+    for part, tensor in tensors.items():
+        tensor.mul_(0.2).add_(1) if "norm" in part else tensor.mul_(2.0 / tensor.shape[-1] ** 0.5)
+    tiny.write_tensors(directory, c, tensors)
+    (directory / "config.json").write_text(json.dumps(c))  # with null, which means no compressed queries
+    return directory
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_latent_attention_equals_transformers(backend: str, name: str, tmp_path: Path) -> None:
+    directory, tokens = write_deepseek(tmp_path, name), prompts(37, 20)
+    model = load_decoder(directory)
+    assert (model.config.kv_heads, model.config.head_dim) == (1, 28) and model.stack is None
+    check_model(model, tokens, oracle(directory, tokens))
+
+
+def test_the_cache_holds_latents_once() -> None:
+    config = ModelConfig.from_hf({**tiny.BASE, **MLA, **DEEPSEEK["v2"], "architectures": ["DeepseekV2ForCausalLM"]})
+    shape = make_kv_shape(config, 16, torch.float32)
+    assert shape.block_bytes == 3 * 28 * 16 * 4 == shape.layout("m").block_bytes and shape.layout("m").parts == 1
+    cache = KVCache(shape, 4)
+    assert cache.keys.shape == (3, 4, 1, 16, 28) and cache.values.shape == (3, 4, 1, 16, 0)
+    cache.keys.copy_(torch.randn(cache.keys.shape))
+    buffer, before = memoryview(bytearray(shape.block_bytes)), cache.keys.clone()
+    copier = HostBlockCopier(cache)
+    copier.save([BlockCopy(2, b"", buffer)])
+    copier.load([BlockCopy(1, b"", buffer)])
+    assert torch.equal(cache.keys[:, 1], before[:, 2]) and torch.equal(cache.keys[:, 2:], before[:, 2:])

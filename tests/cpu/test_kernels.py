@@ -374,6 +374,38 @@ def test_chunks_are_sequences_of_their_own() -> None:
         paged.chunked = False
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("q_heads", "dim", "latent"), [(16, 96, 64), (3, 28, 20), (130, 40, 24)])
+def test_latent_attention_equals_attention_with_copied_values(
+    dtype: torch.dtype, q_heads: int, dim: int, latent: int
+) -> None:
+    """The values are the last elements of the keys: the same result as of a cache that has them twice."""
+    lengths = [(0, 9), (70, 1), (64, 3)]
+    full = PagedBatch(lengths, (q_heads, 1), dim, dtype)
+    full.cos_sin = torch.randn(4096, dim - latent)
+    for qkv in full.qkv:  # the rotated elements have no values
+        qkv[:, -dim:] = torch.cat([torch.zeros(len(qkv), dim - latent), qkv[:, -dim - latent : -dim]], dim=1)
+    keys = {backend: torch.full_like(full.k, torch.nan) for backend in (ops.current_backend(), REFERENCE)}
+    expected, parts = [], []
+    for b, (before, new) in enumerate(lengths):
+        rotated = full.write(b, 0, before + new)
+        mixed = full.attend(REFERENCE, [(b, before, rotated[before:])])
+        expected.append(mixed.view(new, q_heads, dim)[..., -latent:].flatten(1))
+        parts.append((b, before, full.qkv[b][:, :-dim]))
+    for backend, cached in keys.items():
+        layer = replace(full.layer(), latent_dim=latent)
+        no_values = cached[..., :0]
+        for (b, before, qkv), wanted in zip(parts, expected, strict=True):
+            part, count = qkv.clone(), len(qkv)
+            positions, slots = torch.arange(count, dtype=torch.int32), full.slots(b, 0, count)
+            backend.rope_and_cache(part, layer, cached, no_values, rope_metadata(positions, slots))
+            starts, context = (torch.tensor(n, dtype=torch.int32) for n in ([0, count - before], [before]))
+            metadata = AttentionMetadata(positions, slots, starts, context, full.tables[b : b + 1])
+            new = part[before:].contiguous()
+            got = backend.paged_attention(AttentionInputs(new, layer, cached, no_values, metadata))
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("tokens", "wanted"), [((1, 1), [0, 1]), ((20, 7), [26, 19]), ((3, 0), [])])
 def test_dense_stack_equals_its_ops(tokens: tuple[int, int], wanted: list[int]) -> None:
     dim, hidden, ffn = 16, 40, 56

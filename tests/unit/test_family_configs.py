@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
-from emberline.models.attention_parts import AttentionParts, QueryTemperature
+from emberline.models.attention_parts import AttentionParts, LatentConfig, QueryTemperature
 from emberline.models.config import ModelConfig
 from emberline.models.parts import LLAMA_PARTS
 
@@ -156,6 +156,28 @@ def test_llama4() -> None:
             read("llama4_text", **{**dense, **change})
     with pytest.raises(UnsupportedModel, match="sliding_attention"):
         read("llama4_text", **dense, layer_types=["sliding_attention"] * 8)
+
+
+def test_deepseek() -> None:
+    dense = {"n_routed_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 8}
+    c = read("deepseek_v3", **dense, norm_topk_prob=True, scoring_func="sigmoid", moe_layer_freq=1)
+    assert (c.heads, c.kv_heads, c.head_dim, c.rope.dim) == (4, 1, 576, 64) and c.parts.interleaved_rope
+    assert c.parts.attention.latent == LatentConfig(512, 1536, rotary_dim=64, plain_dim=128, value_dim=128)
+    assert c.parts.attention_scale == 192**-0.5 and c.parts.needs_portable_attention
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707}
+    lite = read("deepseek_v2", **dense, q_lora_rank=None, rope_scaling=scaling | {"mscale_all_dim": 0.707})
+    assert lite.parts.attention.latent == LatentConfig(512, 0, rotary_dim=64, plain_dim=128, value_dim=128)
+    factor = (0.1 * 0.707 * math.log(40) + 1) ** 2
+    assert lite.parts.attention_scale == pytest.approx(192**-0.5 * factor) and lite.rope.attention_factor == 1.0
+    for change in ({"kv_lora_rank": 0}, {"qk_rope_head_dim": 7}, {"num_key_value_heads": 2}, {"v_head_dim": "8"}):
+        with pytest.raises(ModelFileError, match=next(iter(change))):
+            read("deepseek_v3", **dense, **change)
+    refused = {"n_routed_experts": 256}, {"n_routed_experts": None}, {"n_shared_experts": 1}, {"attention_bias": True}
+    for change in refused:
+        with pytest.raises(UnsupportedModel, match=next(iter(change))):
+            read("deepseek_v3", **{**dense, **change})
+    with pytest.raises(UnsupportedModel, match="kv_lora_rank"):
+        read("llama", kv_lora_rank=512)
 
 
 def test_cohere() -> None:

@@ -20,4 +20,5 @@ def make_kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> K
                 f"attention_chunk_size is {size}, which is no multiple of the KV block size of {block_size} tokens",
                 hint=f"choose a --block-size that divides {size}",
             )
-    return KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
+    is_latent = config.parts.attention.latent is not None
+    return KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)

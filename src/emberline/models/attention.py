@@ -40,6 +40,7 @@ def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> op
         softcap=config.parts.attention_softcap,
         interleaved=config.parts.interleaved_rope,
         chunked=config.parts.attention.chunked_windows and config.windows[layer] > 0,
+        latent_dim=0 if config.parts.attention.latent is None else config.parts.attention.latent.kv_rank,
     )
 
 

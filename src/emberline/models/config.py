@@ -11,6 +11,7 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.models.attention_parts import LatentConfig
 from emberline.models.endtokens import collect_end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
@@ -34,6 +35,7 @@ UNSUPPORTED_FIELDS = {
 }
 
 NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"}
+NULLABLE_FIELDS |= {"q_lora_rank"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,11 @@ class ModelConfig:
 
         hidden = fields.size("hidden_size", maximum=MAX_HIDDEN)
         layers = fields.size("num_hidden_layers", maximum=MAX_LAYERS)
-        heads, kv_heads, head_dim = _read_head_counts(fields, hidden)
+        heads, kv_heads, head_dim = (_read_latent_heads if arch.latent_attention else _read_head_counts)(fields, hidden)
         max_position = fields.size("max_position_embeddings", maximum=MAX_CONTEXT_TOKENS)
-        rope, local_rope = read_ropes(fields, arch, head_dim, max_position)
-        served, longest = _default_and_max_context(rope, max_position)
+        rotary_dim = fields.size("qk_rope_head_dim", maximum=MAX_HEAD_DIM) if arch.latent_attention else head_dim
+        ropes = read_ropes(fields, arch, rotary_dim, max_position)
+        served, longest = _default_and_max_context(ropes.rope, max_position)
         if arch.has_final_max_position:
             served = longest = max_position
         read_windows = _read_chunk_sizes if arch.chunked_windows else _read_window_sizes
@@ -101,7 +104,7 @@ class ModelConfig:
             experts=None if arch.experts is None else ExpertsConfig.from_hf(fields, arch.experts, layers),
             vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
             norm_eps=fields.number(arch.norm_eps_field, 1e-6),
-            rope=rope,
+            rope=ropes.rope,
             windows=windows,
             qkv_bias=resolve_rule(arch.qkv_bias),
             o_bias=resolve_rule(arch.o_bias),
@@ -111,7 +114,7 @@ class ModelConfig:
             max_context=served,
             longest_context=longest,
             eos=fields.id_list("eos_token_id"),
-            parts=DecoderParts.from_hf(fields, arch, hidden, windows, local_rope),
+            parts=DecoderParts.from_hf(fields, arch, hidden, windows, ropes),
         )
 
     @staticmethod
@@ -141,7 +144,7 @@ def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, A
 def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     model_type = fields.text("model_type")
     for name, what in (UNSUPPORTED_FIELDS if arch.experts else UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
-        if fields.values.get(name):
+        if fields.values.get(name) and not (name == "kv_lora_rank" and arch.latent_attention):
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
     classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
@@ -167,6 +170,14 @@ def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]
             f"config.json: hidden_size {hidden} cannot be divided by {heads} heads, and there is no head_dim"
         )
     return heads, kv_heads, fields.size("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
+
+
+def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
+    """Return the number of query heads, and one KV head with the size that is cached, which all of them share."""
+    heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
+    if fields.size("num_key_value_heads", heads, maximum=MAX_HEADS) != heads:
+        raise fields.invalid_error("num_key_value_heads", f"num_attention_heads, {heads}, with latent attention")
+    return heads, 1, LatentConfig.from_hf(fields).cached_dim
 
 
 def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:

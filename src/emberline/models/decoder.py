@@ -17,6 +17,7 @@ from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
+from emberline.models.latent_attention import LatentAttention
 from emberline.models.layers import add_output
 from emberline.models.moe import SparseFeedForward
 from emberline.models.rope import make_cos_sin_table, make_query_scales
@@ -29,14 +30,15 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    attention: Attention
+    attention: Attention | LatentAttention
     ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DecoderLayer | ParallelLayer:
         if config.parts.norms == "shared":
             return ParallelLayer.load(config, weights, layer, tables)
-        attention = Attention.load(config, weights, layer, tables)
+        kind = Attention if config.parts.attention.latent is None else LatentAttention
+        attention = kind.load(config, weights, layer, tables)
         if config.experts is not None and config.experts.layers[layer]:
             return DecoderLayer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
@@ -52,7 +54,9 @@ class DecoderLayer:
     def as_dense_layer(self) -> ops.DenseLayer | None:
         """Return this layer as an element of a `DenseStack`, or None if it has parts that DenseStack lacks."""
         a, ffn = self.attention, self.ffn
-        if not isinstance(ffn, FeedForward) or a.qkv.norm is None or ffn.activation != "silu":
+        if isinstance(a, LatentAttention) or not isinstance(ffn, FeedForward):
+            return None
+        if a.qkv.norm is None or ffn.activation != "silu":
             return None
         if a.norms or a.scaling or a.query_scales is not None or ffn.scaling:
             return None

@@ -14,7 +14,7 @@ from emberline.core.errors import UnsupportedModel
 from emberline.models.attention_parts import LLAMA_ATTENTION, AttentionParts
 from emberline.models.fields import ConfigFields
 from emberline.models.registry import Architecture, NormKind, NormPlacement, QKNormKind
-from emberline.models.ropeconfig import RopeConfig
+from emberline.models.ropeconfig import RopeConfig, Ropes
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -48,11 +48,12 @@ class DecoderParts:
     @property
     def needs_portable_attention(self) -> bool:
         """Whether, on a GPU, only the Triton kernel computes the attention of some layers."""
-        return self.attention_softcap > 0 or self.attention.has_sinks or self.attention.chunked_windows
+        kinds = self.attention
+        return self.attention_softcap > 0 or kinds.has_sinks or kinds.chunked_windows or kinds.latent is not None
 
     @staticmethod
     def from_hf(
-        fields: ConfigFields, arch: Architecture, hidden: int, windows: Sequence[int], local_rope: RopeConfig | None
+        fields: ConfigFields, arch: Architecture, hidden: int, windows: Sequence[int], ropes: Ropes
     ) -> DecoderParts:
         def number(name: str, default: float) -> float:
             value = fields.number(name, default) if name else default
@@ -68,6 +69,10 @@ class DecoderParts:
             scale = number(arch.attention_scalar_field, 1.0) ** -0.5
         elif arch.attention_multiplier_field:
             scale = number(arch.attention_multiplier_field, 1.0)
+        attention = AttentionParts.from_hf(fields, arch)
+        if attention.latent is not None:
+            size = attention.latent.plain_dim + attention.latent.rotary_dim
+            scale = size**-0.5 * ropes.score_factor
         embedding = math.sqrt(hidden) if arch.scaled_embedding else number(arch.embedding_multiplier_field, 1.0)
         logits = number(arch.logit_multiplier_field, 1.0) / number(arch.logit_divisor_field, 1.0)
         return DecoderParts(
@@ -79,8 +84,8 @@ class DecoderParts:
             qkv_tensor=arch.qkv_tensor,
             gate_up_tensor=arch.gate_up_tensor,
             down_tensor=arch.down_tensor,
-            interleaved_rope=arch.interleaved_rope,
-            local_rope=local_rope,
+            interleaved_rope=_is_interleaved(fields, arch),
+            local_rope=ropes.local_rope,
             unrotated_layers=_read_unrotated_layers(fields, arch, windows),
             attention_scale=scale,
             attention_softcap=cap(arch.attention_softcap_field),
@@ -89,11 +94,16 @@ class DecoderParts:
             residual_multiplier=number(arch.residual_multiplier_field, 1.0),
             logit_multiplier=logits,
             logit_softcap=cap(arch.logit_softcap_field),
-            attention=AttentionParts.from_hf(fields, arch),
+            attention=attention,
         )
 
 
 LLAMA_PARTS = DecoderParts()
+
+
+def _is_interleaved(fields: ConfigFields, arch: Architecture) -> bool:
+    rule = arch.interleaved_rope
+    return fields.flag(rule, False) if isinstance(rule, str) else rule
 
 
 def _read_activation(fields: ConfigFields, name: str) -> Activation:

@@ -65,6 +65,9 @@ class TensorNameScan(Weights):
         whole = self.stack(parts, columns)
         return ops.empty_weight(len(whole), columns, whole.dtype, self.device, gated=gated)
 
+    def pack(self, matrix: Tensor) -> ops.PackedWeight:
+        return ops.empty_weight(len(matrix), matrix.shape[1], matrix.dtype, self.device)
+
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         self._unused.discard(name)
         return True

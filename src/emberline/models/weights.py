@@ -110,6 +110,10 @@ class Weights:
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""
         return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
 
+    def pack(self, matrix: Tensor) -> ops.PackedWeight:
+        """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""
+        return ops.pack_linear(matrix.contiguous())
+
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.load_vector(name, size) for name, size in parts])
 

@@ -20,7 +20,7 @@ import torch
 
 from emberline.core.config import kernel_dir
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
-from emberline.core.errors import ModelError
+from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
@@ -111,6 +111,9 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
+    if config.parts.attention.latent is not None:
+        message = f"{config.model_type} has latent attention, which is only supported on the CPU"
+        raise UnsupportedModel(message, hint="use --device cpu")
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)

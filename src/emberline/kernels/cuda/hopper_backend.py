@@ -149,6 +149,8 @@ class HopperBackend(OpBackend):
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"
         qkv, layer = inputs.qkv, inputs.layer
+        if layer.latent_dim:  # rejected when such a model is loaded
+            raise NotImplementedError("latent attention is not supported on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
         if layer.needs_portable_kernel and (plan.prefill_tiles is not None or plan.decode_work is not None):
             raise NotImplementedError("only the Triton kernel computes this attention: plan with portable=True")
