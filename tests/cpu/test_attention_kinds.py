@@ -6,20 +6,33 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
+from engine_runs import run_engine
 from paged_model import Cache, assert_close, oracle, prompts
 from torch import Tensor
 
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import UnsupportedModel
+from emberline.core.params import SamplingParams
 from emberline.core.plan import BlockCopy
+from emberline.core.request import Submission
+from emberline.engine.boot import boot
+from emberline.engine.gpu.boot import boot_gpu
 from emberline.engine.kv_shape import make_kv_shape
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kernels.arguments import AttentionInputs
+from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import StagingBuffer, copy_piece
+from emberline.kv.transfer.shm import SharedSegment
 from emberline.models.attention_parts import AttentionParts
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
@@ -174,3 +187,57 @@ def test_the_cache_holds_latents_once() -> None:
     copier.save([BlockCopy(2, b"", buffer)])
     copier.load([BlockCopy(1, b"", buffer)])
     assert torch.equal(cache.keys[:, 1], before[:, 2]) and torch.equal(cache.keys[:, 2:], before[:, 2:])
+
+
+def test_latents_move_between_caches_of_other_block_sizes() -> None:
+    """As between a prefill and a decode worker, in shared memory; on a CPU a block stores its keys transposed."""
+    config = ModelConfig.from_hf({**tiny.BASE, **MLA, **DEEPSEEK["v2"], "architectures": ["DeepseekV2ForCausalLM"]})
+    caches = []
+    for block_size, blocks in ((8, 6), (16, 3)):
+        shape = make_kv_shape(config, block_size, torch.float32)
+        caches.append(KVCache(shape, blocks, segment=SharedSegment(shape.layout("m"), blocks)))
+    source, target = caches
+    source.keys.copy_(torch.randn(source.keys.shape))
+    regions = [cache.segment.region for cache in caches if cache.segment is not None]
+    piece, blocks = TransferPiece(0, 3, 0, 4), np.array([5, 0, 3, 2])
+    copy_piece(piece, regions[0], blocks, regions[1], np.array([2, 0]), StagingBuffer())
+    sent = source.keys.view(3, 6, 28, 8)[:, blocks].permute(0, 1, 3, 2).reshape(3, 32, 28)
+    assert torch.equal(target.keys.view(3, 3, 28, 16)[:, [2, 0]].permute(0, 1, 3, 2).reshape(3, 32, 28), sent)
+
+
+def test_latent_attention_in_an_engine_with_a_disk(tmp_path: Path) -> None:
+    directory, prompt = write_deepseek(tmp_path / "model", "v3"), prompts(41)[0]
+    settings = {"device": "cpu", "block_size": 8, "kv_memory": 1 << 16, "max_batch_tokens": 16, "threads": 1}
+    config = EngineConfig.build(str(directory), **settings, kv_disk=str(tmp_path / "disk"), kv_disk_size=1 << 22)
+    model = load_decoder(directory)
+    expected = list(prompt)
+    for _ in range(6):
+        expected.append(int(Cache(model, [expected]).step([len(expected)])[-1].argmax()))
+    for hits in (0, 40):
+        engine = boot(config).engine
+        tokens = run_engine(engine, [Submission("r", prompt, SamplingParams(max_tokens=6, temperature=0.0))])
+        assert tokens["r"] == expected[len(prompt) :]
+        engine.close()
+        assert engine.stats().tiers["disk"].hit_tokens == hits
+
+
+def test_a_gpu_refuses_latent_attention_at_start(tmp_path: Path) -> None:
+    directory = write_deepseek(tmp_path, "v2")
+    checkpoint = Checkpoint.open(directory)
+    config, weights = ModelConfig.from_checkpoint(checkpoint), Weights(checkpoint)
+    with pytest.raises(UnsupportedModel, match="deepseek_v2 has latent attention"):
+        boot_gpu(config, weights, context=CONTEXT, settings=EngineConfig.build(str(directory)))
+
+
+@pytest.mark.parametrize("kind", [{"sinks": torch.zeros(2)}, {"window": 16, "chunked": True}, {"latent_dim": 8}])
+def test_kernels_for_hopper_refuse_other_kinds_of_attention(kind: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    from emberline.kernels.cuda.hopper_backend import HopperBackend
+
+    empty = torch.zeros(0, dtype=torch.int32)
+    layer = ops.AttentionLayer(2, 1, 16, scale=1.0, cos_sin=torch.zeros(0), **kind)
+    inputs = AttentionInputs(
+        torch.zeros(1, 64), layer, empty, empty, ops.AttentionMetadata(empty, empty, empty, empty, empty)
+    )
+    with pytest.raises(NotImplementedError, match=r"only the Triton kernel|not supported on a GPU"):
+        HopperBackend.paged_attention(object.__new__(HopperBackend), inputs, AttentionPlan(0, prefill_tiles=empty))
