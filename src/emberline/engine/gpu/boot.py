@@ -20,11 +20,11 @@ import torch
 
 from emberline.core.config import kernel_dir
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
-from emberline.core.errors import ModelError, UnsupportedModel
+from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import memory
+from emberline.engine import kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
@@ -33,7 +33,6 @@ from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
-from emberline.engine.kv_shape import make_kv_shape
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
@@ -111,15 +110,13 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
-    if config.parts.attention.latent is not None:
-        message = f"{config.model_type} has latent attention, which is only supported on the CPU"
-        raise UnsupportedModel(message, hint="use --device cpu")
+    kv_shape.reject_latent_attention(config)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
-    shape = make_kv_shape(config, settings.scheduler.block_size, kv_dtype)
+    shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
