@@ -24,7 +24,7 @@ class Cache:
         c = model.config
         self.model, self.tokens, self.done = model, tokens, [0] * len(tokens)
         self.keys = torch.full((c.layers, BLOCKS, c.kv_heads, BLOCK, c.head_dim), float("nan"))
-        self.values = self.keys.clone()
+        self.values = self.keys.clone() if c.parts.attention.latent is None else self.keys[..., :0]
         free = random.Random(seed).sample(range(BLOCKS), BLOCKS)
         self.tables = [[free.pop() for _ in range(-(-len(ids) // BLOCK))] for ids in tokens]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 CLASSES = {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "phi3": "Phi3", "olmo2": "Olmo2", "olmo3": "Olmo3"}
 CLASSES |= {"granite": "Granite", "granitemoehybrid": "GraniteMoeHybrid", "smollm3": "SmolLM3"}
-CLASSES |= {"cohere": "Cohere", "cohere2": "Cohere2"}
+CLASSES |= {"cohere": "Cohere", "cohere2": "Cohere2", "llama4_text": "Llama4"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -72,6 +72,13 @@ def granite4(**changes: Any) -> Config:
 def cohere(model_type: str, **changes: Any) -> Config:
     numbers = {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "head_dim": None, "rms_norm_eps": None}
     return config(model_type, **{**numbers, "tie_word_embeddings": None, **changes})
+
+
+def llama4(**changes: Any) -> Config:
+    """Return a config without experts, in whose last layers the queries have several temperatures."""
+    numbers = {"attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.4, "intermediate_size_mlp": 80}
+    other = {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 1, "intermediate_size": 24}
+    return config("llama4_text", **{**numbers, **other, **changes})
 
 
 OLMO3_LAYERS = [SLIDING, FULL, SLIDING, FULL]
@@ -133,11 +140,27 @@ CONFIGS: dict[str, Config] = {
     "cohere-normed": cohere("cohere", use_qk_norm=True, tie_word_embeddings=False, attention_bias=True),
     "cohere2": cohere("cohere2", sliding_window=7, sliding_window_pattern=2, use_parallel_block=True),
     "cohere2-layers": cohere("cohere2", sliding_window=5, layer_types=[SLIDING, FULL, FULL, SLIDING]),
+    "llama4": llama4(no_rope_layer_interval=2, use_qk_norm=True),
+    "llama4-plain": llama4(
+        no_rope_layers=[1, 0, 1, 1],
+        layer_types=["chunked_attention", FULL, FULL, "chunked_attention"],
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "llama4-yarn": llama4(
+        no_rope_layers=[1, 1, 0, 1],
+        use_qk_norm=True,
+        rms_norm_eps=0.5,  # so large that norms before and after the factor of yarn differ
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0},
+    ),
 }
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    kind, hidden, ffn = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    kind, hidden = config["model_type"], config["hidden_size"]
+    ffn = config.get("intermediate_size_mlp", config["intermediate_size"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim", hidden // heads)
     q, kv = heads * dim, kv_heads * dim
@@ -159,14 +182,15 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         add_linear("shared_mlp.output_linear", hidden, ffn)
     else:
         gate_up = {"gate_up": 2 * ffn} if kind == "phi3" else {"gate": ffn, "up": ffn}
+        module = "feed_forward" if kind == "llama4_text" else "mlp"
         for name, rows in gate_up.items():
-            add_linear(f"mlp.{name}_proj", rows, hidden, mlp_biases)
-        add_linear("mlp.down_proj", hidden, ffn, mlp_biases)
+            add_linear(f"{module}.{name}_proj", rows, hidden, mlp_biases)
+        add_linear(f"{module}.down_proj", hidden, ffn, mlp_biases)
     norms = {"cohere": ["input"], "cohere2": ["input"], "olmo2": ["post_attention", "post_feedforward"]}
     norms["olmo3"], norms["gemma2"] = norms["olmo2"], ["input", "pre_feedforward", *norms["olmo2"]]
     norms["gemma3_text"] = norms["gemma2"]
     layer |= {f"{name}_layernorm.weight": (hidden,) for name in norms.get(kind, ["input", "post_attention"])}
-    if kind in ("gemma3_text", "olmo2", "olmo3") or config.get("use_qk_norm"):
+    if kind in ("gemma3_text", "olmo2", "olmo3") or (kind == "cohere" and config.get("use_qk_norm")):
         per_head = {"gemma3_text": [(dim,), (dim,)], "cohere": [(heads, dim), (kv_heads, dim)]}
         sizes = per_head.get(kind, [(q,), (kv,)])
         layer |= {"self_attn.q_norm.weight": sizes[0], "self_attn.k_norm.weight": sizes[1]}

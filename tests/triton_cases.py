@@ -189,6 +189,8 @@ def check_attention(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    has_sinks: bool = False,
+    chunked: bool = False,
     block: int = 64,
     block_m: int | None = None,
     pdl: bool = False,
@@ -220,7 +222,9 @@ def check_attention(
     scale = dim**-0.5
     none = torch.empty(0, device=device)  # attention reads neither positions, nor slots, nor angles
     metadata = AttentionMetadata(none, none, starts.to(device), context.to(device), tables.to(device))
-    layer = AttentionLayer(*heads, scale=scale, cos_sin=none, window=window, softcap=softcap)
+    sinks = random(q_heads, device=device) * 3 if has_sinks else None
+    kind = {"window": window, "softcap": softcap, "sinks": sinks, "chunked": chunked}
+    layer = AttentionLayer(*heads, scale=scale, cos_sin=none, **kind)
     on_device = torch.from_numpy(tiles).to(device)
     inputs = AttentionInputs(qkv, layer, both[:, 0], both[:, 1], metadata)
     paged_attention(inputs, on_device, out=out, block_m=block_m, pdl=pdl)
@@ -237,11 +241,15 @@ def dense_attention(q: Tensor, kv: Tensor, before: int, layer: AttentionLayer, d
     k, v = kv.to(F32).to(dtype).repeat_interleave(heads // kv.shape[1], dim=1)
     key = torch.arange(before + new, device=q.device)
     position = key[before:, None]
-    seen = (key <= position) & (key > position - (layer.window or before + new))
-    if layer.softcap:
+    size = layer.window or before + new
+    seen = (key <= position) & (key // size == position // size if layer.chunked else key > position - size)
+    if layer.softcap or layer.sinks is not None:
         wide = torch.promote_types(dtype, F32)
         scores = q.to(dtype).to(wide) @ k.to(wide).transpose(1, 2) * layer.scale
-        weights = (layer.softcap * (scores / layer.softcap).tanh()).masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = layer.softcap * (scores / layer.softcap).tanh() if layer.softcap else scores
+        sinks = torch.full((heads,), -torch.inf, device=q.device) if layer.sinks is None else layer.sinks
+        columns = sinks.to(wide)[:, None, None].expand(heads, new, 1)
+        weights = torch.cat([scores.masked_fill(~seen, -torch.inf), columns], dim=-1).softmax(-1)[..., :-1]
         return (weights.to(dtype).to(wide) @ v.to(wide)).to(dtype).transpose(0, 1)
     mixed = F.scaled_dot_product_attention(q.to(dtype)[None], k[None], v[None], seen, scale=layer.scale)
     return mixed[0].transpose(0, 1)

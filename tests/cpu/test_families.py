@@ -1,4 +1,4 @@
-"""Gemma, Phi, OLMo, Granite, SmolLM3 and Cohere models compared with transformers in float32.
+"""Gemma, Phi, OLMo, Granite, SmolLM3, Cohere and Llama 4 models compared with transformers in float32.
 
 Each case is computed by both backends, whole, and in chunks and mixed batches through a paged cache.
 """

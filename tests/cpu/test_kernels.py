@@ -237,11 +237,20 @@ class PagedBatch:
         self.qkv = [torch.randn(before + new, (q_heads + 2 * kv_heads) * dim) for before, new in lengths]
         self.cos_sin = torch.randn(4096, dim)
         self.softcap = 0.0
+        self.sinks: Tensor | None = None
+        self.chunked = False
 
     def layer(self, window: int = 0) -> AttentionLayer:
         scale = self.dim**-0.5
         return AttentionLayer(
-            *self.heads, self.dim, scale=scale, cos_sin=self.cos_sin, window=window, softcap=self.softcap
+            *self.heads,
+            self.dim,
+            scale=scale,
+            cos_sin=self.cos_sin,
+            window=window,
+            softcap=self.softcap,
+            chunked=self.chunked,
+            sinks=self.sinks,
         )
 
     def slots(self, b: int, start: int, stop: int) -> Tensor:
@@ -271,7 +280,18 @@ class PagedBatch:
 
 @pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 20), (4, 1, 256)])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (50, 0.0), (50, 3.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks", "chunked"),
+    [
+        (0, 0.0, False, False),
+        (50, 0.0, False, False),
+        (50, 3.0, False, False),
+        (0, 0.0, True, False),
+        (50, 3.0, True, False),
+        (48, 0.0, False, True),
+        (128, 0.0, True, True),
+    ],
+)
 def test_attention(
     q_heads: int,
     kv_heads: int,
@@ -279,10 +299,12 @@ def test_attention(
     dtype: torch.dtype,
     window: int,
     softcap: float,
+    has_sinks: bool,
+    chunked: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paged = PagedBatch([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], (q_heads, kv_heads), dim, dtype)
-    paged.softcap = softcap
+    paged.softcap, paged.sinks, paged.chunked = softcap, torch.randn(q_heads) * 4 if has_sinks else None, chunked
     parts = []
     for b, (before, new) in enumerate(paged.lengths):
         paged.write(b, 0, before)
@@ -301,9 +323,15 @@ def test_attention(
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 128])
-@pytest.mark.parametrize("window", [0, 37])
-def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "chunked"),
+    [(0, False, False), (37, False, False), (37, True, False), (48, False, True)],
+)
+def test_attention_is_independent_of_batch_chunks_and_threads(
+    block: int, window: int, has_sinks: bool, chunked: bool
+) -> None:
     paged = PagedBatch([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
+    paged.sinks, paged.chunked = torch.randn(6) if has_sinks else None, chunked
     parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
     whole = paged.attend(ops.current_backend(), parts, window)
     ops.set_threads(1)
@@ -317,6 +345,65 @@ def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window
                     paged.attend(ops.current_backend(), [(b, i, part[i:j])], window), whole[start + i : start + j]
                 )
         start += len(part)
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    """With equal scores, each of n keys gets a share of 1 / n; a sink with the same score takes one share more."""
+    paged = PagedBatch([(0, 3)], (2, 1), 8, F32)
+    paged.qkv[0][:, : 3 * 8] = 0.0  # queries and keys
+    parts = [(0, 0, paged.write(0, 0, 3))]
+    values, shares = paged.qkv[0][:, 3 * 8 :], torch.tensor([1.0, 2.0, 3.0])[:, None]
+    paged.sinks = torch.tensor([0.0, -torch.inf])  # no sink on the second head
+    for backend in (ops.current_backend(), REFERENCE):
+        with_sink, without = paged.attend(backend, parts).split(8, dim=1)
+        torch.testing.assert_close(with_sink, values.cumsum(0) / (shares + 1))
+        torch.testing.assert_close(without, values.cumsum(0) / shares)
+
+
+def test_chunks_are_sequences_of_their_own() -> None:
+    """The tokens of a chunk give the same result as a sequence that starts with them, keys rotated alike."""
+    paged = PagedBatch([(0, 40), (0, 16), (0, 16), (0, 8)], (2, 1), 8, F32)
+    paged.cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4).expand(4096, 8).contiguous()
+    for b, start in ((1, 0), (2, 16), (3, 32)):
+        paged.qkv[b] = paged.qkv[0][start : start + len(paged.qkv[b])]
+    whole, *chunks = [(b, 0, paged.write(b, 0, len(qkv))) for b, qkv in enumerate(paged.qkv)]
+    for backend in (ops.current_backend(), REFERENCE):
+        alone = paged.attend(backend, chunks)
+        paged.chunked = True
+        torch.testing.assert_close(paged.attend(backend, [whole], window=16), alone, atol=1e-6, rtol=1e-6)
+        paged.chunked = False
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("q_heads", "dim", "latent"), [(16, 96, 64), (3, 28, 20), (130, 40, 24)])
+def test_latent_attention_equals_attention_with_copied_values(
+    dtype: torch.dtype, q_heads: int, dim: int, latent: int
+) -> None:
+    """The values are the last elements of the keys: the same result as of a cache that has them twice."""
+    lengths = [(0, 9), (70, 1), (64, 3)]
+    full = PagedBatch(lengths, (q_heads, 1), dim, dtype)
+    full.cos_sin = torch.randn(4096, dim - latent)
+    for qkv in full.qkv:  # the rotated elements have no values
+        qkv[:, -dim:] = torch.cat([torch.zeros(len(qkv), dim - latent), qkv[:, -dim - latent : -dim]], dim=1)
+    keys = {backend: torch.full_like(full.k, torch.nan) for backend in (ops.current_backend(), REFERENCE)}
+    expected, parts = [], []
+    for b, (before, new) in enumerate(lengths):
+        rotated = full.write(b, 0, before + new)
+        mixed = full.attend(REFERENCE, [(b, before, rotated[before:])])
+        expected.append(mixed.view(new, q_heads, dim)[..., -latent:].flatten(1))
+        parts.append((b, before, full.qkv[b][:, :-dim]))
+    for backend, cached in keys.items():
+        layer = replace(full.layer(), latent_dim=latent)
+        no_values = cached[..., :0]
+        for (b, before, qkv), wanted in zip(parts, expected, strict=True):
+            part, count = qkv.clone(), len(qkv)
+            positions, slots = torch.arange(count, dtype=torch.int32), full.slots(b, 0, count)
+            backend.rope_and_cache(part, layer, cached, no_values, rope_metadata(positions, slots))
+            starts, context = (torch.tensor(n, dtype=torch.int32) for n in ([0, count - before], [before]))
+            metadata = AttentionMetadata(positions, slots, starts, context, full.tables[b : b + 1])
+            new = part[before:].contiguous()
+            got = backend.paged_attention(AttentionInputs(new, layer, cached, no_values, metadata))
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [((1, 1), [0, 1]), ((20, 7), [26, 19]), ((3, 0), [])])

@@ -164,6 +164,7 @@ RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
         (BF16, BF16, (2, 1, 256), 0, 3.0, 16, None),
     ],
 )
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_in_the_interpreter(
     rounding: None,
     dtype: torch.dtype,
@@ -173,9 +174,17 @@ def test_attention_in_the_interpreter(
     softcap: float,
     block: int,
     block_m: int | None,
+    has_sinks: bool,
 ) -> None:
-    shape = {"window": window, "block": block, "block_m": block_m}
+    shape = {"window": window, "block": block, "block_m": block_m, "has_sinks": has_sinks}
     triton_cases.check_attention(CPU, dtype, cache, RAGGED, heads, softcap=softcap, **shape)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype,window,has_sinks", [(F32, 16, False), (BF16, 48, True)])
+def test_chunked_attention_in_the_interpreter(rounding: None, dtype: torch.dtype, window: int, has_sinks: bool) -> None:
+    kind = {"window": window, "has_sinks": has_sinks, "chunked": True}
+    triton_cases.check_attention(CPU, dtype, dtype, RAGGED, (4, 2, 16), block=16, **kind)
 
 
 @interpreted
@@ -261,13 +270,13 @@ def test_rope_compiles(compiled_kernels: list[Any], dtype: torch.dtype, cache: t
 
 @compiled
 @pytest.mark.parametrize(
-    "dtype,cache,dim,softcap,most,product",
+    "dtype,cache,dim,softcap,most,product,chunk",
     [
-        (BF16, BF16, 128, 0.0, 1, "mma.sync"),
-        (BF16, BF16, 128, 0.0, 99, "wgmma"),
-        (BF16, FP8, 128, 0.0, 1, "mma.sync"),
-        (F32, F32, 128, 0.0, 4, "fma.rn.f32"),
-        (BF16, BF16, 256, 50.0, 99, "wgmma"),
+        (BF16, BF16, 128, 0.0, 1, "mma.sync", 0),
+        (BF16, BF16, 128, 0.0, 99, "wgmma", 0),
+        (BF16, FP8, 128, 0.0, 1, "mma.sync", 128),
+        (F32, F32, 128, 0.0, 4, "fma.rn.f32", 0),
+        (BF16, BF16, 256, 50.0, 99, "wgmma", 0),
     ],
 )
 def test_attention_compiles(
@@ -278,11 +287,13 @@ def test_attention_compiles(
     softcap: float,
     most: int,
     product: str,
+    chunk: int,
 ) -> None:
     qkv, blocks = torch.zeros(2, 48 * dim, dtype=dtype), torch.zeros(2, 8, 64, dim).to(cache)
     integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     block_m = choose_tile_queries(most, 4)
-    layer = AttentionLayer(32, 8, dim, scale=0.1, cos_sin=torch.zeros(0), softcap=softcap)
+    kind = {"window": chunk, "chunked": True, "sinks": torch.zeros(32)} if chunk else {}
+    layer = AttentionLayer(32, 8, dim, scale=0.1, cos_sin=torch.zeros(0), softcap=softcap, **kind)
     metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
     paged_attention(AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata), tiles, block_m=block_m, pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]

@@ -126,7 +126,7 @@ def test_experts() -> None:
 
 
 UNSUPPORTED = [
-    {"model_type": "deepseek_v3"},
+    {"model_type": "mamba2"},
     {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "gelu_pytorch_tanh"},
     {"model_type": "qwen3_moe", **EXPERTS, "shared_expert_intermediate_size": 512},
     {"model_type": "llama4"},

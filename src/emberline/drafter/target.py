@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.engine.kv_shape import make_kv_shape
 from emberline.kernels import ops
-from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.cache import KVCache
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch, HiddenCapture
 
@@ -31,11 +32,11 @@ class TargetStates:
         self._forward_tokens = max(FORWARD_TOKENS, max_length)
         # Every sequence starts a block, so up to one block per sequence is partly unused.
         blocks = 2 * -(-self._forward_tokens // self._block)
-        shape = KVShape(config.layers, config.kv_heads, config.head_dim, self._block, model.dtype)
+        shape = make_kv_shape(config, self._block, model.dtype)
         self._cache = KVCache(shape, blocks, str(self.device))
         heads = config.heads, config.kv_heads, config.head_dim
-        has_softcap = config.parts.attention_softcap > 0
-        self._planner = ops.AttentionPlanner(heads, self._cache.keys, model.dtype, blocks, softcap=has_softcap)
+        portable = config.parts.needs_portable_attention
+        self._planner = ops.AttentionPlanner(heads, self._cache.keys, model.dtype, blocks, portable=portable)
 
     def compute(self, sequences: Sequence[np.ndarray], logit_spans: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states [T, 3 hidden] and float32 logits [S, vocab] of as many sequences as fit one forward pass.

@@ -14,7 +14,7 @@ from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
-from emberline.models.outline_families import outline_of
+from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
 from emberline.models.weight_parts import WeightPart, list_weight_parts
 
@@ -330,7 +330,8 @@ def is_packable(rows: int, columns: int) -> bool:
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
-    return 2 * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
+    parts = 2 if config.parts.attention.latent is None else 1  # keys and values, or one latent for both
+    return parts * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
 
 
 def blocks_per_scratch_buffer(block_bytes: int) -> int:

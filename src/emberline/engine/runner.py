@@ -12,9 +12,10 @@ import torch
 from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.engine.batch import build_forward_batch
+from emberline.engine.kv_shape import make_kv_shape
 from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
 from emberline.engine.speculation.draft_runner import DraftRunner
-from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.cache import KVCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
@@ -100,9 +101,8 @@ def allocate_cache(
 
     `groups`: which layers share block tables; None: all share one. `uses_shared_memory`: allocate it where other
     processes can read the blocks. Raises ModelError if `memory_bytes` is too small."""
-    config = model.config
-    groups = groups or LayerGroups.single(config.layers)
-    shape = KVShape(groups.block_layers, config.kv_heads, config.head_dim, block_size, dtype)
+    groups = groups or LayerGroups.single(model.config.layers)
+    shape = replace(make_kv_shape(model.config, block_size, dtype), layers=groups.block_layers)
     blocks = min(memory_bytes // shape.block_bytes, -(-max_tokens // block_size) * len(groups.windows))
     if blocks < 2:
         raise ModelError(

@@ -45,6 +45,24 @@ class AttentionLayer:
     eps: float = 0.0  # epsilon of these norms
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: unchanged
     interleaved: bool = False  # whether rotated pairs are neighbours, and not half of the rotary dimensions apart
+    chunked: bool = False  # whether a query attends to the keys since the last multiple of `window`, up to its own
+    sinks: Tensor | None = None  # [q_heads] float32: a score per head that joins the softmax, but has no value
+    latent_dim: int = 0  # values are this many last elements of the keys, and not cached again; 0: own values
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a value, and of a query head's result."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def qkv_heads(self) -> int:
+        """The number of heads in `qkv`: of queries, of keys, and of values unless they are parts of the keys."""
+        return self.q_heads + (1 if self.latent_dim else 2) * self.kv_heads
+
+    @property
+    def needs_portable_kernel(self) -> bool:
+        """Whether, on a GPU, only the Triton kernel computes this attention."""
+        return self.softcap > 0 or self.chunked or self.sinks is not None or self.latent_dim > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +82,10 @@ class AttentionMetadata:
 class AttentionInputs(NamedTuple):
     """The new queries, the KV cache and the shape of one layer, from which attention is computed."""
 
-    qkv: Tensor  # [T, (q_heads + 2 kv_heads) * head_dim]: rotated queries, keys and values of the new tokens
+    qkv: Tensor  # [T, layer.qkv_heads * head_dim]: rotated queries, keys and values of the new tokens
     layer: AttentionLayer
     keys: Tensor  # the layer's KV cache, which contains the new tokens too
-    values: Tensor
+    values: Tensor  # without elements if values are parts of the keys
     metadata: AttentionMetadata
 
 

@@ -102,7 +102,7 @@ class AttentionPlanner:
         length_grain: int = TILE_KEYS,
         fixed_cuts: bool = False,
         max_length: int = MAX_LENGTH,
-        softcap: bool = False,
+        portable: bool = False,
     ) -> None:
         """Prepare to plan forward passes of at most `max_rows` sequences.
 
@@ -112,7 +112,7 @@ class AttentionPlanner:
         Decode rows are planned for their length rounded up to a multiple of `length_grain`: a larger one lets more
         consecutive passes share a plan, which costs some balance between the multiprocessors.
         `fixed_cuts`: the keys of a decode row, at most `max_length`, are cut at fixed positions.
-        `softcap`: whether scores are capped, which only the Triton kernel does.
+        `portable`: whether only the Triton kernel computes the attention: see AttentionLayer.needs_portable_kernel.
         """
         self._fixed_cuts, self._max_length = fixed_cuts, max_length
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
@@ -127,7 +127,7 @@ class AttentionPlanner:
         if keys.is_cuda:
             from emberline.kernels.cuda import decode, prefill
 
-            has_kernels = dtype is torch.bfloat16 and not softcap
+            has_kernels = dtype is torch.bfloat16 and not portable
             self._has_decode_kernel = has_kernels and decode.supports_shape(*heads, keys.dtype, keys.shape[3])
             self._has_prefill_kernel = has_kernels and prefill.supports_cache(keys[0])
             self._sms = decode.count_sms(keys.device)

@@ -94,20 +94,21 @@ class ReferenceBackend(OpBackend):
         self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> None:
         block_size, positions, slots = values.shape[2], metadata.positions, metadata.slots
-        heads = qkv.view(len(qkv), layer.q_heads + 2 * layer.kv_heads, layer.head_dim)
-        q, k, v = heads.split([layer.q_heads, layer.kv_heads, layer.kv_heads], dim=1)
+        heads = qkv.view(len(qkv), layer.qkv_heads, layer.head_dim)
+        q, k, v = heads.tensor_split([layer.q_heads, layer.q_heads + layer.kv_heads], dim=1)
         q_norm, k_norm, eps = layer.q_norm, layer.k_norm, layer.eps
         q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), positions, layer))
         k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, layer)
         is_cached = slots >= 0
         block, offset = slots[is_cached] // block_size, slots[is_cached] % block_size
         _view_key_panels(keys)[block, :, :, offset] = k[is_cached].to(keys.dtype)
-        values[block, :, offset] = v[is_cached].to(values.dtype)
+        if not layer.latent_dim:
+            values[block, :, offset] = v[is_cached].to(values.dtype)
 
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         qkv, layer, keys, values, metadata = inputs
         tokens, q_heads, kv_heads, head_dim = len(qkv), layer.q_heads, layer.kv_heads, layer.head_dim
-        out = qkv.new_empty(tokens, q_heads * head_dim)
+        out = qkv.new_empty(tokens, q_heads * layer.value_dim)
         q = qkv.view(tokens, -1, head_dim)[:, :q_heads]
         starts = metadata.query_start.tolist()
         for b, before in enumerate(metadata.context.tolist()):
@@ -115,15 +116,18 @@ class ReferenceBackend(OpBackend):
             length = before + last - first
             blocks = metadata.block_tables[b, : -(-length // values.shape[2])].long()
             k = _view_key_panels(keys)[blocks].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :length].float()
-            v = values[blocks].permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :length].float()
+            if layer.latent_dim:
+                v = k[..., -layer.latent_dim :]
+            else:
+                v = values[blocks].permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :length].float()
             group = q_heads // kv_heads
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
             if layer.softcap:
                 scores = layer.softcap * (scores / layer.softcap).tanh()
-            hidden = _make_attention_mask(before, length, layer.window)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
+            hidden = _make_attention_mask(before, length, layer)
+            weights = _softmax_with_sinks(scores.masked_fill(hidden, -torch.inf), layer.sinks)
+            out[first:last] = (weights @ v).transpose(0, 1).flatten(1)
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
@@ -277,13 +281,24 @@ def _sample_row(
     return order[min(keep - 1, int((mass <= uniform * mass[-1]).sum()))]
 
 
-def _make_attention_mask(first_position: int, num_keys: int, window: int) -> Tensor:
+def _make_attention_mask(first_position: int, num_keys: int, layer: AttentionLayer) -> Tensor:
     """Return a mask [queries, keys] that is True where a query must not attend to a key.
 
-    The queries have the positions [first_position, num_keys), and the keys [0, num_keys). A `window` of 0 is no window.
+    The queries have the positions [first_position, num_keys), and the keys [0, num_keys).
     """
     key, position = torch.arange(num_keys), torch.arange(first_position, num_keys)[:, None]
-    return (key > position) | ((key <= position - window) if window else torch.tensor(False))
+    if not layer.window:
+        return key > position
+    first_key = position // layer.window * layer.window if layer.chunked else position + 1 - layer.window
+    return (key > position) | (key < first_key)
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [heads, queries, keys], in whose sum each head's sink takes part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    columns = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, columns], dim=-1).softmax(-1)[..., :-1]
 
 
 def _rotate(x: Tensor, positions: Tensor, layer: AttentionLayer) -> Tensor:

@@ -1,4 +1,7 @@
-"""KVCache: the memory of keys and values. One tensor holds the keys of all layers and blocks, a second the values."""
+"""KVCache: the memory of keys and values. One tensor holds the keys of all layers and blocks, a second the values.
+
+Where values are parts of the keys, as in latent attention, there is no second tensor.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,16 @@ class KVShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    values_in_keys: bool = False  # whether values are parts of the keys, so that the cache has only keys
+
+    @property
+    def parts(self) -> int:
+        """The number of tensors of a cache: keys and values, or keys."""
+        return 1 if self.values_in_keys else 2
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+        return self.parts * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
     def layout(self, model: str, *, transposed_keys: bool = True) -> KVLayout:
         """Return the memory layout for KV transfer between workers.
@@ -32,9 +41,8 @@ class KVShape:
         """
         item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
         width = self.head_dim * item
-        return KVLayout(
-            model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item if transposed_keys else 0
-        )
+        turned = item if transposed_keys else 0
+        return KVLayout(model, self.layers, self.parts, self.kv_heads, self.block_size, width, dtype, turned=turned)
 
 
 class KVCache:
@@ -47,11 +55,12 @@ class KVCache:
         self.num_blocks = num_blocks
         self.segment = segment
         if segment is None:
-            self.keys, self.values = (_zeroed_tensor(dims, shape.dtype, device) for _ in range(2))
+            self.parts = [_zeroed_tensor(dims, shape.dtype, device) for _ in range(shape.parts)]
         else:
             assert segment.region.blocks == num_blocks
-            parts = segment.region.parts
-            self.keys, self.values = (torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in parts)
+            self.parts = [torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in segment.region.parts]
+        # Values that are parts of the keys are read from there: the tensor of values has no elements.
+        self.keys, self.values = self.parts[0], self.parts[0][..., :0] if shape.values_in_keys else self.parts[1]
 
 
 def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -7,14 +7,24 @@ and multipliers of the output.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import OutputScaling, add_output, load_linear
+from emberline.models.ropeconfig import RopeConfig
 from emberline.models.weights import Weights
+
+
+class PositionTables(NamedTuple):
+    """What attention multiplies queries and keys by, according to their positions."""
+
+    cos_sin: Tensor  # [positions, rotary dimensions]
+    query_scales: Tensor | None = None  # [positions] float32: factors of queries
 
 
 def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> ops.AttentionLayer:
@@ -29,7 +39,25 @@ def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> op
         eps=config.norm_eps,
         softcap=config.parts.attention_softcap,
         interleaved=config.parts.interleaved_rope,
+        chunked=config.parts.attention.chunked_windows and config.windows[layer] > 0,
+        latent_dim=0 if config.parts.attention.latent is None else config.parts.attention.latent.kv_rank,
     )
+
+
+def _with_weightless_norms(
+    layer: ops.AttentionLayer, rope: RopeConfig | None, device: torch.device
+) -> ops.AttentionLayer:
+    """Return the layer with an RMS norm of rotated heads that has no weights; layers without rotation have none.
+
+    Ops norm heads before they rotate them. A rotation of the whole head multiplies its length by the attention factor
+    only, so dividing the weights by the factor, and epsilon by its square, gives the norm after rotation.
+    """
+    if rope is None:
+        return layer
+    assert rope.dim == layer.head_dim
+    factor = rope.attention_factor
+    weight = torch.full((layer.head_dim,), 1 / factor, dtype=torch.float32, device=device)
+    return replace(layer, q_norm=weight, k_norm=weight, eps=layer.eps / factor**2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +97,28 @@ class Attention:
     o: ops.LinearLayer
     layer: ops.AttentionLayer
     norms: ProjectionNorms | None = None
+    query_scales: Tensor | None = None
     scaling: OutputScaling | None = None
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> Attention:
+    def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> Attention:
         at, dim, parts = f"model.layers.{layer}", config.head_dim, config.parts
         q, kv = config.heads * dim, config.kv_heads * dim
         names = [(f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)]
         names = [(f"{at}.{parts.qkv_tensor}", q + 2 * kv)] if parts.qkv_tensor else names
         norm = f"{at}.input_layernorm" if parts.norms in ("pre", "both") else None
         eps, offset = config.norm_eps, parts.norm_offset
-        attention = make_attention_layer(config, layer, cos_sin)
+        attention = make_attention_layer(config, layer, tables.cos_sin)
         if config.qk_norm and parts.qk_norm_kind == "head":
             q_norm, k_norm = (
                 weights.load_vector(f"{at}.self_attn.{name}.weight", dim, offset=offset)
                 for name in ("q_norm", "k_norm")
             )
             attention = replace(attention, q_norm=q_norm, k_norm=k_norm)
+        if parts.attention.has_weightless_qk_norm:
+            attention = _with_weightless_norms(attention, config.layer_rope(layer), weights.device)
+        if parts.attention.has_sinks:
+            attention = replace(attention, sinks=weights.load_vector(f"{at}.self_attn.sinks", config.heads))
         has_own_norms = config.qk_norm and parts.qk_norm_kind != "head"
         return Attention(
             qkv=load_linear(
@@ -94,6 +127,7 @@ class Attention:
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
             layer=attention,
             norms=ProjectionNorms.load(config, weights, at) if has_own_norms else None,
+            query_scales=tables.query_scales,
             scaling=OutputScaling.load(config, weights, f"{at}.post_attention_layernorm.weight"),
         )
 
@@ -114,6 +148,9 @@ class Attention:
         if self.norms is not None:
             self.norms.apply(qkv)
         ops.rope_and_cache(qkv, self.layer, keys, values, batch.attention)
+        if self.query_scales is not None:
+            scales = self.query_scales.index_select(0, batch.attention.positions)
+            qkv[:, : self.layer.q_heads * self.layer.head_dim].mul_(scales[:, None])
         if rows is not None and not len(rows):
             return qkv[:0, : self.layer.q_heads * self.layer.head_dim]
         plan = batch.plan if rows is None or batch.plan is None else batch.plan.for_last_layer()

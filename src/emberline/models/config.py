@@ -11,6 +11,7 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.models.attention_parts import LatentConfig
 from emberline.models.endtokens import collect_end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
@@ -33,7 +34,8 @@ UNSUPPORTED_FIELDS = {
     "kv_lora_rank": "multi-head latent attention",
 }
 
-NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}  # null: there is none
+NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"}
+NULLABLE_FIELDS |= {"q_lora_rank"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class ModelConfig:
     vocab: int
     norm_eps: float
     rope: RopeConfig
-    windows: tuple[int, ...]  # attention window of each layer in tokens, including the query's own; 0: unlimited
+    # Attention window of each layer in tokens, including the query's own; 0: unlimited. A chunk is a window that starts
+    # at a multiple of its size: see parts.attention.chunked_windows.
+    windows: tuple[int, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -81,13 +85,15 @@ class ModelConfig:
 
         hidden = fields.size("hidden_size", maximum=MAX_HIDDEN)
         layers = fields.size("num_hidden_layers", maximum=MAX_LAYERS)
-        heads, kv_heads, head_dim = _read_head_counts(fields, hidden)
+        heads, kv_heads, head_dim = (_read_latent_heads if arch.latent_attention else _read_head_counts)(fields, hidden)
         max_position = fields.size("max_position_embeddings", maximum=MAX_CONTEXT_TOKENS)
-        rope, local_rope = read_ropes(fields, arch, head_dim, max_position)
-        served, longest = _default_and_max_context(rope, max_position)
+        rotary_dim = fields.size("qk_rope_head_dim", maximum=MAX_HEAD_DIM) if arch.latent_attention else head_dim
+        ropes = read_ropes(fields, arch, rotary_dim, max_position)
+        served, longest = _default_and_max_context(ropes.rope, max_position)
         if arch.has_final_max_position:
             served = longest = max_position
-        windows = _read_window_sizes(fields, arch, layers) if resolve_rule(arch.window) else (0,) * layers
+        read_windows = _read_chunk_sizes if arch.chunked_windows else _read_window_sizes
+        windows = read_windows(fields, arch, layers) if resolve_rule(arch.window) else (0,) * layers
         return ModelConfig(
             model_type=fields.text("model_type"),
             hidden=hidden,
@@ -99,7 +105,7 @@ class ModelConfig:
             experts=None if arch.experts is None else ExpertsConfig.from_hf(fields, arch.experts, layers),
             vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
             norm_eps=fields.number(arch.norm_eps_field, 1e-6),
-            rope=rope,
+            rope=ropes.rope,
             windows=windows,
             qkv_bias=resolve_rule(arch.qkv_bias),
             o_bias=resolve_rule(arch.o_bias),
@@ -109,7 +115,7 @@ class ModelConfig:
             max_context=served,
             longest_context=longest,
             eos=fields.id_list("eos_token_id"),
-            parts=DecoderParts.from_hf(fields, arch, hidden, windows, local_rope),
+            parts=DecoderParts.from_hf(fields, arch, hidden, windows, ropes),
             mtp_layers=_read_mtp_layers(fields, arch),
         )
 
@@ -130,7 +136,9 @@ def _find_architecture(fields: ConfigFields) -> Architecture:
 
 
 def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Return config.json with the defaults of its architecture. A null counts as absent, except in NULLABLE_FIELDS."""
+    """Return config.json with the defaults of its architecture.
+
+    A null counts as absent, except in NULLABLE_FIELDS, where it stands for none."""
     given = {name: value for name, value in config.items() if value is not None or name in NULLABLE_FIELDS}
     return {**arch.defaults, **given}
 
@@ -138,6 +146,7 @@ def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, A
 def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     model_type = fields.text("model_type")
     known = arch.experts.read_fields() | EXPERT_FIELDS.keys() if arch.experts else set()
+    known |= {"kv_lora_rank"} if arch.latent_attention else set()
     for name, what in (UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
         if fields.values.get(name) and name not in known:
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
@@ -171,6 +180,14 @@ def _read_mtp_layers(fields: ConfigFields, arch: Architecture) -> int:
     return fields.size(arch.mtp_layers_field, 0, minimum=0, maximum=MAX_LAYERS) if arch.mtp_layers_field else 0
 
 
+def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
+    """Return the number of query heads, and one KV head with the size that is cached, which all of them share."""
+    heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
+    if fields.size("num_key_value_heads", heads, maximum=MAX_HEADS) != heads:
+        raise fields.invalid_error("num_key_value_heads", f"num_attention_heads, {heads}, with latent attention")
+    return heads, 1, LatentConfig.from_hf(fields).cached_dim
+
+
 def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:
     if not fields.has_field("sliding_window"):
         return (0,) * layers
@@ -185,12 +202,28 @@ def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) ->
     if not fields.has_field("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
         full_layers = fields.size("max_window_layers", 0, minimum=0, maximum=1 << 30)
         return tuple(0 if layer < full_layers else window for layer in range(layers))
+    return tuple(window if is_local else 0 for is_local in _read_layer_types(fields, layers, "sliding_attention"))
+
+
+def _read_chunk_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:
+    if fields.has_field("layer_types"):
+        is_chunked = _read_layer_types(fields, layers, "chunked_attention")
+    else:
+        is_chunked = read_rotated_layers(fields, layers)
+    if not any(is_chunked):
+        return (0,) * layers
+    chunk = fields.size("attention_chunk_size", maximum=MAX_CONTEXT_TOKENS)
+    return tuple(chunk if chunked else 0 for chunked in is_chunked)
+
+
+def _read_layer_types(fields: ConfigFields, layers: int, local_kind: str) -> tuple[bool, ...]:
+    """Return for each layer whether layer_types has `local_kind`, and not full_attention, for it."""
     kinds = fields.text_list("layer_types")
     if len(kinds) != layers:
         raise fields.invalid_error("layer_types", f"a list of {layers} layer types")
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+    if unknown := set(kinds) - {"full_attention", local_kind}:
         raise UnsupportedModel(f"config.json: layer_types has {min(unknown)[:80]!r}, which is not supported")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(kind == local_kind for kind in kinds)
 
 
 def _default_and_max_context(rope: RopeConfig, max_position: int) -> tuple[int, int]:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.weight_unpacker import UnpackStream
-from emberline.models.attention import Attention
+from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
+from emberline.models.latent_attention import LatentAttention
 from emberline.models.layers import add_output
 from emberline.models.moe import SparseFeedForward
-from emberline.models.rope import make_cos_sin_table
+from emberline.models.rope import make_cos_sin_table, make_query_scales
 from emberline.models.ropeconfig import RopeConfig
 from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
@@ -29,14 +30,15 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    attention: Attention
+    attention: Attention | LatentAttention
     ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> DecoderLayer | ParallelLayer:
+    def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DecoderLayer | ParallelLayer:
         if config.parts.norms == "shared":
-            return ParallelLayer.load(config, weights, layer, cos_sin)
-        attention = Attention.load(config, weights, layer, cos_sin)
+            return ParallelLayer.load(config, weights, layer, tables)
+        kind = Attention if config.parts.attention.latent is None else LatentAttention
+        attention = kind.load(config, weights, layer, tables)
         if config.experts is not None and config.experts.layers[layer]:
             return DecoderLayer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
@@ -52,9 +54,13 @@ class DecoderLayer:
     def as_dense_layer(self) -> ops.DenseLayer | None:
         """Return this layer as an element of a `DenseStack`, or None if it has parts that DenseStack lacks."""
         a, ffn = self.attention, self.ffn
-        if not isinstance(ffn, FeedForward) or a.qkv.norm is None or ffn.activation != "silu":
+        if isinstance(a, LatentAttention) or not isinstance(ffn, FeedForward):
             return None
-        if a.norms or a.scaling or ffn.scaling or a.layer.softcap or a.layer.interleaved:
+        if a.qkv.norm is None or ffn.activation != "silu":
+            return None
+        if a.norms or a.scaling or a.query_scales is not None or ffn.scaling:
+            return None
+        if a.layer.needs_portable_kernel or a.layer.interleaved:
             return None
         return ops.DenseLayer(a.layer, a.qkv, a.o, ffn.gate_up, ffn.down)
 
@@ -69,11 +75,11 @@ class ParallelLayer:
     ffn: FeedForward
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, layer: int, cos_sin: Tensor) -> ParallelLayer:
+    def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> ParallelLayer:
         return ParallelLayer(
             weights.load_vector(f"model.layers.{layer}.input_layernorm.weight", config.hidden),
             config.norm_eps,
-            Attention.load(config, weights, layer, cos_sin),
+            Attention.load(config, weights, layer, tables),
             FeedForward.load(config, weights, layer),
         )
 
@@ -109,7 +115,7 @@ class DecoderModel:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> DecoderModel:
-        tables = _make_cos_sin_tables(config, context, weights.device)
+        tables = _make_position_tables(config, context, weights.device)
         layers = tuple(
             DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)])
             for layer in range(config.layers)
@@ -190,13 +196,19 @@ class DecoderModel:
         return x
 
 
-def _make_cos_sin_tables(config: ModelConfig, context: int, device: torch.device) -> dict[RopeConfig | None, Tensor]:
-    """Return the table of each rotary embedding that layers have; layers without one get a table without columns."""
-    ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))
-    return {
-        rope: (torch.empty(context, 0) if rope is None else make_cos_sin_table(rope, context)).to(device)
-        for rope in ropes
-    }
+def _make_position_tables(
+    config: ModelConfig, context: int, device: torch.device
+) -> dict[RopeConfig | None, PositionTables]:
+    """Return the tables for each rotary embedding that layers have; without one, a table of angles has no columns."""
+
+    def make_tables(rope: RopeConfig | None) -> PositionTables:
+        if rope is not None:
+            return PositionTables(make_cos_sin_table(rope, context).to(device))
+        temperature = config.parts.attention.unrotated_temperature
+        scales = None if temperature is None else make_query_scales(temperature, context).to(device)
+        return PositionTables(torch.empty(context, 0).to(device), scales)
+
+    return {rope: make_tables(rope) for rope in dict.fromkeys(map(config.layer_rope, range(config.layers)))}
 
 
 def _round_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:

@@ -32,7 +32,8 @@ class FeedForward:
     def load_from(config: ModelConfig, weights: Weights, at: str) -> FeedForward:
         """Load the network of a layer. `at`: how the names of the layer's tensors begin."""
         parts, norm = config.parts, _norm_name(config, at)
-        names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
+        module = f"{at}.{parts.down_tensor.rpartition('.')[0]}"
+        names = [(f"{module}.gate_proj", config.ffn), (f"{module}.up_proj", config.ffn)]
         names = [(f"{at}.{parts.gate_up_tensor}", 2 * config.ffn)] if parts.gate_up_tensor else names
         return FeedForward(
             gate_up=ops.LinearLayer(

@@ -22,6 +22,7 @@ READ_FIELDS = {
     "rope_scaling", "rope_parameters", "original_max_position_embeddings", "quantization_config", "intermediate_size",
     "num_experts", "num_local_experts",
 }  # fmt: skip
+LATENT_FIELDS = {"kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"}
 WINDOW_FIELDS = {"sliding_window", "layer_types"}
 ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
@@ -62,6 +63,9 @@ def check_known_fields(config: Mapping[str, Any], arch: Architecture) -> None:
     else:
         known = READ_FIELDS | HARMLESS_FIELDS | read | set(arch.ignored_fields) | set(arch.fixed_fields)
         known |= WINDOW_FIELDS if arch.window or arch.unrotated == "unless_rope" else set()
+        known |= {"floor_scale", "attn_scale"} if arch.temperature_flag_field else set()
+        known |= LATENT_FIELDS if arch.latent_attention else set()
+        known |= {"attention_chunk_size"} if arch.chunked_windows else set()
         known |= {"no_rope_layers", "no_rope_layer_interval"} if arch.unrotated == "listed" else set()
         known |= {"position_embedding_type"} if arch.unrotated == "unless_rope" else set()
         known |= {"partial_rotary_factor"} if arch.partial_rotary else set()

@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.models.attention_parts import LLAMA_ATTENTION
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.expertsconfig import NO_OPTIONS
@@ -69,6 +70,8 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
         digest.update(repr(config.parts).encode())
     if config.experts is not None and config.experts.options != NO_OPTIONS:
         digest.update(repr(config.experts.options).encode())
+    if config.parts.attention != LLAMA_ATTENTION:
+        digest.update(repr(config.parts.attention).encode())
     files: dict[Path, int] = {}
     try:
         for name, info in sorted(checkpoint.tensors.items()):

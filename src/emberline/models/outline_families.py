@@ -22,15 +22,14 @@ from emberline.models.config import (
     MAX_VOCAB,
     ModelConfig,
 )
-from emberline.models.expertsconfig import MAX_EXPERT_FFN, MAX_EXPERTS, ExpertsConfig
+from emberline.models.config_outline import outline_of
+from emberline.models.expertsconfig import MAX_EXPERT_FFN, MAX_EXPERTS
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import HARMLESS_FIELDS, HARMLESS_NAMES
 from emberline.models.outline import ExpertSizes, LatentSizes, LayerOutline, ModelOutline, StateSizes
-from emberline.models.parts import LLAMA_PARTS
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.vision_weights import count_vision_weights
 
-NORMS_PER_LAYER = {"pre": 2, "post": 2, "both": 4, "shared": 1}  # of the hidden size, by placement
 MAX_CONTEXT_TOKENS, MAX_KERNEL = 1 << 26, 64
 # The model_type of the language model, by that of a multimodal config.json with a text_config.
 TEXT_MODEL_TYPES = {
@@ -113,50 +112,6 @@ def _check_fields(config: Mapping[str, Any], family: FamilyRules) -> None:
                 " not known whether the field changes the memory that the model needs",
                 hint="if it does not, remove it from config.json",
             )
-
-
-def outline_of(config: ModelConfig) -> ModelOutline:
-    """Return the outline of a model of a family that the engine runs."""
-    experts, q, kv = config.experts, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    norm_heads = 2 if config.parts.qk_norm_kind == "head" else config.heads + config.kv_heads
-    ropes = {config.layer_rope(layer) for layer in range(config.layers)}
-    return ModelOutline(
-        model_type=config.model_type,
-        hidden=config.hidden,
-        layers=tuple(
-            LayerOutline("window" if window else "full", window, experts is not None and experts.layers[layer])
-            for layer, window in enumerate(config.windows)
-        ),
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.ffn,
-        vocab=config.vocab,
-        tie_embeddings=config.tie_embeddings,
-        max_context=config.max_context,
-        longest_context=config.longest_context,
-        rope_values=sum(rope.dim for rope in ropes if rope is not None),
-        num_norms=NORMS_PER_LAYER[config.parts.norms],
-        attention_vectors=norm_heads * config.head_dim * config.qk_norm
-        + (q + 2 * kv) * config.qkv_bias
-        + config.hidden * config.o_bias,
-        ffn_vectors=(2 * config.ffn + config.hidden) * config.mlp_bias,
-        state_copies=2 if config.parts == LLAMA_PARTS else 3,
-        experts=None if experts is None else _expert_sizes(experts),
-    )
-
-
-def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:
-    options = experts.options
-    return ExpertSizes(
-        experts.count,
-        experts.chosen,
-        experts.ffn,
-        shared_ffn=options.shared_ffn,
-        has_shared_gate=options.has_shared_gate,
-        has_router_bias=options.has_router_bias or options.has_correction,
-        has_biases=options.has_biases,
-    )
 
 
 def _read_common(fields: ConfigFields, layers: tuple[LayerOutline, ...], **more: Any) -> ModelOutline:

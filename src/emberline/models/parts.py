@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from emberline.core.errors import UnsupportedModel
+from emberline.models.attention_parts import LLAMA_ATTENTION, AttentionParts
 from emberline.models.fields import ConfigFields
 from emberline.models.registry import Architecture, NormKind, NormPlacement, QKNormKind
-from emberline.models.ropeconfig import RopeConfig
+from emberline.models.ropeconfig import RopeConfig, Ropes
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -41,10 +42,18 @@ class DecoderParts:
     residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward networks
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
+    # Not part of `repr`, so that KV blocks that were stored before this field existed stay valid.
+    attention: AttentionParts = field(default=LLAMA_ATTENTION, repr=False)
+
+    @property
+    def needs_portable_attention(self) -> bool:
+        """Whether, on a GPU, only the Triton kernel computes the attention of some layers."""
+        kinds = self.attention
+        return self.attention_softcap > 0 or kinds.has_sinks or kinds.chunked_windows or kinds.latent is not None
 
     @staticmethod
     def from_hf(
-        fields: ConfigFields, arch: Architecture, hidden: int, windows: Sequence[int], local_rope: RopeConfig | None
+        fields: ConfigFields, arch: Architecture, hidden: int, windows: Sequence[int], ropes: Ropes
     ) -> DecoderParts:
         def number(name: str, default: float) -> float:
             value = fields.number(name, default) if name else default
@@ -60,6 +69,10 @@ class DecoderParts:
             scale = number(arch.attention_scalar_field, 1.0) ** -0.5
         elif arch.attention_multiplier_field:
             scale = number(arch.attention_multiplier_field, 1.0)
+        attention = AttentionParts.from_hf(fields, arch)
+        if attention.latent is not None:
+            size = attention.latent.plain_dim + attention.latent.rotary_dim
+            scale = size**-0.5 * ropes.score_factor
         embedding = math.sqrt(hidden) if arch.scaled_embedding else number(arch.embedding_multiplier_field, 1.0)
         logits = number(arch.logit_multiplier_field, 1.0) / number(arch.logit_divisor_field, 1.0)
         return DecoderParts(
@@ -71,8 +84,8 @@ class DecoderParts:
             qkv_tensor=arch.qkv_tensor,
             gate_up_tensor=arch.gate_up_tensor,
             down_tensor=arch.down_tensor,
-            interleaved_rope=arch.interleaved_rope,
-            local_rope=local_rope,
+            interleaved_rope=_is_interleaved(fields, arch),
+            local_rope=ropes.local_rope,
             unrotated_layers=_read_unrotated_layers(fields, arch, windows),
             attention_scale=scale,
             attention_softcap=cap(arch.attention_softcap_field),
@@ -81,10 +94,16 @@ class DecoderParts:
             residual_multiplier=number(arch.residual_multiplier_field, 1.0),
             logit_multiplier=logits,
             logit_softcap=cap(arch.logit_softcap_field),
+            attention=attention,
         )
 
 
 LLAMA_PARTS = DecoderParts()
+
+
+def _is_interleaved(fields: ConfigFields, arch: Architecture) -> bool:
+    rule = arch.interleaved_rope
+    return fields.flag(rule, False) if isinstance(rule, str) else rule
 
 
 def _read_activation(fields: ConfigFields, name: str) -> Activation:
@@ -112,7 +131,7 @@ def _read_unrotated_layers(fields: ConfigFields, arch: Architecture, windows: Se
 
 def read_rotated_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has a rotary embedding. In `no_rope_layers`, 1 stands for one that has."""
-    if not fields.has_field("no_rope_layers"):
+    if not fields.values.get("no_rope_layers"):  # published configs of Llama 4 have an empty list
         interval = fields.size("no_rope_layer_interval", 4, maximum=1 << 30)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
     marks = fields.id_list("no_rope_layers")

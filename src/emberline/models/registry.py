@@ -43,6 +43,10 @@ class Architecture:
     norm_eps_field: str = "rms_norm_eps"
     qk_norm_kind: QKNormKind = "head"  # an RMS norm per head or of the whole projection, or a layer norm per head
 
+    weightless_qk_norm: bool | str = False  # whether rotated query and key heads get an RMS norm without weights
+    latent_attention: bool = False  # multi-head latent attention
+    attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
+
     # Tensors, relative to a layer.
     qkv_tensor: str = ""  # one tensor with the projections q, k and v; empty: three tensors
     gate_up_tensor: str = ""  # one tensor with gate and up; empty: two
@@ -53,10 +57,12 @@ class Architecture:
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.
+    chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
     window_pattern: int = 0  # without layer_types, each layer of this number has no window; 0: all layers have one
     window_pattern_field: str = ""  # field with that number
     unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
-    interleaved_rope: bool = False
+    interleaved_rope: bool | str = False
+    temperature_flag_field: str = ""  # whether floor_scale and attn_scale apply to layers without rotary embedding
     partial_rotary: bool = False
     has_local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
     local_theta_field: str = ""  # of these layers, in configs from before transformers 5
@@ -77,7 +83,8 @@ class Architecture:
     def read_fields(self) -> set[str]:
         """Return the config.json fields that the rules name."""
         rules = {f.name: getattr(self, f.name) for f in fields(self)}
-        named = {name for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "window") if rules[name] is not True}
+        flags = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "weightless_qk_norm", "window", "interleaved_rope")
+        named = {name for name in flags if rules[name] is not True}
         return {rules[name] for name in rules if name in named or name.endswith("_field")} - {False, ""}
 
 
@@ -184,6 +191,18 @@ COHERE: dict[str, Any] = {
     "turn_end_tokens": ("<|END_OF_TURN_TOKEN|>",),
 }
 COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+DEEPSEEK: dict[str, Any] = {
+    "latent_attention": True,
+    "fixed_fields": {"attention_bias": False},
+    # Of experts, which models without any have too.
+    "ignored_fields": (
+        "qk_head_dim", "first_k_dense_replace", "moe_intermediate_size", "moe_layer_freq", "n_group", "topk_group",
+        "topk_method", "norm_topk_prob", "routed_scaling_factor", "scoring_func", "num_experts_per_tok", "ep_size",
+        "aux_loss_alpha", "seq_aux",
+    ),
+}  # fmt: skip
+DEEPSEEK_DEFAULTS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+DEEPSEEK_DEFAULTS |= {"v_head_dim": 128}
 
 ARCHITECTURES = {
     "llama": Architecture(**LLAMA_BIASES, is_strict=False),
@@ -299,6 +318,41 @@ ARCHITECTURES = {
         unrotated="listed",
         defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True},
         ignored_fields=("max_window_layers",),
+    ),
+    "llama4_text": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        window=True,
+        chunked_windows=True,
+        weightless_qk_norm="use_qk_norm",
+        temperature_flag_field="attn_temperature_tuning",
+        down_tensor="feed_forward.down_proj",
+        ffn_field="intermediate_size_mlp",
+        unrotated="listed",
+        interleaved_rope=True,
+        turn_end_tokens=("<|eot|>",),
+        # Without experts, moe_layers is an empty list, and the fields of experts have no effect.
+        fixed_fields={"moe_layers": []},
+        ignored_fields=("interleave_moe_layer_step", "num_experts_per_tok", "for_llm_compressor"),
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "num_local_experts": 16,
+        },
+    ),
+    "deepseek_v2": Architecture(
+        **DEEPSEEK, interleaved_rope=True, defaults=DEEPSEEK_DEFAULTS | {"n_routed_experts": 64, "n_shared_experts": 2}
+    ),
+    "deepseek_v3": Architecture(
+        **DEEPSEEK,
+        interleaved_rope="rope_interleave",
+        defaults=DEEPSEEK_DEFAULTS | {"rope_interleave": True, "n_routed_experts": 256, "n_shared_experts": 1},
     ),
     "cohere": Architecture(
         **COHERE, qk_norm="use_qk_norm", qk_norm_kind="head_layer", defaults=COHERE_DEFAULTS | {"rope_theta": 500000.0}

@@ -1,8 +1,8 @@
-"""The table of rotary cosines and sines by position.
+"""Tables by position: of rotary cosines and sines, and of the temperature of queries.
 
-One table serves all requests, because cached keys cannot be rotated again when a sequence grows. In transformers, two
-kinds of scaling depend on the length of the sequence. Here they depend on the configured context instead, as if every
-sequence had that length:
+One rotary table serves all requests, because cached keys cannot be rotated again when a sequence grows. In
+transformers, two kinds of scaling depend on the length of the sequence. Here they depend on the configured context
+instead, as if every sequence had that length:
   dynamic   The default context is the original one, for which nothing is scaled, as in transformers.
   longrope  If the configured context is at most the original one, the short factors are used, otherwise the long ones.
             Sequences that transformers would give the other factors get different results.
@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from emberline.models.attention_parts import QueryTemperature
 from emberline.models.ropeconfig import RopeConfig
 
 
@@ -22,6 +23,12 @@ def make_cos_sin_table(rope: RopeConfig, context: int) -> Tensor:
     """Return float32[context, dim]: for each position the cosines, then the sines."""
     angles = torch.arange(context, dtype=torch.float32)[:, None] * compute_inverse_frequencies(rope, context)
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor)
+
+
+def make_query_scales(temperature: QueryTemperature, context: int) -> Tensor:
+    """Return float32[context]: the factor of the queries at each position."""
+    steps = torch.floor(torch.arange(1, context + 1, dtype=torch.float32) / temperature.interval)
+    return steps.log1p_().mul_(temperature.strength).add_(1.0)
 
 
 def compute_inverse_frequencies(rope: RopeConfig, context: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from emberline.core.errors import UnsupportedModel
 from emberline.models.fields import ConfigFields
@@ -62,10 +63,14 @@ class RopeConfig:
         return KINDS[kind](RopeConfig(dim, theta, original, kind), fields, max_position)
 
 
-def read_ropes(
-    config: ConfigFields, arch: Architecture, head_dim: int, max_position: int
-) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rotary embedding, and that of layers with a window if it is another one.
+class Ropes(NamedTuple):
+    rope: RopeConfig
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as of the others
+    score_factor: float = 1.0  # of attention scores, where a model scales them for a longer context
+
+
+def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_position: int) -> Ropes:
+    """Return the rotary embeddings.
 
     They are in rope_parameters (from transformers 5 on), or in rope_scaling and rope_theta (before that).
     """
@@ -85,10 +90,18 @@ def read_ropes(
     rope = RopeConfig.from_hf(fields, config, head_dim, max_position, aliases=arch.rope_aliases)
     if arch.is_strict and not arch.partial_rotary and rope.dim != head_dim:
         raise UnsupportedModel(f"{fields.where}: partial_rotary_factor is not supported for this model type")
+    if arch.latent_attention:
+        return Ropes(rope, score_factor=_read_score_factor(fields, rope))
     if not arch.has_local_rope:
-        return rope, None
+        return Ropes(rope)
     local_rope = RopeConfig.from_hf(local, config, head_dim, max_position, theta_field=arch.local_theta_field)
-    return rope, None if local_rope == rope else local_rope
+    return Ropes(rope, None if local_rope == rope else local_rope)
+
+
+def _read_score_factor(fields: ConfigFields, rope: RopeConfig) -> float:
+    """Return the factor by which DeepSeek models scale attention scores; others scale cosines and sines only."""
+    whole = fields.number("mscale_all_dim", 0.0) if rope.kind != "default" else 0.0
+    return _yarn_temperature(whole, rope.factor) ** 2 if whole else 1.0
 
 
 def _read_unscaled(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
@@ -113,17 +126,22 @@ def _read_llama3_scaling(rope: RopeConfig, fields: ConfigFields, max_position: i
     return replace(rope, factor=fields.number("factor", minimum=1.0), low_freq=low, high_freq=high)
 
 
+def _yarn_temperature(scale: float, factor: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0
+
+
 def _read_yarn_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     factor = fields.number("factor", max_position / rope.original_context, minimum=1.0)
     fast, slow = fields.number("beta_fast", 32.0, minimum=1e-6), fields.number("beta_slow", 1.0, minimum=1e-6)
     if fast < slow:
         raise fields.invalid_error("beta_fast", f"at least beta_slow, {slow:g}")
 
-    def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0
-
     whole, part = fields.number("mscale_all_dim", 0.0), fields.number("mscale", 0.0)
-    usual = temperature(part) / temperature(whole) if whole and part else temperature(1.0)
+    usual = (
+        _yarn_temperature(part, factor) / _yarn_temperature(whole, factor)
+        if whole and part
+        else _yarn_temperature(1.0, factor)
+    )
     attention = fields.number("attention_factor", usual)
     truncate = fields.flag("truncate", True)
     return replace(rope, factor=factor, attention_factor=attention, beta_fast=fast, beta_slow=slow, truncate=truncate)

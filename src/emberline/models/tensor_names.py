@@ -78,6 +78,9 @@ class TensorNameScan(Weights):
         count, (n, k) = shape[0], arrange(self._record(name, *shape)[0]).shape
         return [ops.empty_weight(n, k, self.dtype or torch.float32, self.device, gated=gated) for _ in range(count)]
 
+    def pack(self, matrix: Tensor) -> ops.PackedWeight:
+        return ops.empty_weight(len(matrix), matrix.shape[1], matrix.dtype, self.device)
+
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         self._unused.discard(name)
         return True

@@ -126,6 +126,10 @@ class Weights:
         self.loaded_bytes += view.numel() * dtype.itemsize
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in view]
 
+    def pack(self, matrix: Tensor) -> ops.PackedWeight:
+        """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""
+        return ops.pack_linear(matrix.contiguous())
+
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.load_vector(name, size) for name, size in parts])
 

@@ -24,7 +24,7 @@ from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import memory
+from emberline.engine import kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
@@ -110,12 +110,13 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
+    kv_shape.reject_latent_attention(config)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
-    shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.scheduler.block_size, kv_dtype)
+    shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)

@@ -70,12 +70,12 @@ class DeviceDrafting:
         self._rows = rows
         self._stream = device.step_stream
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        has_softcap = model.config.parts.attention_softcap > 0
+        is_portable = model.config.parts.needs_portable_attention
         # With equal shapes, the attention of both models is split in the same way.
-        self._shares_plans = heads == target_heads and not has_softcap
+        self._shares_plans = heads == target_heads and not is_portable
         max_rows = max(max_step_rows(2 * max_running), 2 * pad_row_count(max_running))
         self._planner = ops.AttentionPlanner(
-            heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN, softcap=has_softcap
+            heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN, portable=is_portable
         )
         self._max_queries = max_queries
         self._query_start = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device.torch_device)

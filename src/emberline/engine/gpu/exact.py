@@ -25,8 +25,10 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
     has_attention = decode.supports_shape(
         config.heads, config.kv_heads, config.head_dim, cache.dtype, cache.block_size
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
-    if config.parts.attention_softcap:
-        message = f"exact is set, but its attention kernels do not cap scores, as {config.model_type} models do"
+    if config.parts.needs_portable_attention:
+        message = (
+            f"exact is set, but its attention kernels lack capped scores, sinks and chunks, for {config.model_type}"
+        )
         raise UnsupportedModel(message, hint=HINT)
     if not has_attention or cache.dtype is not torch.bfloat16:
         message = (

@@ -82,7 +82,7 @@ class GPURunner:
             max_queries=max_queries,
             fixed_cuts=settings.gpu.exact,
             max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
-            softcap=model.config.parts.attention_softcap > 0,
+            portable=model.config.parts.needs_portable_attention,
         )
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1

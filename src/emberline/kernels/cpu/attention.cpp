@@ -26,11 +26,19 @@ struct Attention {
     long key_stride, value_stride;  // elements from one block to the next
     const int *tables, *query_start, *context;
     int table_stride, window, q_heads, kv_heads, dim, block_size;
+    int latent;    // values are this many last elements of the keys, and `values` is null; 0: own values
+    bool chunked;  // whether the window is the chunk of `window` positions that a query is in, up to the query
     float scale, softcap;  // `softcap` limits scores smoothly to (-softcap, softcap); 0: no limit
+    const float* sinks;    // for each query head, a score that joins the sum of exponentials and has no value; null: none
     float* out;
 
     int group() const { return q_heads / kv_heads; }
-    int padded() const { return (dim + kPanel - 1) / kPanel * kPanel; }
+    int value_dim() const { return latent ? latent : dim; }
+    int padded() const { return (value_dim() + kPanel - 1) / kPanel * kPanel; }
+    int first_key(int position) const {
+        if (!window) return 0;
+        return chunked ? position / window * window : std::max(0, position + 1 - window);
+    }
 };
 
 // Consecutive queries of one sequence with one KV head. Row r is query r / group, head r % group.
@@ -60,7 +68,7 @@ std::vector<Unit> make_units(const Attention& op, int sequences) {
 
 template <class Q>
 const Q* scaled_queries(const Attention& op, const Unit& unit) {
-    int group = op.group(), heads = op.q_heads + 2 * op.kv_heads;
+    int group = op.group(), heads = op.q_heads + (op.latent ? 1 : 2) * op.kv_heads;
     Q* to = reinterpret_cast<Q*>(scratch(kQueries, long(unit.rows) * op.dim));
     for (int r = 0; r < unit.rows; r++) {
         const float* q = op.qkv + (long(unit.query + r / group) * heads + unit.head * group + r % group) * op.dim;
@@ -77,8 +85,19 @@ void for_each_run(const Attention& op, const Unit& unit, int start, int count, B
     for (int done = 0; done < count; done += run) {
         int block = table[(start + done) / size], offset = (start + done) % size;
         long head = long(unit.head) * size * op.dim;
-        body(static_cast<const B*>(op.keys) + block * op.key_stride + head + offset,
-             static_cast<const B*>(op.values) + block * op.value_stride + head + long(offset) * op.dim, done);
+        const B* keys = static_cast<const B*>(op.keys) + block * op.key_stride + head + offset;
+        if (op.latent) body(keys, keys, done);  // no values of their own
+        else body(keys, static_cast<const B*>(op.values) + block * op.value_stride + head + long(offset) * op.dim, done);
+    }
+}
+
+// Copies the values inside `count` widened keys, a panel [dim][kPanel], to rows [count][padded].
+inline void transpose_values(const Attention& op, const float* panel, int count, float* values) {
+    const float* from = panel + long(op.dim - op.latent) * kPanel;
+    int padded = op.padded();
+    for (int j = 0; j < count; j++) {
+        for (int d = 0; d < op.latent; d++) values[long(j) * padded + d] = from[d * kPanel + j];
+        std::fill(values + long(j) * padded + op.latent, values + long(j + 1) * padded, 0.0f);
     }
 }
 
@@ -88,8 +107,10 @@ template <class B>
 void gather(const Attention& op, const Unit& unit, int start, int count, float* keys, float* values) {
     int size = op.block_size, dim = op.dim, padded = op.padded(), run = std::min(size, kPanel);
     for_each_run<B>(op, unit, start, count, [&](const B* k, const B* v, int done) {
-        widen_rows(k, size, dim, run, keys + done / kPanel * dim * kPanel + done % kPanel, kPanel);
-        widen_rows(v, dim, run, dim, values + long(done) * padded, padded);
+        float* panel = keys + done / kPanel * dim * kPanel + done % kPanel;
+        widen_rows(k, size, dim, run, panel, kPanel);
+        if (op.latent) transpose_values(op, panel, run, values + long(done) * padded);
+        else widen_rows(v, dim, run, dim, values + long(done) * padded, padded);
     });
 }
 
@@ -146,7 +167,7 @@ struct InPlaceTile {
     const Unit& unit;
     int start;
 
-    static bool fits(const Attention& op) { return op.block_size % kPanel == 0 && op.dim % kPanel == 0; }
+    static bool fits(const Attention& op) { return !op.latent && op.block_size % kPanel == 0 && op.dim % kPanel == 0; }
 
     void scores(int rows, const float* query, int visible, float* score) const {
         for_each_run<B>(op, unit, start, visible, [&](const B* k, const B*, int done) {
@@ -173,7 +194,7 @@ struct AmxTile {
     amx::TileRegisters& tiles;
     bf16 *keys, *values;
 
-    static bool fits(const Attention& op) { return amx::available() && op.dim % amx::kDepth == 0; }
+    static bool fits(const Attention& op) { return !op.latent && amx::available() && op.dim % amx::kDepth == 0; }
 
     void gather(const Unit& unit, int start, int count) const {
         int size = op.block_size, dim = op.dim, run = std::min(size, kPanel);
@@ -216,7 +237,7 @@ void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int
         for (int i = 0; i < rows * kTile; i++) score[i] = soft_cap(score[i], op.softcap);  // also of masked keys
     for (int r = 0; r < rows; r++) {
         int position = unit.position + (first + r) / group;
-        int from = op.window ? std::clamp(position + 1 - op.window - start, 0, kTile) : 0;
+        int from = std::clamp(op.first_key(position) - start, 0, kTile);
         int until = std::clamp(position + 1 - start, 0, kTile);
         softmax_row(score + r * kTile, std::min(from, until), until, to.top[first + r], to.sum[first + r]);
     }
@@ -228,8 +249,8 @@ void attend_blocks(const Attention& op, const Unit& unit, RowBlocks blocks, int 
                    Partial to) {
     for (int b = 0; b < blocks.count; b++) {
         int first = blocks.start(b), rows = blocks.size(b), group = op.group();
-        int last = unit.position + (first + rows - 1) / group, first_visible = unit.position + first / group + 1 - op.window;
-        if (start > last || (op.window && start + kTile <= first_visible)) std::fill_n(to.top + first, rows, kMasked);
+        int last = unit.position + (first + rows - 1) / group, first_visible = op.first_key(unit.position + first / group);
+        if (start > last || start + kTile <= first_visible) std::fill_n(to.top + first, rows, kMasked);
         else attend_rows(op, unit, first, rows, start, queries, tile, to);
     }
 }
@@ -283,11 +304,11 @@ void merge_and_write(const Attention& op, const Unit& unit, Fetch partial) {
     Partial all(memory, unit.rows);
     std::fill_n(memory, floats, 0.0f);
     std::fill_n(all.top, unit.rows, kMasked);
-    int first_visible = op.window ? std::max(0, unit.position + 1 - op.window) / kTile : 0;
-    for (int t = first_visible; t < unit.tiles; t++) merge(partial(t), all, unit.rows, padded);
+    for (int r = 0; op.sinks && r < unit.rows; r++) all.top[r] = op.sinks[unit.head * group + r % group], all.sum[r] = 1.0f;
+    for (int t = op.first_key(unit.position) / kTile; t < unit.tiles; t++) merge(partial(t), all, unit.rows, padded);
     for (int r = 0; r < unit.rows; r++) {
-        float* out = op.out + (long(unit.query + r / group) * op.q_heads + unit.head * group + r % group) * op.dim;
-        for (int d = 0; d < op.dim; d++) out[d] = all.value[long(r) * padded + d] / all.sum[r];
+        float* out = op.out + (long(unit.query + r / group) * op.q_heads + unit.head * group + r % group) * op.value_dim();
+        for (int d = 0; d < op.value_dim(); d++) out[d] = all.value[long(r) * padded + d] / all.sum[r];
     }
 }
 
@@ -344,10 +365,11 @@ using namespace ember;
 
 extern "C" void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride,
                                 long value_stride, const int* tables, int table_stride, const int* query_start,
-                                const int* context, int sequences, float scale, int window, int q_heads, int kv_heads, int dim,
-                                int block_size, float softcap, float* out) {
+                                const int* context, int sequences, float scale, int window, int chunked, int q_heads,
+                                int kv_heads, int dim, int block_size, float softcap, const float* sinks, int latent,
+                                float* out) {
     Attention op{qkv, keys, values, key_stride, value_stride, tables, query_start, context, table_stride,
-                 window, q_heads, kv_heads, dim, block_size, scale, softcap, out};
+                 window, q_heads, kv_heads, dim, block_size, latent, chunked != 0, scale, softcap, sinks, out};
     if (f32) return run<float, float>(op, sequences);
 #if EMBER_AMX
     if (AmxTile::fits(op)) return run<bf16, bf16>(op, sequences);

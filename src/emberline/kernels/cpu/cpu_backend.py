@@ -156,21 +156,22 @@ class CPUBackend(ReferenceBackend):
         self.library.ember_rope(
             qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1],
             _address(layer.q_norm), _address(layer.k_norm), layer.eps,
-            keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0), values.stride(0),
-            slots.data_ptr(), len(positions), layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
-            layer.interleaved,
+            keys.data_ptr(), None if layer.latent_dim else values.data_ptr(), _is_float32_cache(keys), keys.stride(0),
+            values.stride(0), slots.data_ptr(), len(positions), layer.q_heads, layer.kv_heads, layer.head_dim,
+            values.shape[2], layer.interleaved,
         )  # fmt: skip
 
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         qkv, layer, keys, values, metadata = inputs
         tables, query_start, context = metadata.block_tables, metadata.query_start, metadata.context
         assert tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
-        y = torch.empty(len(qkv), layer.q_heads * layer.head_dim)
+        assert layer.sinks is None or layer.sinks.dtype == torch.float32
+        y = torch.empty(len(qkv), layer.q_heads * layer.value_dim)
         self.library.ember_attention(
-            qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), _is_float32_cache(keys), keys.stride(0),
-            values.stride(0), tables.data_ptr(), tables.stride(0), query_start.data_ptr(), context.data_ptr(),
-            len(context), layer.scale, layer.window, layer.q_heads, layer.kv_heads, layer.head_dim, values.shape[2],
-            layer.softcap, y.data_ptr(),
+            qkv.data_ptr(), keys.data_ptr(), None if layer.latent_dim else values.data_ptr(), _is_float32_cache(keys),
+            keys.stride(0), values.stride(0), tables.data_ptr(), tables.stride(0), query_start.data_ptr(),
+            context.data_ptr(), len(context), layer.scale, layer.window, layer.chunked, layer.q_heads, layer.kv_heads,
+            layer.head_dim, values.shape[2], layer.softcap, _address(layer.sinks), layer.latent_dim, y.data_ptr(),
         )  # fmt: skip
         return y
 

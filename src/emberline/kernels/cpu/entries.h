@@ -47,11 +47,13 @@ void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k
 void ember_norm(const float* x, long stride, const float* weight, float eps, int m, int groups, int k, int centered, float* out,
                 long out_stride);
 
+// Without `values`, qkv has no values, because they are parts of the keys.
 void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm, const float* k_norm,
                 float eps, void* keys, void* values, int f32, long key_stride, long value_stride, const long* slots, int tokens,
                 int q_heads, int kv_heads, int dim, int block_size, int interleaved);
 
 void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride, long value_stride,
                      const int* tables, int table_stride, const int* query_start, const int* context, int sequences, float scale,
-                     int window, int q_heads, int kv_heads, int dim, int block_size, float softcap, float* out);
+                     int window, int chunked, int q_heads, int kv_heads, int dim, int block_size, float softcap,
+                     const float* sinks, int latent, float* out);
 }

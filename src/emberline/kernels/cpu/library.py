@@ -66,7 +66,7 @@ VOID_FUNCTIONS = {
     "ember_norm": "plpfiiiipl",
     "ember_soft_cap": "plf",
     "ember_rope": "pppippfppillpiiiiii",
-    "ember_attention": "pppillpippifiiiiifp",
+    "ember_attention": "pppillpippifiiiiiifpip",
     "ember_stack": "ppipp",
     "ember_mixture": "pip",
     "ember_sample": "piipppppp",

@@ -50,7 +50,7 @@ template <class B>
 void run_token(const Rope& op, long t) {
     int dim = op.dim, size = op.block_size;
     const float* angles = op.cos_sin + long(op.positions[t]) * op.rotary;
-    float* q = op.qkv + t * (op.q_heads + 2 * op.kv_heads) * dim;
+    float* q = op.qkv + t * (op.q_heads + (op.values ? 2 : 1) * op.kv_heads) * dim;
     float *k = q + op.q_heads * dim, *v = k + op.kv_heads * dim;
     for (int h = 0; h < op.q_heads; h++) norm_and_rotate(q + h * dim, op.q_norm, op.eps, angles, op.rotary, dim, op.interleaved);
     for (int h = 0; h < op.kv_heads; h++) norm_and_rotate(k + h * dim, op.k_norm, op.eps, angles, op.rotary, dim, op.interleaved);
@@ -58,6 +58,10 @@ void run_token(const Rope& op, long t) {
     if (slot < 0) return;
     long block = slot / size, offset = slot % size;
     B* keys = static_cast<B*>(op.keys) + block * op.key_stride + offset;
+    if (!op.values) {  // values are parts of the keys
+        for (long i = 0; i < op.kv_heads * dim; i++) narrow(k[i], keys[i * size]);
+        return;
+    }
     B* values = static_cast<B*>(op.values) + block * op.value_stride + offset * dim;
     for (long h = 0; h < op.kv_heads; h++)
         for (int i = 0; i < dim; i++) {

@@ -30,7 +30,8 @@ extern "C" void ember_stack(const Step* step, const Layer* layers, int count, fl
         bool last = i == count - 1;
         if (last && !s.row_count) return;
         ember_attention(qkv, keys, values, s.f32, s.key_stride, s.value_stride, s.tables, s.table_stride, s.query_start,
-                        s.context, s.sequences, s.scale, l.window, s.q_heads, s.kv_heads, s.dim, s.block_size, 0.0f, mixed);
+                        s.context, s.sequences, s.scale, l.window, 0, s.q_heads, s.kv_heads, s.dim, s.block_size, 0.0f,
+                        nullptr, 0, mixed);
         if (last) {
             gather(x, s.rows, s.row_count, s.hidden, out);
             gather(mixed, s.rows, s.row_count, q, qkv);  // qkv is no longer needed

@@ -149,9 +149,11 @@ class HopperBackend(OpBackend):
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"
         qkv, layer = inputs.qkv, inputs.layer
+        if layer.latent_dim:  # rejected when such a model is loaded
+            raise NotImplementedError("latent attention is not supported on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
-        if layer.softcap and (plan.prefill_tiles is not None or plan.decode_work is not None):
-            raise NotImplementedError("only the Triton kernel caps attention scores: plan with softcap=True")
+        if layer.needs_portable_kernel and (plan.prefill_tiles is not None or plan.decode_work is not None):
+            raise NotImplementedError("only the Triton kernel computes this attention: plan with portable=True")
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         if has_prefill:  # prefill first: decode then uses the SMs that are left
             _run_prefill_attention(inputs, plan, out)

@@ -27,11 +27,11 @@ MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
 @jit
 def _paged_attention(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor,
-    tiles: tensor, out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor,
+    sinks: tensor, tiles: tensor, out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor,
     qkv_stride: tensor, table_stride: tensor, cache_stride: tensor, out_stride: tensor,
     KV_HEADS: constexpr, GROUP: constexpr, GROUP_PADDED: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr,
     BLOCK_SIZE: constexpr, QUERIES: constexpr, PARTS: constexpr, ROWS: constexpr, SPAN: constexpr,
-    WINDOWED: constexpr, CAPPED: constexpr, TYPE: constexpr, PDL: constexpr,
+    WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries have most keys, so they start first
@@ -57,21 +57,24 @@ def _paged_attention(
 
     top = tl.full([ROWS], -1e30, tl.float32)  # finite, since a row may attend to no key of its first spans
     total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # scores that the sums begin with
+        top = tl.load(sinks + head * GROUP + member, member < GROUP, 0.0) * 1.4426950408889634  # log2(e)
+        total = tl.full([ROWS], 1.0, tl.float32)
     mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     position, end = before + query, before + tl.minimum(first + QUERIES, count)
     begin_masked = (before + first + 1) // SPAN * SPAN
     if WINDOWED:
-        begin_masked = tl.maximum(before + first + 1 - window, 0) // SPAN * SPAN
+        begin_masked = tl.maximum(_first_key(before + first, window, CHUNKED), 0) // SPAN * SPAN
     table, offset = tables + request.to(tl.int64) * table_stride, head * (BLOCK_SIZE * HEAD_DIM)
     k_head, v_head = k_cache + offset, v_cache + offset
     if not WINDOWED:
         mixed, total, top = _add_keys(
             mixed, total, top, q, position, k_head, v_head, table, cache_stride, 0, begin_masked, end, scale, window,
-            softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False, CAPPED,
+            softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False, CHUNKED, CAPPED,
         )  # fmt: skip
     mixed, total, top = _add_keys(
         mixed, total, top, q, position, k_head, v_head, table, cache_stride, begin_masked, end, end, scale, window,
-        softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CAPPED,
+        softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CHUNKED, CAPPED,
     )  # fmt: skip
     mixed = mixed / total[:, None]
     tl.store(out + token * out_stride + column, mixed.to(out.dtype.element_ty), inside)
@@ -83,7 +86,7 @@ def _add_keys(
     table: tensor, cache_stride: tensor, low: tensor, high: tensor, end: tensor, scale: tensor, window: tensor,
     softcap: tensor, capped_scale: tensor,
     HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
-    MASKED: constexpr, WINDOWED: constexpr, CAPPED: constexpr,
+    MASKED: constexpr, WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr,
 ) -> tensor:  # fmt: skip
     """Add the contributions of the keys [low, high) to the running sums, and return the sums.
 
@@ -109,7 +112,7 @@ def _add_keys(
         if MASKED:
             is_visible = key[None, :] <= position[:, None]
             if WINDOWED:
-                is_visible = is_visible & (key[None, :] > position[:, None] - window)
+                is_visible = is_visible & (key[None, :] >= _first_key(position, window, CHUNKED)[:, None])
             scores = tl.where(is_visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         weight = tl.exp2(scores * scale - new_top[:, None])
@@ -118,6 +121,12 @@ def _add_keys(
         mixed = tl.dot(weight.to(q.dtype), v, mixed * rescale[:, None], input_precision="ieee")
         top = new_top
     return mixed, total, top
+
+
+@jit
+def _first_key(position: tensor, window: tensor, CHUNKED: constexpr) -> tensor:
+    """Return the first key that a query attends to; a negative one stands for 0."""
+    return position // window * window if CHUNKED else position + 1 - window
 
 
 def choose_tile_queries(max_queries: int, group: int) -> int:
@@ -154,12 +163,14 @@ def paged_attention(
     if len(tiles):
         tables = metadata.block_tables
         _paged_attention[(len(tiles) * parts * kv_heads,)](
-            qkv, keys, values, tables, metadata.query_start, metadata.context, tiles, out,
+            qkv, keys, values, tables, metadata.query_start, metadata.context,
+            tables if layer.sinks is None else layer.sinks, tiles, out,
             (1.0 if layer.softcap else layer.scale) * math.log2(math.e), window,
             layer.softcap, layer.scale / layer.softcap if layer.softcap else 0.0,
             qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0),
             kv_heads, group, padded, head_dim, dim, keys.shape[2], queries, parts, rows, span, window > 0,
-            layer.softcap > 0, tl.float32 if exact else tl.bfloat16, pdl,
+            layer.chunked,
+            layer.softcap > 0, layer.sinks is not None, tl.float32 if exact else tl.bfloat16, pdl,
             num_warps=warps, num_stages=stages, launch_pdl=pdl,
         )  # fmt: skip
     return out

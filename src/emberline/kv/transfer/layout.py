@@ -21,7 +21,7 @@ class KVLayout:
 
     model: str  # fingerprint of the model, as in the root of block hashes
     layers: int
-    parts: int  # keys and values: 2
+    parts: int  # keys and values: 2; keys that contain the values: 1
     heads: int
     tokens: int  # tokens per block
     width: int  # bytes of one head of one token

@@ -1,0 +1,31 @@
+"""make_kv_shape: the shape of the KV cache that a model needs; reject_latent_attention: where a GPU has none for it."""
+
+from __future__ import annotations
+
+import torch
+
+from emberline.core.errors import UnsupportedModel
+from emberline.kv.cache import KVShape
+from emberline.models.config import ModelConfig
+
+
+def make_kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+    """Return the shape of a model's KV cache with blocks of `block_size` tokens.
+
+    Raises UnsupportedModel if the model attends to chunks that are not whole blocks, which could not be freed."""
+    sizes = {window for window in config.windows if window and config.parts.attention.chunked_windows}
+    for size in sorted(sizes):
+        if size % block_size:
+            raise UnsupportedModel(
+                f"attention_chunk_size is {size}, which is no multiple of the KV block size of {block_size} tokens",
+                hint=f"choose a --block-size that divides {size}",
+            )
+    is_latent = config.parts.attention.latent is not None
+    return KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)
+
+
+def reject_latent_attention(config: ModelConfig) -> None:
+    """Raise UnsupportedModel for a model with latent attention, which no GPU kernel supports."""
+    if config.parts.attention.latent is not None:
+        message = f"{config.model_type} has latent attention, which is only supported on the CPU"
+        raise UnsupportedModel(message, hint="use --device cpu")

@@ -1,0 +1,243 @@
+"""Kinds of attention that Llama does not have, compared with transformers in float32 on both backends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from engine_runs import run_engine
+from paged_model import Cache, assert_close, oracle, prompts
+from torch import Tensor
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import UnsupportedModel
+from emberline.core.params import SamplingParams
+from emberline.core.plan import BlockCopy
+from emberline.core.request import Submission
+from emberline.engine.boot import boot
+from emberline.engine.gpu.boot import boot_gpu
+from emberline.engine.kv_shape import make_kv_shape
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.arguments import AttentionInputs
+from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kv.cache import KVCache
+from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import StagingBuffer, copy_piece
+from emberline.kv.transfer.shm import SharedSegment
+from emberline.models.attention_parts import AttentionParts
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import compute_fingerprint, load_decoder
+from emberline.models.tensor_names import load_model
+from emberline.models.weights import Weights
+
+CONTEXT = 64
+MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 3}
+MLA |= {"num_key_value_heads": 6, "head_dim": 8, "n_routed_experts": 0, "n_shared_experts": 0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+DEEPSEEK: dict[str, tiny.Config] = {
+    "v2": {"model_type": "deepseek_v2", "q_lora_rank": 16},
+    "v2-lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "tie_word_embeddings": True},
+    "v3": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 16,
+        "num_mtp_layers": 0,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
+    },
+    "v3-halves": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "num_mtp_layers": 0,
+        "rope_interleave": False,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = ops.current_backend()
+    if request.param == "native" and before.library is None:
+        pytest.skip("no native kernels")
+    ops.start_backend(native=request.param == "native")
+    yield request.param
+    ops.start_backend(native=before.library is not None)
+
+
+def check_model(model: DecoderModel, tokens: list[list[int]], theirs: list[Tensor]) -> None:
+    """Check the logits, and on the native backend that their bits depend on neither chunks nor the batch."""
+    mixed = Cache(model, tokens, 1).run(1)
+    assert_close(mixed, theirs)
+    if ops.current_backend().library is not None:
+        whole = [Cache(model, [ids]).step([len(ids)]) for ids in tokens]
+        assert all(map(torch.equal, mixed, whole)), "depends on chunks or batch"
+
+
+class SinkModel:
+    """A Llama with attention sinks and windows on every second layer, as gpt-oss has, but without experts."""
+
+    def __init__(self, directory: Path) -> None:
+        config = tiny.config("llama", num_hidden_layers=4, attention_bias=True)
+        self.tensors = tiny.tensors(config)
+        for layer in range(4):
+            self.tensors[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
+            self.tensors[f"model.layers.{layer}.self_attn.sinks"] = torch.randn(6, generator=torch.manual_seed(layer))
+        plain = ModelConfig.from_hf(config)
+        parts = replace(plain.parts, attention=AttentionParts(has_sinks=True))
+        self.config = replace(plain, windows=(7, 0, 7, 0), parts=parts)
+        self.checkpoint = Checkpoint.open(tiny.write_tensors(directory, config, self.tensors))
+
+    def compute_gpt_oss_logits(self, tokens: list[list[int]]) -> list[Tensor]:
+        """Return the logits of transformers' model whose experts are all zero."""
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GptOssConfig(
+            **tiny.BASE | {"num_hidden_layers": 4, "rope_theta": None},
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            sliding_window=7,
+            rope_parameters={"rope_type": "default", "rope_theta": tiny.BASE["rope_theta"]},
+            attn_implementation="eager",
+        )
+        model = transformers.GptOssForCausalLM(config).eval()
+        state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state | {name: self.tensors[name] for name in state if name in self.tensors})
+        with torch.inference_mode():
+            return [model(torch.tensor([ids])).logits[0] for ids in tokens]
+
+
+def test_sinks_equal_transformers(backend: str, tmp_path: Path) -> None:
+    case, tokens = SinkModel(tmp_path), prompts(37, 20)
+    weights = Weights(case.checkpoint, None)
+    model = load_model(case.config, weights, CONTEXT)
+    weights.finish("")
+    assert model.stack is None
+    check_model(model, tokens, case.compute_gpt_oss_logits(tokens))
+
+
+def test_kinds_of_attention_change_the_fingerprint_only_where_a_model_has_them(tmp_path: Path) -> None:
+    case = SinkModel(tmp_path)
+    plain = replace(case.config, parts=replace(case.config.parts, attention=AttentionParts()))
+    assert repr(plain) == repr(case.config) and repr(plain.parts) == repr(case.config.parts)
+    with_sinks, without = (compute_fingerprint(case.checkpoint, c, "float32", 64) for c in (case.config, plain))
+    assert with_sinks != without
+
+
+def test_chunks_must_be_whole_blocks() -> None:
+    plain = ModelConfig.from_hf(tiny.config("llama"))
+    parts = replace(plain.parts, attention=AttentionParts(chunked_windows=True))
+    chunked = replace(plain, windows=(48, 0, 48), parts=parts)
+    assert make_kv_shape(chunked, 16, torch.float32) == make_kv_shape(plain, 16, torch.float32)
+    with pytest.raises(UnsupportedModel, match=r"attention_chunk_size is 48.*block size of 32"):
+        make_kv_shape(chunked, 32, torch.float32)
+    assert make_kv_shape(replace(chunked, parts=plain.parts), 32, torch.float32).block_size == 32, "a sliding window"
+
+
+def write_deepseek(directory: Path, name: str) -> Path:
+    """Write a random checkpoint of a DeepSeek model without experts."""
+    c = {**tiny.BASE, **MLA, **DEEPSEEK[name]}
+    c["architectures"] = ["DeepseekV2ForCausalLM" if name.startswith("v2") else "DeepseekV3ForCausalLM"]
+    hidden, heads, ffn, rank, compressed = 48, 6, 80, 20, c["q_lora_rank"]
+    layer = {"self_attn.kv_a_proj_with_mqa": (rank + 8, hidden), "self_attn.kv_b_proj": (heads * 22, rank)}
+    layer |= {"self_attn.o_proj": (hidden, heads * 10), "mlp.down_proj": (hidden, ffn)}
+    layer |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "self_attn.kv_a_layernorm": (rank,)}
+    layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if compressed:
+        layer |= {"self_attn.q_a_proj": (compressed, hidden), "self_attn.q_b_proj": (heads * 20, compressed)}
+        layer["self_attn.q_a_layernorm"] = (compressed,)
+    else:
+        layer["self_attn.q_proj"] = (heads * 20, hidden)
+    shapes = {f"model.layers.{i}.{part}.weight": shape for i in range(3) for part, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (131, hidden), "model.norm.weight": (hidden,)}
+    shapes |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (131, hidden)}
+    random = torch.Generator().manual_seed(3)
+    tensors = {part: torch.randn(shape, generator=random) for part, shape in shapes.items()}
+    for part, tensor in tensors.items():
+        tensor.mul_(0.2).add_(1) if "norm" in part else tensor.mul_(2.0 / tensor.shape[-1] ** 0.5)
+    tiny.write_tensors(directory, c, tensors)
+    (directory / "config.json").write_text(json.dumps(c))  # with null, which means no compressed queries
+    return directory
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_latent_attention_equals_transformers(backend: str, name: str, tmp_path: Path) -> None:
+    directory, tokens = write_deepseek(tmp_path, name), prompts(37, 20)
+    model = load_decoder(directory)
+    assert (model.config.kv_heads, model.config.head_dim) == (1, 28) and model.stack is None
+    check_model(model, tokens, oracle(directory, tokens))
+
+
+def test_the_cache_holds_latents_once() -> None:
+    config = ModelConfig.from_hf({**tiny.BASE, **MLA, **DEEPSEEK["v2"], "architectures": ["DeepseekV2ForCausalLM"]})
+    shape = make_kv_shape(config, 16, torch.float32)
+    assert shape.block_bytes == 3 * 28 * 16 * 4 == shape.layout("m").block_bytes and shape.layout("m").parts == 1
+    cache = KVCache(shape, 4)
+    assert cache.keys.shape == (3, 4, 1, 16, 28) and cache.values.shape == (3, 4, 1, 16, 0)
+    cache.keys.copy_(torch.randn(cache.keys.shape))
+    buffer, before = memoryview(bytearray(shape.block_bytes)), cache.keys.clone()
+    copier = HostBlockCopier(cache)
+    copier.save([BlockCopy(2, b"", buffer)])
+    copier.load([BlockCopy(1, b"", buffer)])
+    assert torch.equal(cache.keys[:, 1], before[:, 2]) and torch.equal(cache.keys[:, 2:], before[:, 2:])
+
+
+def test_latents_move_between_caches_of_other_block_sizes() -> None:
+    """As between a prefill and a decode worker, in shared memory; on a CPU a block stores its keys transposed."""
+    config = ModelConfig.from_hf({**tiny.BASE, **MLA, **DEEPSEEK["v2"], "architectures": ["DeepseekV2ForCausalLM"]})
+    caches = []
+    for block_size, blocks in ((8, 6), (16, 3)):
+        shape = make_kv_shape(config, block_size, torch.float32)
+        caches.append(KVCache(shape, blocks, segment=SharedSegment(shape.layout("m"), blocks)))
+    source, target = caches
+    source.keys.copy_(torch.randn(source.keys.shape))
+    regions = [cache.segment.region for cache in caches if cache.segment is not None]
+    piece, blocks = TransferPiece(0, 3, 0, 4), np.array([5, 0, 3, 2])
+    copy_piece(piece, regions[0], blocks, regions[1], np.array([2, 0]), StagingBuffer())
+    sent = source.keys.view(3, 6, 28, 8)[:, blocks].permute(0, 1, 3, 2).reshape(3, 32, 28)
+    assert torch.equal(target.keys.view(3, 3, 28, 16)[:, [2, 0]].permute(0, 1, 3, 2).reshape(3, 32, 28), sent)
+
+
+def test_latent_attention_in_an_engine_with_a_disk(tmp_path: Path) -> None:
+    directory, prompt = write_deepseek(tmp_path / "model", "v3"), prompts(41)[0]
+    settings = {"device": "cpu", "block_size": 8, "kv_memory": 1 << 16, "max_batch_tokens": 16, "threads": 1}
+    config = EngineConfig.build(str(directory), **settings, kv_disk=str(tmp_path / "disk"), kv_disk_size=1 << 22)
+    model = load_decoder(directory)
+    expected = list(prompt)
+    for _ in range(6):
+        expected.append(int(Cache(model, [expected]).step([len(expected)])[-1].argmax()))
+    for hits in (0, 40):
+        engine = boot(config).engine
+        tokens = run_engine(engine, [Submission("r", prompt, SamplingParams(max_tokens=6, temperature=0.0))])
+        assert tokens["r"] == expected[len(prompt) :]
+        engine.close()
+        assert engine.stats().tiers["disk"].hit_tokens == hits
+
+
+def test_a_gpu_refuses_latent_attention_at_start(tmp_path: Path) -> None:
+    directory = write_deepseek(tmp_path, "v2")
+    checkpoint = Checkpoint.open(directory)
+    config, weights = ModelConfig.from_checkpoint(checkpoint), Weights(checkpoint)
+    with pytest.raises(UnsupportedModel, match="deepseek_v2 has latent attention"):
+        boot_gpu(config, weights, context=CONTEXT, settings=EngineConfig.build(str(directory)))
+
+
+@pytest.mark.parametrize("kind", [{"sinks": torch.zeros(2)}, {"window": 16, "chunked": True}, {"latent_dim": 8}])
+def test_kernels_for_hopper_refuse_other_kinds_of_attention(kind: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    from emberline.kernels.cuda.hopper_backend import HopperBackend
+
+    empty = torch.zeros(0, dtype=torch.int32)
+    layer = ops.AttentionLayer(2, 1, 16, scale=1.0, cos_sin=torch.zeros(0), **kind)
+    inputs = AttentionInputs(
+        torch.zeros(1, 64), layer, empty, empty, ops.AttentionMetadata(empty, empty, empty, empty, empty)
+    )
+    with pytest.raises(NotImplementedError, match=r"only the Triton kernel|not supported on a GPU"):
+        HopperBackend.paged_attention(object.__new__(HopperBackend), inputs, AttentionPlan(0, prefill_tiles=empty))
