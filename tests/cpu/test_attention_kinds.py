@@ -42,7 +42,8 @@ from emberline.models.weights import Weights
 
 CONTEXT = 64
 MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 3}
-MLA |= {"num_key_value_heads": 6, "head_dim": 8, "n_routed_experts": 0, "n_shared_experts": 0}
+MLA |= {"num_key_value_heads": 6, "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1}
+MLA |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
 DEEPSEEK: dict[str, tiny.Config] = {
     "v2": {"model_type": "deepseek_v2", "q_lora_rank": 16},
@@ -142,7 +143,7 @@ def test_chunks_must_be_whole_blocks() -> None:
 
 
 def write_deepseek(directory: Path, name: str) -> Path:
-    """Write a random checkpoint of a DeepSeek model without experts."""
+    """Write a random checkpoint of a DeepSeek model whose layers are all dense."""
     c = {**tiny.BASE, **MLA, **DEEPSEEK[name]}
     c["architectures"] = ["DeepseekV2ForCausalLM" if name.startswith("v2") else "DeepseekV3ForCausalLM"]
     hidden, heads, ffn, rank, compressed = 48, 6, 80, 20, c["q_lora_rank"]

@@ -138,8 +138,9 @@ def test_smollm3() -> None:
 
 
 def test_llama4() -> None:
-    dense = {"num_local_experts": 0, "moe_layers": [], "intermediate_size_mlp": 128, "no_rope_layers": []}
+    dense = {"moe_layers": [], "intermediate_size_mlp": 128, "no_rope_layers": []}
     c = read("llama4_text", **dense, interleave_moe_layer_step=1, num_experts_per_tok=1, attn_temperature_tuning=4)
+    assert c.experts is not None and not any(c.experts.layers) and (c.experts.count, c.experts.chosen) == (16, 1)
     assert c.windows == (8192, 8192, 8192, 0) * 2 and c.parts.unrotated_layers == (3, 7) and c.ffn == 128
     assert not c.qk_norm and c.parts.interleaved_rope and c.rope.theta == 5e5
     temperature = QueryTemperature(8192.0, 0.1)
@@ -151,28 +152,29 @@ def test_llama4() -> None:
     for change in ({"attention_chunk_size": 0}, {"attention_chunk_size": None}, {"floor_scale": 0}):
         with pytest.raises(ModelFileError, match=next(iter(change))):
             read("llama4_text", **dense, **change)
-    for change in ({"num_local_experts": 16}, {"num_local_experts": None}, {"moe_layers": [1]}):
-        with pytest.raises(UnsupportedModel, match=next(iter(change))):
-            read("llama4_text", **{**dense, **change})
+    sparse = read("llama4_text", **dense | {"moe_layers": None}, interleave_moe_layer_step=2)
+    assert sparse.experts is not None and sparse.experts.layers == (False, True) * 4
     with pytest.raises(UnsupportedModel, match="sliding_attention"):
         read("llama4_text", **dense, layer_types=["sliding_attention"] * 8)
 
 
 def test_deepseek() -> None:
-    dense = {"n_routed_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 8}
+    dense = {"first_k_dense_replace": 8}
     c = read("deepseek_v3", **dense, norm_topk_prob=True, scoring_func="sigmoid", moe_layer_freq=1)
     assert (c.heads, c.kv_heads, c.head_dim, c.rope.dim) == (4, 1, 576, 64) and c.parts.interleaved_rope
     assert c.parts.attention.latent == LatentConfig(512, 1536, rotary_dim=64, plain_dim=128, value_dim=128)
     assert c.parts.attention_scale == 192**-0.5 and c.parts.needs_portable_attention
     scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707}
-    lite = read("deepseek_v2", **dense, q_lora_rank=None, rope_scaling=scaling | {"mscale_all_dim": 0.707})
+    rope = scaling | {"mscale_all_dim": 0.707}
+    lite = read("deepseek_v2", **dense, q_lora_rank=None, num_experts_per_tok=6, rope_scaling=rope)
     assert lite.parts.attention.latent == LatentConfig(512, 0, rotary_dim=64, plain_dim=128, value_dim=128)
     factor = (0.1 * 0.707 * math.log(40) + 1) ** 2
     assert lite.parts.attention_scale == pytest.approx(192**-0.5 * factor) and lite.rope.attention_factor == 1.0
     for change in ({"kv_lora_rank": 0}, {"qk_rope_head_dim": 7}, {"num_key_value_heads": 2}, {"v_head_dim": "8"}):
         with pytest.raises(ModelFileError, match=next(iter(change))):
             read("deepseek_v3", **dense, **change)
-    refused = {"n_routed_experts": 256}, {"n_routed_experts": None}, {"n_shared_experts": 1}, {"attention_bias": True}
+    assert c.experts is not None and not any(c.experts.layers) and (c.experts.count, c.experts.chosen) == (256, 8)
+    refused: tuple[dict[str, object], ...] = ({"attention_bias": True}, {"scoring_func": "softmax"})
     for change in refused:
         with pytest.raises(UnsupportedModel, match=next(iter(change))):
             read("deepseek_v3", **{**dense, **change})

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emberline.models.architecture import Architecture
 from emberline.models.fields import ConfigFields
-from emberline.models.registry import Architecture
 
 MAX_LATENT_SIZE = 1 << 16  # larger sizes are rejected as damaged or malicious
 

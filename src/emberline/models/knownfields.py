@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from emberline.core.errors import UnsupportedModel
-from emberline.models.registry import ARCHITECTURES, Architecture
+from emberline.models.architecture import Architecture
+from emberline.models.registry import ARCHITECTURES
 
 # Fields that models/config.py reads for every architecture.
 READ_FIELDS = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from emberline.core.errors import UnsupportedModel
+from emberline.models.architecture import Architecture, NormKind, NormPlacement, QKNormKind
 from emberline.models.attention_parts import LLAMA_ATTENTION, AttentionParts
 from emberline.models.fields import ConfigFields
-from emberline.models.registry import Architecture, NormKind, NormPlacement, QKNormKind
 from emberline.models.ropeconfig import RopeConfig, Ropes
 
 Activation = Literal["silu", "gelu_tanh"]

@@ -1,92 +1,14 @@
 """The supported architectures by model_type. Each is described by its differences from Llama 1.
 
-A rule of an architecture (for example: does a layer have a bias?) is True, False, or the name of the config.json field
-that decides. A rule whose name ends in `_field` is the name of a field with a number; empty: there is none.
-
 This module does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from emberline.models import experts_spec
-from emberline.models.experts_spec import ExpertsSpec
-
-NormPlacement = Literal["pre", "post", "both", "shared"]
-NormKind = Literal["rms", "layer"]
-QKNormKind = Literal["head", "projection", "head_layer"]
-Unrotated = Literal["", "listed", "windowless", "unless_rope"]
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool | str = False
-    window: bool | str = False  # whether sliding_window applies
-    experts: ExpertsSpec | None = None
-    # What transformers assumes where config.json has no such field.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    is_strict: bool = True  # whether unknown fields of config.json are refused, and not only those of other families
-    turn_end_tokens: tuple[str, ...] = ()  # that end a chat model's turn, even if no file of the checkpoint says so
-    ignored_fields: tuple[str, ...] = ()  # fields that have no effect, or only one that other fields repeat
-    fixed_fields: Mapping[str, Any] = field(default_factory=dict)  # fields that may have this value only
-
-    # Norms: before attention and feed-forward network, after them, both, or one before the two, which run in parallel.
-    norms: NormPlacement = "pre"
-    norm_kind: NormKind = "rms"
-    norm_offset: float = 0.0  # added to the stored weights of norms
-    norm_eps_field: str = "rms_norm_eps"
-    qk_norm_kind: QKNormKind = "head"  # an RMS norm per head or of the whole projection, or a layer norm per head
-
-    weightless_qk_norm: bool | str = False  # whether rotated query and key heads get an RMS norm without weights
-    latent_attention: bool = False  # multi-head latent attention
-    attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
-
-    # Tensors, relative to a layer.
-    qkv_tensor: str = ""  # one tensor with the projections q, k and v; empty: three tensors
-    gate_up_tensor: str = ""  # one tensor with gate and up; empty: two
-    down_tensor: str = "mlp.down_proj"
-
-    ffn_field: str = "intermediate_size"
-    mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction, which are not used
-    activation_field: str = "hidden_act"
-
-    # Windows and rotary embedding.
-    chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
-    window_pattern: int = 0  # without layer_types, each layer of this number has no window; 0: all layers have one
-    window_pattern_field: str = ""  # field with that number
-    unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
-    interleaved_rope: bool | str = False
-    temperature_flag_field: str = ""  # whether floor_scale and attn_scale apply to layers without rotary embedding
-    partial_rotary: bool = False
-    has_local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
-    local_theta_field: str = ""  # of these layers, in configs from before transformers 5
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of kinds of rope scaling
-    has_final_max_position: bool = False  # whether max_position_embeddings is the length after rope scaling
-
-    # Scales and caps.
-    scaled_embedding: bool = False  # embeddings are multiplied by the square root of hidden_size
-    attention_scalar_field: str = ""  # scores are divided by the square root of this
-    attention_multiplier_field: str = ""  # or multiplied by this
-    attention_softcap_field: str = ""
-    embedding_multiplier_field: str = ""
-    residual_multiplier_field: str = ""
-    logit_multiplier_field: str = ""
-    logit_divisor_field: str = ""
-    logit_softcap_field: str = ""
-
-    def read_fields(self) -> set[str]:
-        """Return the config.json fields that the rules name."""
-        rules = {f.name: getattr(self, f.name) for f in fields(self)}
-        flags = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "weightless_qk_norm", "window", "interleaved_rope")
-        named = {name for name in flags if rules[name] is not True}
-        return {rules[name] for name in rules if name in named or name.endswith("_field")} - {False, ""}
-
+from emberline.models.architecture import Architecture
 
 LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 GEMMA2 = Architecture(
@@ -193,16 +115,30 @@ COHERE: dict[str, Any] = {
 COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 DEEPSEEK: dict[str, Any] = {
     "latent_attention": True,
-    "fixed_fields": {"attention_bias": False},
-    # Of experts, which models without any have too.
-    "ignored_fields": (
-        "qk_head_dim", "first_k_dense_replace", "moe_intermediate_size", "moe_layer_freq", "n_group", "topk_group",
-        "topk_method", "norm_topk_prob", "routed_scaling_factor", "scoring_func", "num_experts_per_tok", "ep_size",
-        "aux_loss_alpha", "seq_aux",
-    ),
-}  # fmt: skip
+    "ignored_fields": ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "num_local_experts"),
+}
 DEEPSEEK_DEFAULTS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
 DEEPSEEK_DEFAULTS |= {"v_head_dim": 128}
+DEEPSEEK_V3 = Architecture(
+    **DEEPSEEK,
+    interleaved_rope="rope_interleave",
+    experts=experts_spec.DEEPSEEK_V3,
+    mtp_layers_field="num_nextn_predict_layers",
+    fixed_fields={"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0},
+    defaults=DEEPSEEK_DEFAULTS
+    | {
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+    },
+)
 
 ARCHITECTURES = {
     "llama": Architecture(**LLAMA_BIASES, is_strict=False),
@@ -331,9 +267,8 @@ ARCHITECTURES = {
         unrotated="listed",
         interleaved_rope=True,
         turn_end_tokens=("<|eot|>",),
-        # Without experts, moe_layers is an empty list, and the fields of experts have no effect.
-        fixed_fields={"moe_layers": []},
-        ignored_fields=("interleave_moe_layer_step", "num_experts_per_tok", "for_llm_compressor"),
+        experts=experts_spec.LLAMA4,
+        ignored_fields=("for_llm_compressor",),
         defaults={
             "head_dim": 128,
             "rms_norm_eps": 1e-5,
@@ -344,15 +279,37 @@ ARCHITECTURES = {
             "floor_scale": 8192,
             "attn_scale": 0.1,
             "num_local_experts": 16,
+            "num_experts_per_tok": 1,
         },
     ),
     "deepseek_v2": Architecture(
-        **DEEPSEEK, interleaved_rope=True, defaults=DEEPSEEK_DEFAULTS | {"n_routed_experts": 64, "n_shared_experts": 2}
-    ),
-    "deepseek_v3": Architecture(
         **DEEPSEEK,
-        interleaved_rope="rope_interleave",
-        defaults=DEEPSEEK_DEFAULTS | {"rope_interleave": True, "n_routed_experts": 256, "n_shared_experts": 1},
+        interleaved_rope=True,
+        experts=experts_spec.DEEPSEEK_V2,
+        fixed_fields={"attention_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
+        defaults=DEEPSEEK_DEFAULTS
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "topk_method": "greedy", "moe_intermediate_size": 1407},
+    ),
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
+    "gpt_oss": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        window=True,
+        window_pattern=2,
+        attention_sinks=True,
+        experts=experts_spec.GPT_OSS,
+        turn_end_tokens=("<|return|>", "<|call|>"),
+        ignored_fields=("experts_per_token", "initial_context_length", "router_aux_loss_coef", "output_router_logits"),
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
     ),
     "cohere": Architecture(
         **COHERE, qk_norm="use_qk_norm", qk_norm_kind="head_layer", defaults=COHERE_DEFAULTS | {"rope_theta": 500000.0}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from emberline.core.errors import UnsupportedModel
+from emberline.models.architecture import Architecture
 from emberline.models.fields import ConfigFields
-from emberline.models.registry import Architecture
 
 MAX_CONTEXT_TOKENS = 1 << 22
 

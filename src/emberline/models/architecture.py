@@ -1,0 +1,87 @@
+"""Architecture: how a family of decoders differs from Llama 1.
+
+A rule of an architecture (for example: does a layer have a bias?) is True, False, or the name of the config.json field
+that decides. A rule whose name ends in `_field` is the name of a field with a number; empty: there is none.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from emberline.models.experts_spec import ExpertsSpec
+
+NormPlacement = Literal["pre", "post", "both", "shared"]
+NormKind = Literal["rms", "layer"]
+QKNormKind = Literal["head", "projection", "head_layer"]
+Unrotated = Literal["", "listed", "windowless", "unless_rope"]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool | str = False
+    window: bool | str = False  # whether sliding_window applies
+    experts: ExpertsSpec | None = None
+    # What transformers assumes where config.json has no such field.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = True  # whether unknown fields of config.json are refused, and not only those of other families
+    turn_end_tokens: tuple[str, ...] = ()  # that end a chat model's turn, even if no file of the checkpoint says so
+    ignored_fields: tuple[str, ...] = ()  # fields that have no effect, or only one that other fields repeat
+    fixed_fields: Mapping[str, Any] = field(default_factory=dict)  # fields that may have this value only
+
+    # Norms: before attention and feed-forward network, after them, both, or one before the two, which run in parallel.
+    norms: NormPlacement = "pre"
+    norm_kind: NormKind = "rms"
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    norm_eps_field: str = "rms_norm_eps"
+    qk_norm_kind: QKNormKind = "head"  # an RMS norm per head or of the whole projection, or a layer norm per head
+
+    weightless_qk_norm: bool | str = False  # whether rotated query and key heads get an RMS norm without weights
+    latent_attention: bool = False  # multi-head latent attention
+    attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
+
+    # Tensors, relative to a layer.
+    qkv_tensor: str = ""  # one tensor with the projections q, k and v; empty: three tensors
+    gate_up_tensor: str = ""  # one tensor with gate and up; empty: two
+    down_tensor: str = "mlp.down_proj"
+
+    ffn_field: str = "intermediate_size"
+    mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction, which are not used
+    activation_field: str = "hidden_act"
+
+    # Windows and rotary embedding.
+    chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
+    window_pattern: int = 0  # without layer_types, each layer of this number has no window; 0: all layers have one
+    window_pattern_field: str = ""  # field with that number
+    unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
+    interleaved_rope: bool | str = False
+    temperature_flag_field: str = ""  # whether floor_scale and attn_scale apply to layers without rotary embedding
+    partial_rotary: bool = False
+    has_local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
+    local_theta_field: str = ""  # of these layers, in configs from before transformers 5
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of kinds of rope scaling
+    has_final_max_position: bool = False  # whether max_position_embeddings is the length after rope scaling
+
+    # Scales and caps.
+    scaled_embedding: bool = False  # embeddings are multiplied by the square root of hidden_size
+    attention_scalar_field: str = ""  # scores are divided by the square root of this
+    attention_multiplier_field: str = ""  # or multiplied by this
+    attention_softcap_field: str = ""
+    embedding_multiplier_field: str = ""
+    residual_multiplier_field: str = ""
+    logit_multiplier_field: str = ""
+    logit_divisor_field: str = ""
+    logit_softcap_field: str = ""
+
+    def read_fields(self) -> set[str]:
+        """Return the config.json fields that the rules name."""
+        rules = {f.name: getattr(self, f.name) for f in fields(self)}
+        flags = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "weightless_qk_norm", "window", "interleaved_rope")
+        named = {name for name in flags if rules[name] is not True}
+        return {rules[name] for name in rules if name in named or name.endswith("_field")} - {False, ""}
