@@ -1,14 +1,11 @@
-"""Families whose attention and experts both differ from Llama's, compared with transformers in float32.
-
-The checkpoints are written by transformers itself, with random weights.
-"""
+"""Families whose attention and experts both differ from Llama's, compared with transformers in float32."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+import random_checkpoints
 import torch
 from paged_model import Cache, assert_close, prompts
 
@@ -16,41 +13,10 @@ from emberline.engine import memory
 from emberline.kernels import ops
 from emberline.models.loader import load_decoder
 
-BASE = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "pad_token_id": 0}
-BASE |= {"max_position_embeddings": 64, "intermediate_size": 80, "bos_token_id": 1, "eos_token_id": 2}
-MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 6}
-MLA |= {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
-MLA |= {"n_shared_experts": 2, "routed_scaling_factor": 1.7}
-GROUPS = {"n_group": 4, "topk_group": 2}
-LLAMA4 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 80, "num_local_experts": 5}
-LLAMA4 |= {"attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5, "num_experts_per_tok": 1}
-GPT_OSS = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek-v2": ("DeepseekV2", MLA | GROUPS | {"q_lora_rank": 16, "topk_method": "group_limited_greedy"}),
-    "deepseek-v2-lite": ("DeepseekV2", MLA | {"q_lora_rank": None, "topk_method": "greedy"}),
-    "deepseek-v3": ("DeepseekV3", MLA | GROUPS | {"q_lora_rank": 16, "norm_topk_prob": True}),
-    "llama4": ("Llama4", LLAMA4 | {"interleave_moe_layer_step": 2}),
-    "llama4-all-layers": ("Llama4", LLAMA4 | {"interleave_moe_layer_step": 1, "use_qk_norm": False}),
-    "gpt-oss": ("GptOss", GPT_OSS | {"sliding_window": 7, "rope_parameters": YARN}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", random_checkpoints.CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    family, fields = CASES[name]
-    config_name = "Llama4TextConfig" if family == "Llama4" else f"{family}Config"
-    config = getattr(transformers, config_name)(**BASE | fields, attn_implementation="eager")
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    random = torch.Generator().manual_seed(1)
-    for part, tensor in theirs.state_dict().items():
-        values = torch.randn(tensor.shape, generator=random)
-        tensor.copy_(values * 0.2 + 1 if "norm" in part else values * 2.0 / tensor.shape[-1] ** 0.5)
-    theirs.save_pretrained(tmp_path)
-    tokens = prompts(37, 20)
+    theirs, tokens = random_checkpoints.write(tmp_path, name), prompts(37, 20)
     with torch.inference_mode():
         expected = [theirs(torch.tensor([ids])).logits[0] for ids in tokens]
     before = ops.current_backend()

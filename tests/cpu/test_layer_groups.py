@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+import random_checkpoints
 import tiny
 import tiny_families
 import torch
@@ -24,11 +23,15 @@ from emberline.models.loader import load_decoder
 BLOCK, CONTEXT = 8, 256
 
 
-@pytest.fixture(scope="module", params=["gemma3", "cohere2", "olmo3"])
+@pytest.fixture(scope="module", params=["gemma3", "cohere2", "olmo3", "gpt-oss", "llama4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
-    config = tiny_families.CONFIGS[request.param] | {"max_position_embeddings": CONTEXT}
-    directory = tiny.write_tensors(tmp_path_factory.mktemp("model"), config, tiny_families.tensors(config))
-    return load_decoder(Path(directory), "bfloat16")
+    directory = tmp_path_factory.mktemp("model")
+    if request.param in random_checkpoints.CASES:  # sinks beside windows, and chunks instead of windows
+        random_checkpoints.write(directory, request.param, max_position_embeddings=CONTEXT)
+    else:
+        config = tiny_families.CONFIGS[request.param] | {"max_position_embeddings": CONTEXT}
+        tiny.write_tensors(directory, config, tiny_families.tensors(config))
+    return load_decoder(directory, "bfloat16")
 
 
 def make_engine(
