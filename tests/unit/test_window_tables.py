@@ -26,6 +26,7 @@ SIZE, STEP = 4, 12
         ([0] * 5, 5, (0,)),
         ([7] * 5, 5, (0,)),
         ([0, 3, 3, 9], 1, (0, 3, 3, 9)),
+        ([0] * 28 + [4096] * 4, 32, (0,)),  # groups would waste memory
     ],
 )
 def test_groups_of_layers(windows: list[int], size: int, groups: tuple[int, ...]) -> None:
@@ -40,7 +41,7 @@ def test_groups_of_layers(windows: list[int], size: int, groups: tuple[int, ...]
 def test_tokens_of_one_request_that_fit() -> None:
     groups = LayerGroups.for_windows([8, 8, 0])
     assert groups.windows == (0, 8, 8)
-    assert groups.max_tokens(60, SIZE, STEP) == (60 - 2 * 6) * SIZE  # (8 + 12) / 4 + 1 blocks for each window
+    assert groups.max_tokens(60, SIZE, STEP) == (60 - 2 * 7) * SIZE  # (8 + 12) / 4 + 2 blocks for each window
     assert groups.max_tokens(6, SIZE, STEP) == 2 * SIZE
 
 
@@ -109,6 +110,37 @@ def test_every_token_finds_its_keys_and_no_block_is_lost(
         kv.free_request(request)
     kv.check_invariants()
     assert kv.num_free_blocks + kv.num_cached_blocks == blocks
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks=st.integers(8, 60), windows=st.lists(st.integers(1, 14), min_size=1, max_size=3), cached=st.booleans())
+def test_the_longest_request_can_run_alone(blocks: int, windows: list[int], cached: bool) -> None:
+    """It is admitted, also with a cached prefix, and does not run out of blocks in its prompt."""
+    longest = LayerGroups(1, (0, *windows), ()).max_tokens(blocks, SIZE, STEP)
+    kv = KVManager(blocks, SIZE, "t", windows=windows, max_step_tokens=STEP)
+    memory = Memory(kv, (0, *windows))
+    for name in ("a", "b") if cached else ("a",):
+        request = make_request(name, [i % 7 for i in range(longest)])
+        if not longest:
+            return
+        assert kv.admit(request)
+        while request.num_computed < longest:
+            assert memory.compute(request, min(STEP, longest - request.num_computed))
+        kv.free_request(request)
+        kv.check_invariants()
+
+
+def test_a_request_starts_only_if_it_will_not_stall_in_its_prompt() -> None:
+    kv = KVManager(40, SIZE, "t", windows=[8], max_step_tokens=SIZE)
+    memory = Memory(kv, (0, 8))
+    first = make_request("a", list(range(60)))
+    assert kv.admit(first)
+    while first.num_computed < 60:
+        assert memory.compute(first, SIZE)
+    second = make_request("b", list(range(100, 172)))  # 18 blocks of full layers, and 5 at a time of the window
+    assert not kv.admit(second, reserved_blocks=1)
+    kv.free_request(first)
+    assert kv.admit(second)
 
 
 def test_a_prefix_needs_only_the_newest_blocks_of_windows() -> None:

@@ -319,6 +319,8 @@ def _check_gpu_memory(
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
+    if gpu_bytes is None and len(set(config.windows)) > 1:
+        per_context += " without attention windows, at most"
     yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
     if gpu_bytes is None:
         memory.reject_packed_weights(settings.gpu.weights)

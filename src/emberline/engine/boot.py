@@ -194,7 +194,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=groups.max_tokens(cache.num_blocks, scheduler.block_size, scheduler.max_batch_tokens),
+        kv_tokens=cache.num_blocks // len(groups.windows) * scheduler.block_size,  # of any requests, also short ones
         weight_bytes=model.weight_bytes,
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
         kernels=str(backend),
@@ -212,7 +212,7 @@ def _choose_layer_groups(config: EngineConfig, model: DecoderModel, draft_model:
     All do if blocks are copied to tiers or other engines, or shared by a draft model, which need one table."""
     if config.tiers.has_tiers or config.transfer is not None or draft_model is not None:
         return LayerGroups.single(model.config.layers)
-    return LayerGroups.for_windows(model.config.windows)
+    return LayerGroups.for_windows([0 if window >= model.context else window for window in model.config.windows])
 
 
 def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:

@@ -104,10 +104,10 @@ def allocate_cache(
     groups = groups or LayerGroups.single(model.config.layers)
     shape = replace(make_kv_shape(model.config, block_size, dtype), layers=groups.block_layers)
     blocks = min(memory_bytes // shape.block_bytes, -(-max_tokens // block_size) * len(groups.windows))
-    if blocks < 2:
+    if blocks < (least := 2 * len(groups.windows)):
         raise ModelError(
             f"the KV cache has {memory_bytes} bytes, enough for {blocks} blocks of {shape.block_bytes} bytes; "
-            "at least 2 blocks are needed",
+            f"at least {least} blocks are needed",
             hint="raise --kv-memory",
         )
     return KVCache(

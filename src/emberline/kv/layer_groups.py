@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 
 MAX_GROUPS = 8  # more groups would waste less memory, but each has a block table
+MAX_WASTE = 1.15  # places for layers in all groups, for each layer; with more waste, one group is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class LayerGroups:
 
     def max_tokens(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
         """Return how many tokens of one request fit into `num_blocks` blocks."""
-        caps = [ceil((window + max_step_tokens) / block_size) + 1 for window in self.windows[1:]]
+        caps = [max_held_blocks(window, block_size, max_step_tokens) for window in self.windows[1:]]
         low, high = 0, num_blocks
         while low < high:  # the most blocks of the first group that leave room for those of the others
             middle = (low + high + 1) // 2
@@ -55,6 +56,8 @@ class LayerGroups:
         if not sizes:
             return LayerGroups.single(len(windows))
         size = min(sizes, key=lambda size: (size * _count_groups(layers_of, size), -size))
+        if size * _count_groups(layers_of, size) > MAX_WASTE * len(windows):
+            return LayerGroups.single(len(windows))
         places = [(0, 0)] * len(windows)
         group_windows: list[int] = []
         for window, layers in layers_of.items():
@@ -63,6 +66,11 @@ class LayerGroups:
                     places[layer] = len(group_windows), index
                 group_windows.append(window)
         return LayerGroups(size, tuple(group_windows), tuple(places))
+
+
+def max_held_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
+    """Return how many blocks of a group a request holds at most: those of its window and of one step."""
+    return ceil(window / block_size) + ceil(max_step_tokens / block_size) + 2
 
 
 def _count_groups(layers_of: dict[int, list[int]], size: int) -> int:

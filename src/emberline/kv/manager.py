@@ -60,6 +60,7 @@ class KVManager:
         self.residency = ResidencySampler(total_blocks, self._clock)
         self._pool = BlockPool(total_blocks, self._forget_evicted_block, self.residency, on_allocate)
         self._windows = WindowTables(windows, block_size, max_step_tokens, self._pool) if windows else None
+        self._num_tables = 1 + len(windows)  # of a request
         self._block_tables: dict[str, list[int]] = {}
         self._holders: dict[str, int] = {}  # holder number in the pool, by request
         self._holder_numbers = itertools.count(1)
@@ -112,17 +113,17 @@ class KVManager:
             block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
             shared = shared[: len(shared) // block_step * block_step]
         known = request.num_known + (request.source is not None)  # the peer may send the next token with its blocks
-        needed = self.num_blocks_for(known)
+        needed, later, reused = self.num_blocks_for(known), 0, shared
         in_windows: WindowAdmission | None = None
-        reused = shared
         if self._windows is not None:
             hashes = request.block_hashes[: len(shared)]
             shared = shared[: self._windows.longest_prefix(hashes)]
             in_windows = self._windows.plan_admission(hashes[: len(shared)], known)
             reused, needed = shared + in_windows.all_shared, needed + in_windows.num_new
+            later = in_windows.num_later  # without these, it would stall in its prompt
         needed -= len(shared)
         idle = sum(1 for block in reused if self._pool.num_holders(block) == 0)
-        if needed + reserved_blocks > self._pool.num_available - idle:
+        if needed + later + reserved_blocks * self._num_tables > self._pool.num_available - idle:
             return False
         holder = self._holders[request.id] = next(self._holder_numbers)
         for block in shared:
@@ -151,7 +152,7 @@ class KVManager:
         if windows is not None:
             windows.release_passed(request, holder)
             missing = windows.num_missing(request, num_tokens)
-        if needed + missing and needed + missing + reserved_blocks > self._pool.num_available:
+        if needed + missing and needed + missing + reserved_blocks * self._num_tables > self._pool.num_available:
             return False
         table.extend(self._pool.allocate_block(holder) for _ in range(needed))
         if windows is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emberline.core.request import Request
+from emberline.kv.layer_groups import max_held_blocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixIndex
 
@@ -36,6 +37,7 @@ class WindowAdmission:
     shared: list[list[int]]  # of each group: cached blocks that the first new token attends to
     prefix_blocks: int  # blocks of the cached prefix, including those that are not needed
     new_blocks: int  # to allocate in each group
+    num_later: int  # blocks of all groups that later steps of its known tokens will need in addition
 
     @property
     def all_shared(self) -> list[int]:
@@ -107,7 +109,12 @@ class WindowTables:
             for window, prefix in zip(self._windows, self._prefixes, strict=True)
         ]  # fmt: skip
         end = -(-min(num_tokens, count * self._size + self._max_step_tokens) // self._size)
-        return WindowAdmission(shared, count, end - count)
+        total = -(-num_tokens // self._size)
+        later = sum(
+            max(0, min(total, max_held_blocks(window, self._size, self._max_step_tokens)) - len(blocks) - (end - count))
+            for window, blocks in zip(self._windows, shared, strict=True)
+        )
+        return WindowAdmission(shared, count, end - count, later)
 
     def admit(self, request: Request, plan: WindowAdmission, holder: int) -> None:
         for block in plan.all_shared:  # all of them before any is allocated, which may evict idle ones

@@ -16,7 +16,10 @@ STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by t
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 REQUESTED_DTYPES = ("auto", *DTYPE_BYTES)
 # Stacked to the first matrix.
-FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in ("q", "k", "v", "qkv"))
+FIRST_MATRIX_NAMES = tuple(
+    f"model.layers.0.self_attn.{name}.weight"
+    for name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+)
 
 
 def stored_weight_dtype(checkpoint: Checkpoint) -> str:
