@@ -77,7 +77,7 @@ def cohere(model_type: str, **changes: Any) -> Config:
 def llama4(**changes: Any) -> Config:
     """Return a config without experts, in whose last layers the queries have several temperatures."""
     numbers = {"attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.4, "intermediate_size_mlp": 80}
-    other = {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 1, "intermediate_size": 24}
+    other = {"moe_layers": [], "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 24}
     return config("llama4_text", **{**numbers, **other, **changes})
 
 

@@ -117,7 +117,7 @@ def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
     return make
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 60)), min_size=1, max_size=4),
     kind=st.sampled_from(["same", "smaller", "eagle3"]),
