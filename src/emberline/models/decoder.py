@@ -152,8 +152,8 @@ class DecoderModel:
         x = ops.embed(batch.tokens, self.embedding)
         if self.embedding_multiplier != 1.0:
             x.mul_(self.embedding_multiplier)
-        uses_stack = self.stack is not None and not batch.places  # the stack's layers have one block table
-        x = self._run_stack(self.stack, x, batch) if self.stack and uses_stack else self._run_layers(x, batch)
+        stack = None if batch.places else self.stack  # the layers of a stack share one block table
+        x = self._run_layers(x, batch) if stack is None else self._run_stack(stack, x, batch)
         if not len(x):
             return x.new_empty(0, self.config.vocab)
         if self.final_norm is not None:
