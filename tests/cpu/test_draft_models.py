@@ -303,6 +303,24 @@ def test_steps_captured_ahead_have_the_plans_of_their_shapes(
     assert {shape.queries for shape in e.runner.shapes} == {1, 5}
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "smaller"])
+def test_chains_are_captured_ahead(
+    make_engine: MakeEngine, drafts: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Once all steps are captured, requests that draft whole drafts find their chains captured."""
+    e = make_engine(drafts[kind], pipelined=True, graphs=True)
+    assert isinstance(e.runner, GPURunner) and e.runner._drafting is not None
+    while e.runner.prepare_next():
+        pass
+    known = set(e.runner._drafting._replays)
+    assert known
+    e.add(Submission("a", encode("some text"), SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)))
+    while not e.idle:
+        e.step()
+    used = {key for key in e.runner._drafting._seen if key[2] == e.runner._rows.max_draft}
+    assert used <= known
+
+
 def load(model: DecoderModel, directory: Path, source: str) -> DraftModel | None:
     return load_draft_model(
         SpeculationConfig(speculate=source), model, directory, lambda checkpoint: Weights(checkpoint, model.dtype)

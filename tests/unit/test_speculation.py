@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -256,6 +257,38 @@ def test_acceptance_learns_and_forgets() -> None:
     assert wrong[0] < 0.3
     assert estimate.probabilities("a", 320, [0.8])[0] == pytest.approx(0.8, abs=0.01)
     assert estimate.probabilities("b", 20, [0.8]) == pytest.approx([0.8])
+
+
+def test_acceptance_differs_by_place_in_the_draft() -> None:
+    """The first two tokens of each draft are right, the others never: only the first two are worth verifying."""
+    estimate = AcceptanceEstimate()
+    for position in range(10, 40, 3):
+        estimate.record("a", position, 4, 2)
+    probabilities = estimate.probabilities("a", 40, [0.7] * 12)
+    assert probabilities[1] > 0.8 and probabilities[2] < 0.2
+    assert len(probabilities) == 12 and probabilities == sorted(probabilities, reverse=True)
+    assert choose_lengths({"a": probabilities}, 1, 12, 1 + 0.25 * np.arange(13)) == {"a": 2}
+    for position in range(40, 160, 13):  # now whole drafts of 12 tokens are right
+        estimate.record("a", position, 12, 12)
+    assert estimate.probabilities("a", 160, [0.7] * 12)[-1] > 0.5
+
+
+def test_a_draft_model_proposes_one_token_more_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Drafter([], 4, uses_draft_model=True)
+    monkeypatch.setattr(drafter, "is_on", lambda rows: True)
+    kv = SimpleNamespace(extend_block_table=lambda *args, **kwargs: True)
+    request = SimpleNamespace(
+        id="a", can_draft=True, allows_drafts=True, num_planned=9, prompt_len=5, num_known=10, num_draft=0, max_len=99,
+        num_pending=0, num_proposing=0, can_continue_on_device=False, prediction=(), params=SamplingParams(),
+    )  # fmt: skip
+
+    def plan(chosen: int) -> int:
+        drafter._drafted["a"] = [1, 2, 3, 4]
+        monkeypatch.setattr(drafter, "_choose_lengths", lambda *args: {"a": chosen})
+        drafts = drafter.plan_drafts([request], 9, kv)  # type: ignore[arg-type,list-item]
+        return drafter.plan_proposals([(request, 1 + chosen)], drafts, kv)["a"]  # type: ignore[arg-type,list-item]
+
+    assert [plan(chosen) for chosen in (4, 2, 1, 3)] == [4, 3, 2, 4]
 
 
 def test_step_cost_interpolates_and_tries_larger_steps() -> None:

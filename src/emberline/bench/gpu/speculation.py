@@ -1,14 +1,18 @@
 """Measures speculative decoding of an 8B model with an EAGLE-3 head, both with random weights, on one GPU.
 
 The target model's next token is known (SuccessorWeights), and the head's tokens, which take as long to compute as
-those of a trained head, are replaced by the right ones with a fixed probability. So the acceptance length is given,
-everything else is as in production, and every output is checked."""
+those of a trained head, are replaced by the right ones with given probabilities. So the acceptance length is given,
+everything else is as in production, and every output is checked.
+
+The probabilities for each place of a draft are those that vLLM's `synthetic_acceptance_length` stands for: as many
+first tokens as possible are always accepted, and the others never. `--set acceptance=geometric` has the same
+probability at each place instead, so that requests need different numbers of steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +39,9 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 8, 32, 64)
 MAX_DRAFT, ACCEPTANCE_LENGTH = 4, 3.08  # what the same measurement of vLLM uses
-RIGHT_PROBABILITY = 0.7216  # 1 + p + p^2 + p^3 + p^4 is the acceptance length
+# For each place of a draft, the probability that its token is right if those before it are. The acceptance length is
+# 1 plus the sum of all products of first probabilities.
+ACCEPTANCE = {"first": (1.0, 1.0, 0.08, 0.0), "geometric": (0.755, 0.755, 0.755, 0.755)}
 DRAFT_VOCAB = 32_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 129
 ROUNDS = 3
@@ -45,37 +51,46 @@ TIMEOUT_S = 60.0
 VLLM_MS = {1: 2.26, 8: 2.54, 32: 3.15, 64: 4.57}
 
 
-@dataclass(frozen=True, slots=True)
 class KnownAcceptance:
-    """A draft model that computes everything, and then proposes the right token with a fixed probability."""
+    """A draft model that computes everything, and then proposes the right token with given probabilities."""
 
-    head: Eagle3Head
-    following: Tensor  # [vocab] int64: for each token the right next one, or -1 where the head's own token is kept
+    def __init__(self, head: Eagle3Head, probabilities: Sequence[float]) -> None:
+        """`probabilities`: for each place of a draft, that its token is right if those before it are."""
+        self._head = head
+        self._probabilities = probabilities
+        self._place = 0  # of the next token in its draft
+        generator = torch.Generator(device="cuda").manual_seed(3)
+        self._random = torch.rand(head.config.vocab, generator=generator, device="cuda")  # of each token
 
     @property
     def config(self) -> ModelConfig:
-        return self.head.config
+        return self._head.config
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        return self.head.captured_layers
+        return self._head.captured_layers
 
     @property
     def weight_bytes(self) -> int:
-        return self.head.weight_bytes
+        return self._head.weight_bytes
 
     def combine(self, captured: Tensor) -> Tensor:
-        return self.head.combine(captured)
+        self._place = 0  # every draft begins with this call
+        return self._head.combine(captured)
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        tokens, states = self.head.forward(batch, hidden)
+        tokens, states = self._head.forward(batch, hidden)
         inputs = batch.tokens if batch.logit_rows is None else batch.tokens[batch.logit_rows]
-        right = self.following[inputs]
-        return torch.where(right < 0, tokens, right), states
+        is_right = self._random[inputs] < self._probabilities[self._place]
+        self._place += 1
+        following = (inputs + 1) % self.config.vocab
+        # A wrong token is the head's own, or another one if that is right by chance.
+        wrong = torch.where(tokens == following, (tokens + 1) % self.config.vocab, tokens)
+        return torch.where(is_right, following, wrong), states
 
 
-def make_head(target: DecoderModel, *, packed: bool = False) -> KnownAcceptance:
-    """Return a head for the target model. `packed`: with packed weights."""
+def make_head(target: DecoderModel, *, packed: bool = False, acceptance: str = "first") -> KnownAcceptance:
+    """Return a head for the target model. `packed`: with packed weights. `acceptance`: a key of ACCEPTANCE."""
     config = Eagle3Config(
         ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": 1}),
         DRAFT_VOCAB,
@@ -84,19 +99,16 @@ def make_head(target: DecoderModel, *, packed: bool = False) -> KnownAcceptance:
     )
     weights = HeadWeights("cuda", torch.bfloat16, seed=7, packed=packed)
     head = Eagle3Head.load(config, weights, target.context, target.embedding)
-    random = torch.rand(CONFIG.vocab, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda")
-    following = (torch.arange(CONFIG.vocab, device="cuda") + 1) % CONFIG.vocab
-    following[random >= RIGHT_PROBABILITY] = -1
-    return KnownAcceptance(replace(head, weight_bytes=weights.loaded_bytes), following)
+    return KnownAcceptance(replace(head, weight_bytes=weights.loaded_bytes), ACCEPTANCE[acceptance])
 
 
-def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
+def boot_engine(settings: dict[str, Any], acceptance: str = "first") -> BootedGPUEngine:
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = SuccessorWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
     chosen = {"max_waiting": MAX_WAITING, "max_draft": MAX_DRAFT, "speculate": "eagle3:random", **settings}
     config = EngineConfig.build("", **chosen).with_gpu_defaults()
-    load_draft = partial(make_head, packed=weights.packed)
+    load_draft = partial(make_head, packed=weights.packed, acceptance=acceptance)
     return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=config, load_draft=load_draft)
 
 
@@ -115,8 +127,8 @@ def make_drafter(settings: dict[str, Any], *, adaptive: bool = False) -> Drafter
 def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES) -> None:
     """Measure the milliseconds per token at several batch sizes, and add them to the report."""
     chosen = BENCH_SETTINGS | (settings or {})
-    adaptive = bool(chosen.pop("adaptive", False))
-    booted = boot_engine(chosen)
+    adaptive, acceptance = bool(chosen.pop("adaptive", False)), str(chosen.pop("acceptance", "first"))
+    booted = boot_engine(chosen, acceptance)
     name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
     engine, cost = booted.engine, compute_token_cost(chosen)
     drafter = make_drafter(chosen, adaptive=adaptive)
@@ -126,7 +138,7 @@ def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches
         "settings": chosen,
         "max_draft": chosen.get("max_draft", MAX_DRAFT),
         "adaptive": adaptive,
-        "right_probability": RIGHT_PROBABILITY,
+        "acceptance": ACCEPTANCE[acceptance],
         "head_bytes": booted.runner.draft_model.weight_bytes,
         "rounds": ROUNDS,
     }

@@ -25,7 +25,7 @@ from emberline.engine.gpu.draft_inputs import DraftInputs, DraftRows, stage_draf
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts
 from emberline.engine.gpu.shape import StepShape, max_step_rows, pad_row_count
-from emberline.engine.gpu.staging import InputStaging, copy_to_host
+from emberline.engine.gpu.staging import InputStaging, StagedInputs, copy_to_host
 from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
@@ -135,19 +135,42 @@ class DeviceDrafting:
             rows, padded, staged, self._rows, self._planner, chunks, batch, tokens if reads_states else 0
         )
         if not self._shares_plans and (reads_states or inputs.computes_step):
-            padded_batch = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
-            min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
             queries = self._max_queries if batch.single_tokens > len(singles) else 1
-            plan = self._planner.plan(
-                *(padded_batch.max_starts, padded_batch.counts, padded_batch.singles, staged.put),
-                min_tiles=min_tiles,
-                max_queries=queries,
-            )
-            inputs = replace(inputs, step_plan=plan)
+            inputs = replace(inputs, step_plan=self._plan_step(batch, shape, staged, queries))
         staged.send()
         can_capture = shape is not None and self._graphs and not chunks
         key = (shape, padded, inputs.length, inputs.computes_step) if can_capture and shape is not None else None
         return partial(self._launch, PreparedDrafting(inputs, rows, key), step)
+
+    def _plan_step(
+        self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, queries: int
+    ) -> ops.AttentionPlan:
+        """Plan the attention of a pass over all tokens of the target model's step."""
+        padded = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
+        min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
+        return self._planner.plan(
+            *(padded.max_starts, padded.counts, padded.singles, staged.put), min_tiles=min_tiles, max_queries=queries
+        )
+
+    def capture_ahead(self, shape: StepShape, step: StepInputs) -> None:
+        """Capture the chain behind a step of this shape without chunks, if every request has a whole draft, or none.
+
+        `step`: inputs of such a step that is only padding."""
+        if not self._graphs or not self._rows.max_draft:
+            return
+        requests = shape.singles if shape.queries == 1 else shape.singles // (1 + self._rows.max_draft)
+        padded, staged = pad_row_count(max(1, requests)), self._staging.new_inputs()
+        empty = DeviceBatch.from_work([], [], self._rows, self.cache.shape.block_size)
+        num_states = shape.singles if self._captured is not None else 0
+        found = DraftRows([], [], [], [], [])
+        inputs = stage_draft_inputs(found, padded, staged, self._rows, self._planner, [], empty, num_states)
+        inputs = replace(inputs, length=self._rows.max_draft)
+        if not self._shares_plans and num_states:
+            inputs = replace(inputs, step_plan=self._plan_step(empty, shape, staged, shape.queries))
+        staged.send()
+        prepared = PreparedDrafting(inputs, found, (shape, padded, inputs.length, inputs.computes_step))
+        for _ in range(2):  # uncaptured, then captured
+            self._run_or_replay(prepared, step)
 
     def _launch(
         self, prepared: PreparedDrafting, step: StepInputs, sampled: Tensor | None

@@ -276,9 +276,12 @@ class GPURunner:
         self._next_shape += 1
         if self._can_be_captured(shape):
             with torch.inference_mode(), self._graphs.stream.activate():
-                _, replay = self._find_or_capture_graph(shape, self._padding_inputs(shape))
+                inputs = self._padding_inputs(shape)
+                _, replay = self._find_or_capture_graph(shape, inputs)
                 if replay is not None:
                     replay()  # the first replay also uploads the graph, which would delay a request
+                if self._drafting is not None and not shape.chunks:
+                    self._drafting.capture_ahead(shape, inputs)
         return True
 
     def run_uncaptured_once(self) -> None:

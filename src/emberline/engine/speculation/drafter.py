@@ -62,6 +62,7 @@ class Drafter:
         # Requests of the newest step. The device has the drafts of these only: others may have lost their memory there.
         self._newest_ids: set[str] = set()
         self._model_confidence = [MODEL_CONFIDENCE] * max_draft
+        self._num_propose = max_draft  # tokens that the draft model proposes for each request
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
         self._num_prepared = 0  # StepResult.num_prepared of the last result
@@ -81,7 +82,10 @@ class Drafter:
         # Behind the last token of a prompt, which may be alone in the step, a draft could not continue on the device.
         by_id = {r.id: r for r in requests if r.can_draft and r.num_planned >= r.prompt_len}
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
-        for name, count in self._choose_lengths(by_id, proposals, len(requests), room).items():
+        lengths = self._choose_lengths(by_id, proposals, len(requests), room)
+        if self._adaptive and lengths:  # one more, so that longer drafts are tried when they seem to pay
+            self._num_propose = min(self._max_draft, max(lengths.values()) + 1)
+        for name, count in lengths.items():
             longest = by_id[name].num_known + by_id[name].num_draft + count
             if kv.extend_block_table(by_id[name], longest, reserved_blocks=len(requests)):
                 drafts[name] = proposals[name].tokens[:count]
@@ -99,7 +103,7 @@ class Drafter:
             return proposals
         for request, count in planned:
             known = request.num_known + request.num_draft + len(drafts.get(request.id, ()))
-            length = min(self._max_draft, request.max_len - known)
+            length = min(self._num_propose, request.max_len - known)
             if request.num_planned + count < request.num_known or not request.allows_drafts or length <= 0:
                 continue
             if kv.extend_block_table(request, known + length, reserved_blocks=len(planned)):
