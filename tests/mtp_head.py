@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from torch import Tensor
 
 
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a head of DeepSeek V3 or GLM-4.5, relative to its layer. Their experts have the same."""
+    """Return the tensors of a head of DeepSeek V3 or GLM-4.5, relative to its layer. Their networks have the same."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     out |= {"eh_proj.weight": (hidden, 2 * hidden), "embed_tokens.weight": (vocab, hidden)}
     out |= {"shared_head.head.weight": (vocab, hidden)}
-    experts = tiny_experts.expert_shapes({**config, "model_type": "glm4_moe"})
+    if config["first_k_dense_replace"] > config["num_hidden_layers"]:
+        out |= tiny_experts.dense_shapes(config)
+    else:
+        out |= tiny_experts.expert_shapes({**config, "model_type": "glm4_moe"})
     if "kv_lora_rank" not in config:
-        return out | tiny_experts.attention_shapes(config) | experts
+        return out | tiny_experts.attention_shapes(config)
     heads, rank, rotary = config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     plain, value, q_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
     linears = {
@@ -34,7 +38,7 @@ def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     out |= {f"self_attn.{name}.weight": shape for name, shape in linears.items()}
     out |= {"self_attn.q_a_layernorm.weight": (q_rank,), "self_attn.kv_a_layernorm.weight": (rank,)}
-    return out | experts | {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    return out | {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
 
 
 def head_tensors(config: Mapping[str, Any], *, seed: int = 7) -> dict[str, Tensor]:
@@ -74,7 +78,8 @@ class HeadByDefinition:
             x = self.linear(torch.cat([embedded, self.norm(hidden, "hnorm")], -1), "eh_proj")
             inner = self.norm(x, "input_layernorm")
             x = x + (self.attend_to_latents(inner) if "kv_lora_rank" in self.config else self.attend(inner))
-            x = x + self.mix_experts(self.norm(x, "post_attention_layernorm"))
+            network = self.mix_experts if "mlp.gate.weight" in self.weights else partial(self.run_expert, name="mlp")
+            x = x + network(self.norm(x, "post_attention_layernorm"))
             last = self.norm(x[-1:], "shared_head.norm")
             draft.append(int(self.linear(last, "shared_head.head").argmax()))
             tokens.append(draft[-1])
