@@ -23,6 +23,8 @@ from test_draft_models import record_drafts
 from test_speculation_on_models import SETTINGS, make_params, run
 from torch import Tensor
 
+from emberline.cli import doctor
+from emberline.cli.__main__ import main
 from emberline.core.engine_config import EngineConfig, SchedulerConfig, SpeculationConfig
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.core.params import SamplingParams
@@ -42,10 +44,12 @@ from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
+from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
 from emberline.models.mtp import MTPHead
+from emberline.models.weight_parts import list_weight_parts
 from emberline.models.weights import Weights
 
 CONTEXT = 128
@@ -248,6 +252,21 @@ def test_matrices_that_the_target_model_has_too_are_shared(cases: Cases, tmp_pat
         head = load_head(model, tmp_path)
         assert isinstance(head, MTPHead) and head.weight_bytes == stored - size
         assert head.embedding is model.embedding and head.head.weight is model.head.weight
+    outline = outline_of(model.config)  # by which memory is planned
+    parts = [sum(part.num_weights for part in list_weight_parts(o)) for o in (outline, outline.with_mtp_head())]
+    assert (parts[1] - parts[0]) * 4 == head.weight_bytes
+
+
+def test_doctor_shows_whether_there_is_a_head(
+    cases: Cases, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for check in ("_check_kernels", "_check_software", "_check_transports"):
+        monkeypatch.setattr(doctor, check, lambda *_: iter(()))
+    write_base(tmp_path, "glm")
+    main(["doctor", "--model", str(tmp_path)])
+    assert "no tensors 'model.layers.2.*': --speculate mtp is refused" in capsys.readouterr().out
+    main(["doctor", "--model", str(cases["glm"].directory)])
+    assert "loaded with --speculate mtp" in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
