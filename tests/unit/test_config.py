@@ -133,7 +133,9 @@ def test_config_survives_the_way_to_the_engine_process() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
-@pytest.mark.parametrize("settings", [{"max_draft": 0}, {"max_draft": 32}, {"speculate": "eagle9"}])
+@pytest.mark.parametrize(
+    "settings", [{"max_draft": 0}, {"max_draft": 32}, {"speculate": "eagle9"}, {"speculate": "mtp:DIR"}]
+)
 def test_invalid_speculation_settings_are_rejected_by_name(settings: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         EngineConfig.build("m", **settings)

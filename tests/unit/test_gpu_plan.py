@@ -231,6 +231,23 @@ def test_bench_reports_plans_and_models_that_do_not_fit() -> None:
     assert "does not fit" in report.config["kimi_8xh100_large_steps"]["error"]
 
 
+def test_a_head_for_multi_token_prediction_is_one_more_layer() -> None:
+    config = load("kimi-k2.5")
+    with pytest.raises(UnsupportedModel, match="'kimi_k2' has no head for multi-token prediction"):
+        make_plan(config, "8xH200", speculate="mtp", **SMALL_STEPS)
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    plain = make_plan(config, "8xH200", max_draft=4, speculate="ngram", **SMALL_STEPS)
+    drafts = make_plan(config, "8xH200", speculate="mtp", **SMALL_STEPS)
+    assert (len(plain.groups[0].layers), len(drafts.groups[0].layers)) == (61, 62)
+    assert drafts.groups[0].bytes_per_token * 61 == plain.groups[0].bytes_per_token * 62
+    experts = (384 + 1) * 3 * 2048 * 7168 + 384 * 7168
+    attention = 7168 * (1536 + 512 + 64 + 64 * 128) + 1536 * 64 * 192 + 512 * 64 * 256
+    assert 0 <= num_weights(drafts) - num_weights(plain) - experts - attention - 2 * 7168**2 < 10 * 7168
+    states = 7168 * 2 * (2048 + 64)  # of the tokens of a step, without padding
+    assert drafts.best.fixed["activations"] - plain.best.fixed["activations"] >= states
+    assert drafts.best.kv_tokens < plain.best.kv_tokens
+
+
 def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
     code = main(["doctor", *map(str, arguments)])
     return code, capsys.readouterr().out
@@ -259,7 +276,7 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in output
     assert max(map(len, output.splitlines())) < 160
     code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100")
-    assert code == 0 and "several GPUs" not in output and "window 128" in output
+    assert code == 0 and "several GPUs" not in output and "window 128" in output and "without --mtp" in output
 
 
 def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -267,6 +284,10 @@ def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert code == 1 and "8xTPU" in output and "known GPUs:" in output
     code, output = run_doctor(capsys, "--model", CONFIGS / "kimi-k2.5.json", "--gpus", "H100", "--json")
     assert code == 1 and "does not fit" in json.loads(output)["error"]
+    code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100", "--mtp")
+    assert code == 1 and "'gpt_oss' has no head" in output
+    code, output = run_doctor(capsys, "--mtp")
+    assert code == 1 and "--mtp needs --gpus" in output
     code, output = run_doctor(capsys, "--model", tmp_path / "none.json", "--gpus", "H100")
     assert code == 1 and "none.json" in output
     code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100", "--max-context", 10**6)

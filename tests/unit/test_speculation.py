@@ -301,6 +301,20 @@ def test_step_cost_interpolates_and_tries_larger_steps() -> None:
     assert 3.0 < cost.estimate(8, 1)[0] < 3.3
 
 
+def test_measured_steps_include_the_experts_that_their_rows_touch() -> None:
+    """Rows of a mixture of experts read other experts each, so that drafts that pay in a dense model do not there."""
+    likely, chosen = {"a": [0.7, 0.5, 0.35, 0.25]}, {}
+    for name, experts in (("dense", 1), ("sparse", 64)):
+        drafter = Drafter([], 4, uses_draft_model=True)
+        for num_draft in (0, 4, 2, 1, 3):
+            touched = experts * (1 - (1 - min(8 / experts, 1.0)) ** (1 + num_draft))  # by rows that choose 8 at random
+            work = WorkItem("a", 5, [1] * (1 + num_draft), [0], samples=True, num_draft=num_draft)
+            result = StepResult(0, {"a": SampledToken(2)}, seconds=0.001 * (1 + touched))
+            drafter.record_step(StepPlan(0, (), (work,), ()), result, 0.0, {"a"})
+        chosen[name] = choose_lengths(likely, 1, 4, drafter._cost.estimate(1, 5))
+    assert chosen == {"dense": {"a": 4}, "sparse": {}}
+
+
 @pytest.mark.parametrize("requests", [1, 8, 64])
 def test_drafts_are_tried_once_in_batches_of_any_size(requests: int) -> None:
     """With one sampled token of each request measured only, whole drafts seem worth their cost."""

@@ -93,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transfer", action="store_true", help="Plan GPU buffers for KV blocks that move to other workers."
     )
+    parser.add_argument(
+        "--mtp", action="store_true", help="With --gpus: count the head for multi-token prediction (--speculate mtp)."
+    )
 
 
 def parse_positive_int(text: str) -> int:
@@ -104,6 +107,10 @@ def parse_positive_int(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         return _run_plan(args)
+    if args.mtp:
+        message = "--mtp needs --gpus: without it, doctor shows whether the checkpoint of --model has a head"
+        print(json.dumps({"error": message, "hint": "add --gpus"}) if args.json else f"!!  plan  {message}")
+        return 1
     gpu = _detect_gpu()
     findings = [
         *_check_machine(),
@@ -289,6 +296,8 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         return
     yield DoctorFinding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
     yield DoctorFinding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
+    if head := _describe_mtp_head(checkpoint, config):
+        yield DoctorFinding("  mtp head", head, None)
     total = args.gpu_memory or (
         gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
     )
@@ -298,10 +307,22 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
+def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """Return what the checkpoint has for `--speculate mtp`; an empty string: its config.json announces nothing."""
+    if not config.mtp_layers:
+        return ""
+    prefix = f"model.layers.{config.layers}."
+    sizes = [tensor.nbytes for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)]
+    if not sizes:
+        return f"config.json announces one, but there are no tensors '{prefix}*': --speculate mtp is refused"
+    return f"{sum(sizes) / 1e6:.0f} MB in {len(sizes)} tensors, loaded with --speculate mtp"
+
+
 def _plan_settings(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig.build(
         "",
         **given_options(args, EngineConfig),
+        speculate="mtp" if args.mtp else None,
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
     ).with_gpu_defaults()

@@ -23,7 +23,7 @@ SPLIT_NOTES = (
     "every GPU has the logits of all tokens; buffers of collectives are part of the reserve",
 )
 MARGIN_NOTE = "spare is mostly the 5 % of a GPU's memory that is left to fragmentation and other processes"
-DRAFT_NOTE = "layers for multi-token prediction are not counted"
+DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
 GROUPS_NOTE = "KV groups are a plan too: on a GPU the engine keeps all tokens in every layer (column: ungrouped)"
 
 
@@ -132,7 +132,8 @@ def _weight_bytes(shares: Iterator[WeightShare] | tuple[WeightShare, ...]) -> in
 def _notes(plan: GPUSetPlan) -> list[str]:
     several = SPLIT_NOTES if plan.best.gpus.count > 1 else ()
     grouped = (GROUPS_NOTE,) if any(group.is_bounded for group in plan.groups) else ()
-    return [*several, *grouped, MARGIN_NOTE, DRAFT_NOTE]
+    uncounted = () if plan.has_mtp_head else (DRAFT_NOTE,)
+    return [*several, *grouped, MARGIN_NOTE, *uncounted]
 
 
 def _format_plan(plan: GPUSetPlan) -> Iterator[str]:

@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
-SPECULATION_METHODS = ("off", "auto", "ngram", "suffix")
+SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
 DRAFT_MODEL_METHODS = ("draft", "eagle3")  # these need a model, as in draft:MODEL
 MAX_DRAFT_TOKENS = 31  # with the known token, as many as the attention of a step computes together
 DEFAULT_DRAFT_TOKENS, DEFAULT_MODEL_DRAFT_TOKENS = 8, 4  # each token of a draft model takes a pass of that model
@@ -96,7 +96,8 @@ class SpeculationConfig:
         "off",
         "How to draft tokens, which changes only the speed. ngram: from the request; suffix: also from"
         " earlier outputs of the same tenant; auto: suffix if there is a C++ compiler, otherwise ngram; draft:MODEL:"
-        " with a smaller model that has the same tokens; eagle3:DIR: with an EAGLE-3 head of the model.",
+        " with a smaller model that has the same tokens; eagle3:DIR: with an EAGLE-3 head of the model; mtp: with the"
+        " head for multi-token prediction in the model's own checkpoint.",
         metavar="METHOD",
     )
     max_draft: int | None = option(
@@ -111,14 +112,19 @@ class SpeculationConfig:
         return self.speculate.partition(":")[0]
 
     @property
+    def uses_draft_model(self) -> bool:
+        """Whether a model drafts: one of its own, or a head in the checkpoint of the target model."""
+        return self.method == "mtp" or self.method in DRAFT_MODEL_METHODS
+
+    @property
     def draft_source(self) -> str | None:
-        """The name or directory of the draft model; None if the method needs none."""
+        """The name or directory of the draft model; None if the method needs none, or has it in the target's."""
         return self.speculate.partition(":")[2] if self.method in DRAFT_MODEL_METHODS else None
 
     @property
     def max_draft_tokens(self) -> int:
         """`max_draft`, or its default for the method."""
-        default = DEFAULT_DRAFT_TOKENS if self.draft_source is None else DEFAULT_MODEL_DRAFT_TOKENS
+        default = DEFAULT_MODEL_DRAFT_TOKENS if self.uses_draft_model else DEFAULT_DRAFT_TOKENS
         return self.max_draft or default
 
     @property

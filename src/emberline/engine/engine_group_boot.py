@@ -134,7 +134,7 @@ def plan_time_sharing(
     Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
     ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings."""
     for name, config in configs.items():
-        if config.speculation.draft_source is not None:
+        if config.speculation.uses_draft_model:
             message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share a GPU"
             raise InvalidRequest(f"{message} cannot have draft models", param="speculate", hint="serve it alone")
     weighed = {name: WeightEstimate.from_config(config) for name, config in configs.items()}

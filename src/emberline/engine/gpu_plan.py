@@ -19,7 +19,7 @@ from emberline.engine.step_sizes import StepSizes
 from emberline.models.fields import ConfigFields
 from emberline.models.kv_groups import KVGroup, group_layers
 from emberline.models.outline import ModelOutline
-from emberline.models.outline_families import read_outline, select_planned_text
+from emberline.models.outline_families import add_mtp_head, read_outline, select_planned_text
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_formats import WeightFormat, read_weight_formats
 from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
@@ -96,6 +96,7 @@ class GPUSetPlan:
     groups: tuple[KVGroup, ...]  # of the whole model
     plans: tuple[GPUPlan, ...]
     rejected: Mapping[KVSharing, str]  # why the other ways do not fit
+    has_mtp_head: bool = False  # whether a head for multi-token prediction is counted
 
     @property
     def best(self) -> GPUPlan:
@@ -107,6 +108,8 @@ def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -
 
     Raises UnsupportedModel or ModelFileError for a config that cannot be planned, ModelError if nothing fits."""
     outline, text = read_outline(config), select_planned_text(config)
+    if settings.speculation.method == "mtp":
+        outline = add_mtp_head(outline, config)
     dtype = _choose_dtype(config, text, settings)
     weights = _WeightPolicy(read_weight_formats(text, outline), dtype, settings.gpu.weights, outline.tie_embeddings)
     kv_dtype = memory.kv_dtype(settings, dtype)
@@ -121,7 +124,8 @@ def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -
     if not plans:
         raise next(iter(errors.values()))
     rejected = {sharing: error.message for sharing, error in errors.items()}
-    return GPUSetPlan(outline.model_type, weights.share(outline), groups, tuple(plans), rejected)
+    shares = weights.share(outline)
+    return GPUSetPlan(outline.model_type, shares, groups, tuple(plans), rejected, outline.has_mtp_head)
 
 
 def _ways_to_share(groups: tuple[KVGroup, ...], num_gpus: int) -> tuple[KVSharing, ...]:
@@ -231,7 +235,9 @@ def _plan_one(
     block_bytes = scheduler.block_size * sum(group.bytes_per_token for group in local)
     fixed = {
         "weights": sum(share.num_bytes for share in shares),
-        **memory.step_bytes(StepSizes.of(part, outline.vocab), limits, block_bytes),
+        **memory.step_bytes(
+            StepSizes.of(part, outline.vocab), limits, block_bytes, outline.hidden if outline.has_mtp_head else 0
+        ),
     }
     available = int(gpus.memory_bytes * memory.USABLE_FRACTION) - sum(fixed.values())
     step_kv = scheduler.max_batch_tokens * sum(group.bytes_per_token for group in local if group.kind == "window")

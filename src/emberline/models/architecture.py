@@ -52,7 +52,7 @@ class Architecture:
     down_tensor: str = "mlp.down_proj"
 
     ffn_field: str = "intermediate_size"
-    mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction, which are not used
+    mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.

@@ -181,19 +181,26 @@ class DecoderModel:
             if capture is not None:
                 capture.copy_input(end, x)
             begin = end
+        if begin == len(self.layers):
+            return x[rows]
         rest = stack.select_layers(begin, len(self.layers))
         return ops.run_dense_layers(x, rest, batch.keys[begin:], batch.values[begin:], batch.attention, rows)
 
     def _run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        last = self.layers[-1]
+        capture, last = batch.capture, self.layers[-1]
+        captures_output = capture is not None and len(self.layers) in capture.layers
         views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
         for index, (layer, (layer_batch, keys, values)) in enumerate(views):
-            if batch.capture is not None:
-                batch.capture.copy_input(index, x)
+            if capture is not None:
+                capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
-            x = layer(x, keys, values, layer_batch, batch.logit_rows if layer is last else None)
+            rows = batch.logit_rows if layer is last and not captures_output else None
+            x = layer(x, keys, values, layer_batch, rows)
             ops.mark_progress()
-        return x
+        if capture is None or not captures_output:
+            return x
+        capture.copy_input(len(self.layers), x)
+        return x if batch.logit_rows is None else x[batch.logit_rows]
 
 
 def _make_position_tables(

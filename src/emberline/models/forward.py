@@ -14,8 +14,8 @@ from emberline.kernels import ops
 class HiddenCapture:
     """Where a forward pass copies hidden states for a draft model that continues from them."""
 
-    layers: tuple[int, ...]  # ascending; the input of each of these layers is copied
-    out: Tensor  # [at least T, len(layers) * hidden]: for each token, the inputs of these layers side by side
+    layers: tuple[int, ...]  # ascending; the input of each is copied. The number of layers: the output of the last
+    out: Tensor  # [at least T, len(layers) * hidden]: for each token, these states side by side
 
     def copy_input(self, layer: int, x: Tensor) -> None:
         """Copy the input of a layer if it is one of `layers`."""

@@ -96,6 +96,13 @@ class ModelOutline:
     state: StateSizes | None = None
     experts: ExpertSizes | None = None
     vision_weights: int = 0  # of the image encoder and its projector
+    has_mtp_head: bool = False  # whether the last layer is that of a head for multi-token prediction
+
+    def with_mtp_head(self) -> ModelOutline:
+        """Return the outline with the layer of a head for multi-token prediction, which has the model's embedding."""
+        last = next(layer for layer in reversed(self.layers) if layer.attention in ("full", "latent"))
+        layer = replace(last, has_experts=any(layer.has_experts for layer in self.layers))
+        return replace(self, layers=(*self.layers, layer), has_mtp_head=True)
 
     def divide(self, num_gpus: int, *, divide_attention: bool = True) -> ModelOutline:
         """Return the outline of one GPU's part under tensor parallelism. Raises UnsupportedModel.

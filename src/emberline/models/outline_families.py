@@ -56,7 +56,7 @@ SIZELESS_FIELDS = {
     "is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "output_scores", "pruned_heads",
     "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
-# Layers of multi-token prediction, which are loaded only to draft tokens and are not planned.
+# Layers of multi-token prediction, which are loaded only to draft tokens, and planned only if asked for.
 DRAFT_FIELDS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 
 
@@ -85,6 +85,18 @@ def read_outline(config: Mapping[str, Any]) -> ModelOutline:
             hint=f"known model types: {known}",
         )
     return replace(outline, vision_weights=count_vision_weights(config, outline.hidden))
+
+
+def add_mtp_head(outline: ModelOutline, config: Mapping[str, Any]) -> ModelOutline:
+    """Return the outline with a head for multi-token prediction. Raises UnsupportedModel if config.json has none."""
+    text = select_planned_text(config)
+    arch = ARCHITECTURES.get(outline.model_type)
+    fields = ConfigFields({**(arch.defaults if arch is not None else {}), **_without_nulls(text)}, "config.json")
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if not any(fields.size(name, 0, minimum=0, maximum=MAX_LAYERS) for name in names):
+        message = f"a model of model_type {outline.model_type!r} has no head for multi-token prediction"
+        raise UnsupportedModel(f"config.json: {message}", hint=f"config.json must have a field {names[0]} above 0")
+    return outline.with_mtp_head()
 
 
 def select_planned_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,8 +1,9 @@
-"""load_model: loads a decoder, and lists all missing tensors if the checkpoint lacks one."""
+"""load_model, load_or_list_missing: load a model, and list all missing tensors if the checkpoint lacks one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.weights import Weights, format_names
 
+Model = TypeVar("Model")
 # Of older checkpoints: the rotary frequencies, which are computed from config.json.
 IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
 
@@ -29,12 +31,21 @@ def load_model(config: ModelConfig, weights: Weights, context: int) -> DecoderMo
 
     Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used.
     """
+    return load_or_list_missing(
+        lambda source: DecoderModel.load(config, source, context, ""), weights, ignorable_tensors(config)
+    )
+
+
+def load_or_list_missing(load: Callable[[Weights], Model], weights: Weights, ignorable_pattern: str) -> Model:
+    """Return what `load` loads from the weights.
+
+    Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used."""
     try:
-        return DecoderModel.load(config, weights, context, "")
+        return load(weights)
     except MissingTensor as first:
-        names = TensorNameScan(weights, ignorable_tensors(config))
+        names = TensorNameScan(weights, ignorable_pattern)
         try:
-            DecoderModel.load(config, names, context, "")
+            load(names)
         except ModelFileError:
             raise first from None
         raise names.make_error() from first

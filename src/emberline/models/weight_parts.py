@@ -35,6 +35,8 @@ def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
     parts = [WeightPart("embedding", outline.vocab, outline.hidden), WeightPart("norms", outline.hidden, 1)]
     if not outline.tie_embeddings:
         parts.append(WeightPart("head", outline.vocab, outline.hidden))
+    if outline.has_mtp_head:
+        parts += [WeightPart("norms", 3 * outline.hidden, 1), WeightPart("head", outline.hidden, 2 * outline.hidden)]
     if outline.vision_weights:
         parts.append(WeightPart("vision", outline.vision_weights, 1))
     for layer in outline.layers:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from emberline.core.engine_config import SpeculationConfig
 from emberline.engine.gpu.device import Device
+from emberline.engine.kv_shape import reject_latent_attention
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory, reject_mixture_of_experts
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.kernels import ops
@@ -29,6 +30,7 @@ def load_on_device(
     )
     if draft is not None:
         reject_mixture_of_experts(draft.config)
+        reject_latent_attention(draft.config)
     return draft
 
 

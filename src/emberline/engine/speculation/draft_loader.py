@@ -15,6 +15,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DecoderDraftModel, DraftModel
 from emberline.models.eagle3 import load_eagle3_head
+from emberline.models.mtp import load_mtp_head
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weights import Weights
 
@@ -31,6 +32,8 @@ def load_draft_model(
 
     `open_weights`: returns the tensors of a checkpoint for the engine's device, in the target model's dtype. Raises
     UnsupportedModel if the draft model does not fit the target model, ModelFileError if it is damaged."""
+    if settings.method == "mtp":
+        return load_mtp_head(open_weights(Checkpoint.open(target_directory)), target)
     if settings.draft_source is None:
         return None
     directory = resolve_model(settings.draft_source)

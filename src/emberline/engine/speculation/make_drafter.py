@@ -27,7 +27,7 @@ def make_drafter(
     suffix raises InvalidRequest."""
     if config.speculate == "off":
         return None
-    if config.draft_source is not None:
+    if config.uses_draft_model:
         return Drafter(
             [PredictionProposer()],
             config.max_draft_tokens,
