@@ -26,6 +26,16 @@ class LayerGroups:
     def is_single(self) -> bool:
         return len(self.windows) == 1
 
+    @property
+    def num_places(self) -> int:
+        """The number of places for layers in all groups, which is that of the layers if none is wasted."""
+        return self.block_layers * len(self.windows)
+
+    def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Return how many blocks a request of this many tokens holds while it generates single tokens."""
+        blocks = ceil(num_tokens / block_size)
+        return blocks + sum(min(blocks, ceil(window / block_size) + 1) for window in self.windows[1:])
+
     def max_tokens(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
         """Return how many tokens of one request fit into `num_blocks` blocks."""
         caps = [max_held_blocks(window, block_size, max_step_tokens) for window in self.windows[1:]]
