@@ -213,7 +213,7 @@ def _choose_layer_groups(config: EngineConfig, model: DecoderModel) -> LayerGrou
     All do if blocks are copied to tiers or other engines, which need one table."""
     if config.tiers.has_tiers or config.transfer is not None:
         return LayerGroups.single(model.config.layers)
-    return choose_groups(model.config, model.context)
+    return choose_groups(model.config.windows, model.context)
 
 
 def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:

@@ -162,6 +162,11 @@ class Engine:
         self._busy_seconds = 0.0
         self._host_seconds = 0.0
 
+    @property
+    def num_full_contexts(self) -> float:
+        """How many requests of the maximum length the KV cache holds at the same time."""
+        return self.kv.num_blocks / self.groups.num_held_blocks(self.max_context, self.config.block_size)
+
     def add(self, submission: Submission, arrival: float | None = None) -> None:
         """Accept a submission; `step` then returns its outputs.
 

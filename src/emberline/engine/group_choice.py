@@ -4,23 +4,24 @@ This module needs no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from emberline.core.engine_config import EngineConfig
 from emberline.kv.layer_groups import LayerGroups
-from emberline.models.config import ModelConfig
 
 
-def choose_groups(config: ModelConfig, context: int) -> LayerGroups:
-    """Return the groups of a model that serves contexts of this length: a window that is not shorter is no limit."""
-    return LayerGroups.for_windows([0 if window >= context else window for window in config.windows])
+def choose_groups(windows: Sequence[int], context: int) -> LayerGroups:
+    """Return the groups of layers with these windows; 0: unlimited. No context is longer than `context`."""
+    return LayerGroups.for_windows([0 if window >= context else window for window in windows])
 
 
-def choose_gpu_groups(config: ModelConfig, settings: EngineConfig, context: int) -> LayerGroups:
-    """Return the groups of a model on a GPU.
+def choose_gpu_groups(windows: Sequence[int], settings: EngineConfig, context: int) -> LayerGroups:
+    """Return the groups of layers with these windows on a GPU.
 
     There is only one if blocks are copied to tiers or other engines, which know one block table of a request."""
     if settings.tiers.has_tiers or settings.transfer is not None:
-        return LayerGroups.single(config.layers)
-    return choose_groups(config, context)
+        return LayerGroups.single(len(windows))
+    return choose_groups(windows, context)
 
 
 def max_planned_tokens(max_batch_tokens: int, *, is_pipelined: bool) -> int:

@@ -88,7 +88,7 @@ def plan_engine_memory(
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_mixture_of_experts(config)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
-    groups, size = choose_gpu_groups(config, settings, context), settings.scheduler.block_size
+    groups, size = choose_gpu_groups(config.windows, settings, context), settings.scheduler.block_size
     tokens = settings.kv_cache.kv_tokens
     if settings.kv_cache.kv_memory is not None:
         tokens = settings.kv_cache.kv_memory // kv_token_bytes(config, kv_bytes, groups.num_places)

@@ -48,6 +48,15 @@ class LayerGroups:
                 high = middle - 1
         return low * block_size
 
+    def max_requests(self, num_blocks: int, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+        """Return how many requests of this many tokens hold `num_blocks` blocks together, one of them in its prompt."""
+        blocks = ceil(num_tokens / block_size)
+        caps = [max_held_blocks(window, block_size, max_step_tokens) for window in self.windows[1:]]
+        first = blocks + sum(min(blocks, cap) for cap in caps)
+        if first > num_blocks:
+            return 0
+        return 1 + (num_blocks - first) // self.num_held_blocks(num_tokens, block_size)
+
     @staticmethod
     def single(layers: int) -> LayerGroups:
         """Return one group of all layers, which keeps every block."""
