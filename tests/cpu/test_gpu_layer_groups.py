@@ -13,10 +13,11 @@ import torch
 from gpu_settings import gpu_config
 from test_layer_groups import BLOCK, CONTEXT, make_submissions, run
 
-from emberline.core.engine_config import SchedulerConfig, SpeculationConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, SpeculationConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, WorkItem
 from emberline.core.request import Submission
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.boot import SyncRunner, warm_up
@@ -184,6 +185,18 @@ def test_groups_remain_after_sleep_and_warm_up(model: DecoderModel) -> None:
     assert run(e, make_submissions()) == expected
     reset_prefix_cache(e)
     assert e.kv.has_windows and run(e, make_submissions()) == expected
+
+
+def test_a_draft_model_gets_its_share_of_the_memory(directory: Path, draft: DraftModel) -> None:
+    settings = {"device": "cpu", "max_batch_tokens": 64, "kv_memory": 1 << 20, "speculate": f"draft:{directory}"}
+    loaded = boot(EngineConfig.build(model=str(directory), **settings))  # type: ignore[arg-type]
+    runner = loaded.engine.runner
+    assert isinstance(runner, TorchRunner) and not runner.groups.is_single
+    assert runner._draft_runner is not None
+    caches = runner.cache, runner._draft_runner._cache
+    assert caches[0].num_blocks == caches[1].num_blocks
+    assert 0.9 * (1 << 20) < sum(cache.num_blocks * cache.shape.block_bytes for cache in caches) <= 1 << 20
+    assert run(loaded.engine, make_submissions(2)) == run(make_engine(runner.model, runner="cpu"), make_submissions(2))
 
 
 def make_rows(num_tables: int) -> tuple[DeviceRows, WorkItem]:
