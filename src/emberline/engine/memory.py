@@ -200,7 +200,6 @@ def plan_memory(
     if blocks < needed:
         raise does_not_fit_error(fixed, total_bytes, needed * tables * block_bytes)
     blocks = blocks if kv_tokens is None else needed
-    planned = max_planned_tokens(max_batch_tokens, is_pipelined=True)
     return MemoryPlan(
         total=total_bytes,
         **fixed,
@@ -209,7 +208,7 @@ def plan_memory(
         block_size=block_size,
         max_context=max_context,
         groups=groups,
-        max_request_tokens=groups.max_tokens(blocks * tables, block_size, planned),
+        max_planned_tokens=max_planned_tokens(max_batch_tokens, is_pipelined=True),
     )
 
 

@@ -23,7 +23,7 @@ class MemoryPlan:
     block_size: int
     max_context: int
     groups: LayerGroups  # layers that share block tables
-    max_request_tokens: int  # of one request that has all blocks
+    max_planned_tokens: int  # of a request, in steps whose results are not known
 
     @property
     def fixed_bytes(self) -> int:
@@ -39,9 +39,15 @@ class MemoryPlan:
 
     @property
     def context_kv_bytes(self) -> int:
-        """The bytes of the KV blocks that a request of the maximum length has, with one block that it does not fill."""
-        blocks = self.groups.num_held_blocks(self.max_context + self.block_size, self.block_size)
+        """The bytes of the KV blocks of a request of the maximum length, with one that it does not fill."""
+        tokens = self.max_context + self.block_size
+        blocks = self.groups.num_prompt_blocks(tokens, self.block_size, self.max_planned_tokens)
         return blocks * (self.kv_bytes // self.kv_blocks)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """How many tokens a request may have that gets all blocks of the KV cache."""
+        return self.groups.max_tokens(self.kv_blocks, self.block_size, self.max_planned_tokens)
 
     @property
     def full_contexts(self) -> float:
