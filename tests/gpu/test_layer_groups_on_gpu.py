@@ -33,6 +33,17 @@ CONFIGS = {
         **SIZES, attention_chunk_size=128, intermediate_size_mlp=512, no_rope_layer_interval=2, use_qk_norm=True
     ),
 }
+SEEDED = {"temperature": 1.0, "top_k": 40, "seed": 12}
+VARIANTS: dict[str, tuple[int, dict[str, object]]] = {  # steps between requests, and settings
+    "captured": (1, {}),
+    "small chunks and blocks": (2, {"max_batch_tokens": 48, "block_size": 16}),
+    "not captured, plain loop": (0, {"graphs": False, "overlap": False}),
+}
+DRAFTED: dict[str, dict[str, object]] = {
+    "captured": {},
+    "plain loop": {"overlap": False},
+    "small blocks": {"block_size": 16, "max_batch_tokens": 64},
+}
 Tokens = dict[tuple[str, int], list[int]]
 
 
@@ -65,7 +76,7 @@ def make_engine(
 ) -> Engine:
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
-    chosen = {"max_running": 16, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 16 * 1024} | settings
+    chosen = {"max_running": 8, "max_batch_tokens": 256, "max_context": 2048, "kv_tokens": 16 * 1024} | settings
     with pytest.MonkeyPatch.context() as patch:
         # The config of Llama 4 names experts, but none of its layers has them.
         patch.setattr("emberline.engine.memory.reject_mixture_of_experts", lambda config: None, raising=False)
@@ -104,27 +115,33 @@ def run(engine: Engine, pending: list[Submission], steps_between: int = 0) -> To
     return tokens
 
 
-def test_tokens_are_those_of_one_group(checkpoint: Path) -> None:
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Tokens:
+    """The tokens of requests that are computed one after the other, with one group of layers."""
+    engine = make_engine(checkpoint, grouped=False, graphs=False, overlap=False, prefix_cache=False, max_running=1)
+    return {key: tokens for s in submissions(**SEEDED) for key, tokens in run(engine, [s]).items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_of_one_group(checkpoint: Path, expected: Tokens, variant: str) -> None:
     """In float32, in which rounding errors are smaller than the differences between logits here."""
-    seeded = {"temperature": 1.0, "top_k": 40, "seed": 12}
-    alone: Tokens = {}
-    plain = make_engine(checkpoint, grouped=False, graphs=False, overlap=False, prefix_cache=False, max_running=1)
-    for submission in submissions(**seeded):
-        alone |= run(plain, [submission])
-    variants: dict[str, tuple[int, dict[str, object]]] = {
-        "captured": (1, {}),
-        "small chunks and blocks": (2, {"max_batch_tokens": 48, "block_size": 16}),
-        "not captured, plain loop": (0, {"graphs": False, "overlap": False}),
-    }
-    for name, (between, settings) in variants.items():
-        engine = make_engine(checkpoint, **settings)
-        assert run(engine, submissions(**seeded), between) == alone, name
-        hits = engine.kv.hit_tokens
-        again = [Submission(f"again-{s.id}", s.prompt, s.params) for s in submissions(**seeded)]
-        found = {(key[0].removeprefix("again-"), key[1]): value for key, value in run(engine, again).items()}
-        assert found == alone and engine.kv.hit_tokens > hits + 700, f"{name}, prefixes from the cache"
-    tight = make_engine(checkpoint, kv_tokens=896, block_size=16, max_batch_tokens=64)
-    assert run(tight, submissions(**seeded)) == alone
+    between, settings = VARIANTS[variant]
+    engine = make_engine(checkpoint, **settings)
+    assert run(engine, submissions(**SEEDED), between) == expected
+    hits = engine.kv.hit_tokens
+    again = [Submission(f"again-{s.id}", s.prompt, s.params) for s in submissions(**SEEDED)]
+    found = {(key[0].removeprefix("again-"), key[1]): value for key, value in run(engine, again).items()}
+    assert found == expected, "with prefixes from the cache"
+    assert engine.kv.hit_tokens > hits + 700
+
+
+def test_tokens_after_preemptions(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=120, temperature=1.0, top_k=40, seed=4, ignore_eos=True)
+    pending = [Submission(f"r{i}", [3 + i, *range(100, 130)], params) for i in range(8)]
+    small = {"block_size": 16, "max_batch_tokens": 64}
+    tokens = run(make_engine(checkpoint, grouped=False, **small), pending)
+    tight = make_engine(checkpoint, kv_tokens=512, **small)
+    assert run(tight, pending) == tokens
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
 
 
@@ -144,26 +161,30 @@ def test_bits_are_those_of_one_group(checkpoint: Path, kv_dtype: str) -> None:
     assert found[0] == found[1]
 
 
-def test_choices_share_the_prompt(gemma3: Path) -> None:
+@pytest.fixture(scope="module")
+def one_group(gemma3: Path) -> Engine:
+    return make_engine(gemma3, grouped=False)
+
+
+def test_choices_share_the_prompt(gemma3: Path, one_group: Engine) -> None:
     params = {"n": 3, "temperature": 1.0, "top_k": 40, "seed": 2}
-    expected = run(make_engine(gemma3, grouped=False), submissions(**params))
-    assert run(make_engine(gemma3), submissions(**params)) == expected
+    assert run(make_engine(gemma3), submissions(**params)) == run(one_group, submissions(**params))
 
 
+@pytest.mark.parametrize("settings", DRAFTED)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model_uses_the_blocks_of_the_first_group(gemma3: Path, temperature: float) -> None:
+def test_a_draft_model_uses_the_blocks_of_the_first_group(
+    gemma3: Path, one_group: Engine, temperature: float, settings: str
+) -> None:
     """A draft model equal to the target is right at each greedy token, if it finds all its keys and values."""
     sampling = {"temperature": temperature, "top_k": 40, "seed": 7}
-    expected = run(make_engine(gemma3, grouped=False), submissions(**sampling))
-    for settings in ({}, {"overlap": False}, {"block_size": 16, "max_batch_tokens": 64}):
-        engine = make_engine(gemma3, speculate=f"draft:{gemma3}", max_draft=4, **settings)
-        drafter = Drafter(
-            [], 4, max_rows=16, adaptive=False, uses_draft_model=True, continues_on_device="overlap" not in settings
-        )
-        engine.scheduler.drafter = drafter
-        assert run(engine, submissions(**sampling), 1) == expected, settings
-        assert drafter.drafted_tokens > 100
-        assert (drafter.accepted_tokens == drafter.drafted_tokens) == (temperature == 0.0)
+    engine = make_engine(gemma3, speculate=f"draft:{gemma3}", max_draft=4, **DRAFTED[settings])
+    continues = settings != "plain loop"
+    drafter = Drafter([], 4, max_rows=8, adaptive=False, uses_draft_model=True, continues_on_device=continues)
+    engine.scheduler.drafter = drafter
+    assert run(engine, submissions(**sampling), 1) == run(one_group, submissions(**sampling))
+    assert drafter.drafted_tokens > 100
+    assert (drafter.accepted_tokens == drafter.drafted_tokens) == (temperature == 0.0)
 
 
 def test_passed_blocks_are_free_for_others(checkpoint: Path) -> None:
