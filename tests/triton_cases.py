@@ -284,6 +284,16 @@ def check_cache_slots(device: str, count: int) -> None:
     reference.shift_positions(expected)
     for ours, wanted in zip(on_device[:3], expected[:3], strict=True):
         assert torch.equal(ours.cpu(), wanted)
+    # Two more block tables beside the first of each row, for further groups of layers.
+    windows, beside = torch.full((2, count + count % 2), -5), torch.cat([tables, tables.flip(0), tables + 1], 1)
+    tensors = [*moved, *tensors[3:6], beside]
+    grouped = PositionShift(*(x.to(device, copy=True) for x in tensors), count, 16, windows.to(device, copy=True), 8)
+    cache_slots.shift_positions(grouped)
+    reference.shift_positions(again := PositionShift(*(x.clone() for x in tensors), count, 16, windows, 8))
+    for ours, wanted in zip((*grouped[:3], grouped.window_slots), (*expected[:3], again.window_slots), strict=True):
+        assert torch.equal(ours.cpu(), wanted)
+    shifted = owners != count
+    assert torch.equal(windows[1, :count], torch.where(shifted, expected.slots + 16, -5))
 
 
 def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl: bool = False) -> None:

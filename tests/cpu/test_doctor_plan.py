@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_families
 import torch
 
 from emberline.cli import doctor
@@ -102,6 +103,42 @@ def test_doctor_and_boot_make_the_same_plan(
     context = re.search(r"per step, context (\d+)$", output, re.MULTILINE)
     assert context is not None
     assert loaded.max_context == int(cut[1] if cut else context[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_memory": 1 << 20, "block_size": 16}, {"kv_memory": 1 << 16}], ids=str)
+def test_doctor_and_boot_count_groups_of_layers(
+    boot_plans: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: dict[str, object]
+) -> None:
+    config = tiny_families.gemma3(max_position_embeddings=4096)
+    directory = tiny.write_tensors(tmp_path, config, tiny_families.tensors(config))
+    loaded = serve(directory, options | {"max_batch_tokens": 64})
+    code, output = run_doctor(capsys, directory, options | {"max_batch_tokens": 64})
+    assert code == 0, output
+    boot_plan, doctor_plan = boot_plans
+    assert doctor_plan == boot_plan and boot_plan.groups == loaded.engine.groups
+    blocks, groups = loaded.engine.kv.num_blocks, len(loaded.engine.groups.windows)
+    assert groups > 1 and boot_plan.kv_blocks == blocks
+    assert f"{blocks} blocks in {groups} groups of layers" in output
+    assert f"{loaded.kv_tokens} tokens of short requests" in output
+    assert loaded.kv_tokens == blocks // groups * boot_plan.block_size
+    assert loaded.max_context == min(4096, boot_plan.max_request_tokens)
+    assert (f"limited to {loaded.max_context} tokens" in output) == (loaded.max_context < 4096)
+    if not options:
+        assert f"{loaded.engine.num_full_contexts:.1f} full contexts" in output
+
+
+def test_doctor_counts_groups_of_layers_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of a full context are those that a request of that length holds."""
+    config = tiny_families.gemma3(max_position_embeddings=4096)
+    directory = tiny.write_tensors(tmp_path, config, tiny_families.tensors(config))
+    monkeypatch.setattr(doctor, "_detect_gpu", lambda: None)
+    assert main(["doctor", "--model", str(directory), "--block-size", "16"]) == 0
+    bytes_per_block = 2 * 2 * 8 * 16 * 4  # keys and values, heads, head size, tokens, float32
+    blocks = 256 + 3 * (1 + 1)
+    text = f"{blocks * bytes_per_block / 1e6:.0f} MB per context of 4096 tokens in 4 groups of layers (float32)"
+    assert text in capsys.readouterr().out
 
 
 def test_mixture_of_experts_is_rejected_before_loading(

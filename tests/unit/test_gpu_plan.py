@@ -38,6 +38,29 @@ def weight_gib(plan: GPUSetPlan | GPUPlan, *formats: str) -> float:
     return sum(w.num_bytes for w in plan.weights if not formats or w.format in formats) / GIB
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16"}
+GROUPED: dict[str, dict[str, Any]] = {
+    "gemma3-12b": {
+        **COMMON, "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "vocab_size": 262208,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "max_position_embeddings": 131072, "sliding_window": 1024, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "olmo3-7b": {
+        **COMMON, "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 4096,
+        "max_position_embeddings": 65536, "layer_types": ([SLIDING] * 3 + [FULL]) * 8,
+    },
+    "command-r7b": {
+        **COMMON, "model_type": "cohere2", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 256000,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
+        "max_position_embeddings": 132096, "layer_norm_eps": 1e-5, "logit_scale": 0.25, "sliding_window_pattern": 4,
+        "rms_norm_eps": None,
+    },
+}  # fmt: skip
+
+
 def num_weights(plan: GPUSetPlan | GPUPlan, *kinds: str) -> int:
     return sum(w.num_weights for w in plan.weights if not kinds or w.kind in kinds)
 
@@ -94,9 +117,11 @@ def test_scout_on_two_h200() -> None:
     assert plan.max_context < plan.kv_tokens < 10_485_760, "10 M tokens do not fit, so tables are for fewer"
     chunks, full = plan.groups
     assert (chunks.bytes_per_token, full.bytes_per_token) == (147_456 // 2, 49_152 // 2)
-    assert plan.kv_tokens == (plan.kv_bytes - 8256 * chunks.bytes_per_token) // full.bytes_per_token // 64 * 64
+    # Three groups of chunked layers keep a chunk and the tokens of two steps, of which one may be running.
+    kept = 3 * (8192 // 64 + 2 * 8192 // 64 + 2)
+    assert plan.kv_tokens == (plan.kv_bytes // (full.bytes_per_token * 64) - kept) * 64
     assert plan.ungrouped_tokens == plan.total_kv_bytes // (196_608 * 64) * 64
-    assert plan.kv_tokens > 3.8 * plan.ungrouped_tokens
+    assert plan.kv_tokens > 3.7 * plan.ungrouped_tokens
     in_use = plan.concurrent_sequences(8192) * 8192 * 196_608
     assert plan.total_kv_bytes - 8192 * 196_608 < in_use <= plan.total_kv_bytes
     packed = make_plan("llama-4-scout-17b-16e", "2xH200", weights="packed").best
@@ -175,8 +200,32 @@ def test_activations_of_a_step() -> None:
 
 def test_window_tokens_of_the_running_step_are_reserved() -> None:
     few, many = (make_plan("gpt-oss-20b", "H100", max_batch_tokens=n).best for n in (1024, 8192))
-    assert many.step_kv_bytes == 8 * few.step_kv_bytes == 8192 * 24_576
+    kept = [plan.table_blocks * 64 - plan.kv_tokens for plan in (few, many)]
+    assert kept[1] - kept[0] == 2 * (8192 - 1024)
     assert few.kv_tokens > few.ungrouped_tokens * 1.9
+
+
+def test_sequences_at_the_same_time_keep_only_their_windows() -> None:
+    plan = make_plan("gpt-oss-20b", "H100").best
+    assert plan.tables is not None and plan.tables.windows == (0, 128)
+    count, held, prompt = plan.concurrent_sequences(32768), 512 + 3, 512 + 2 + 2 * 128 + 2
+    assert prompt + (count - 1) * held <= plan.table_blocks < prompt + count * held
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("settings", [{}, {"kv_memory": 10 * GIB + 1}, {"kv_host_memory": 1}], ids=str)
+def test_groups_of_layers_are_planned_as_the_engine_plans_them(name: str, settings: dict[str, Any]) -> None:
+    engine_settings = EngineConfig.build("", **settings).with_gpu_defaults()
+    config = ModelConfig.from_hf(GROUPED[name])
+    expected = plan_engine_memory(config, engine_settings, GPU_MEMORY_BYTES["H200"], "bfloat16")
+    assert expected.groups.is_single == ("kv_host_memory" in settings)
+    (found,) = make_plan(GROUPED[name], "H200", **settings).plans
+    assert found.fixed == {part: getattr(expected, part) for part in found.fixed}
+    assert (found.kv_bytes, found.table_blocks) == (expected.kv_bytes, expected.kv_blocks)
+    assert found.kv_tokens == expected.max_request_tokens
+    if "kv_memory" in settings:
+        block = expected.kv_bytes // expected.kv_blocks
+        assert 0 <= 10 * GIB - expected.kv_bytes < len(expected.groups.windows) * block
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The server's log says in which dtype a model runs, and when its weights were rounded."""
+"""The server's log says in which dtype a model runs, when its weights were rounded, and what its KV cache holds."""
 
 from __future__ import annotations
 
@@ -32,3 +32,11 @@ def test_rounded_weights_are_logged(stored: str, used: str, is_rounded: bool, ca
     _log_models({"m": info(stored, used)})
     assert ("Weights rounded: model=m from=float16 to=bfloat16" in caplog.text) is is_rounded
     assert f"Model loaded: model=m dtype={used} " in caplog.text
+
+
+def test_the_kv_cache_of_groups_of_layers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline.server")
+    loaded = info("bfloat16", "bfloat16")
+    loaded.kv_groups, loaded.kv_contexts = 6, 12.345
+    _log_models({"m": loaded})
+    assert "context_tokens=64 kv_tokens=64 kv_groups=6 full_contexts=12.3 " in caplog.text

@@ -131,7 +131,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     from emberline.cli.doctor_plan import print_plan
 
     try:
-        settings = _plan_settings(args)
+        settings = _plan_settings(args).with_gpu_defaults()
     except EmberlineError as e:
         print(json.dumps({"error": e.message, "hint": e.hint}) if args.json else f"!!  plan  {e.message}")
         return 1
@@ -325,7 +325,7 @@ def _plan_settings(args: argparse.Namespace) -> EngineConfig:
         speculate="mtp" if args.mtp else None,
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
-    ).with_gpu_defaults()
+    )
 
 
 def _check_gpu_memory(
@@ -333,15 +333,24 @@ def _check_gpu_memory(
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
+    from emberline.engine.group_choice import choose_gpu_groups
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
-    settings = _plan_settings(args)
+    given = _plan_settings(args)
+    settings = given.with_gpu_defaults()
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
-    token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
-    per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
-    if gpu_bytes is None and len(set(config.windows)) > 1:
-        per_context += " without attention windows, at most"
+    width = memory.DTYPE_BYTES[kv_dtype]
+    token_bytes = memory.kv_token_bytes(config, width)
+    groups, size = choose_gpu_groups(config.windows, settings, context), settings.scheduler.block_size
+    if gpu_bytes is None:
+        size = given.scheduler.block_size
+    context_bytes, in_groups = token_bytes * context, ""
+    if not groups.is_single:  # layers with a window keep only the newest blocks
+        block_bytes = size * memory.kv_token_bytes(config, width, groups.block_layers)
+        context_bytes = groups.num_held_blocks(context, size) * block_bytes
+        in_groups = f" in {len(groups.windows)} groups of layers"
+    per_context = f"{context_bytes / 1e6:.0f} MB per context of {context} tokens{in_groups}"
     yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
     if gpu_bytes is None:
         memory.reject_packed_weights(settings.gpu.weights)
@@ -356,12 +365,13 @@ def _check_gpu_memory(
         "gpu memory", f"{_format_gib(gpu_bytes)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}"
     )
     for name, part in plan.named_sizes():
-        tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
-        yield DoctorFinding(f"  {name}", f"{_format_gib(part):>10}{tokens if name == 'kv cache' else ''}")
-    if plan.kv_tokens < context:
+        tokens = f": {plan.describe_kv_tokens()}" if name == "kv cache" else ""
+        yield DoctorFinding(f"  {name}", f"{_format_gib(part):>10}{tokens}")
+    if plan.max_request_tokens < context:
         hint = "raise --kv-memory" if args.kv_memory else "lower --max-batch-tokens or --max-running"
         hint += ", or --kv-dtype float8"
-        yield DoctorFinding("  context", f"limited to {plan.kv_tokens} tokens by the size of the KV cache", None, hint)
+        limit = f"limited to {plan.max_request_tokens} tokens by the size of the KV cache"
+        yield DoctorFinding("  context", limit, None, hint)
 
 
 def _format_gib(byte_count: int) -> str:

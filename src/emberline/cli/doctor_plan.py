@@ -24,7 +24,9 @@ SPLIT_NOTES = (
 )
 MARGIN_NOTE = "spare is mostly the 5 % of a GPU's memory that is left to fragmentation and other processes"
 DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
-GROUPS_NOTE = "KV groups are a plan too: on a GPU the engine keeps all tokens in every layer (column: ungrouped)"
+BLOCKS_NOTE = "the layers are {groups} groups, each with blocks of {layers} layers (ungrouped: all are one group)"
+ONE_TABLE_NOTE = "all layers share one block table, so that those with a window keep every token too"
+STATES_NOTE = "recurrent states, and layers that keep only the last tokens beside them, are a calculation"
 
 
 def print_plan(args: argparse.Namespace, settings: EngineConfig) -> int:
@@ -131,9 +133,18 @@ def _weight_bytes(shares: Iterator[WeightShare] | tuple[WeightShare, ...]) -> in
 
 def _notes(plan: GPUSetPlan) -> list[str]:
     several = SPLIT_NOTES if plan.best.gpus.count > 1 else ()
-    grouped = (GROUPS_NOTE,) if any(group.is_bounded for group in plan.groups) else ()
+    grouped = (_groups_note(plan),) if any(group.is_bounded for group in plan.groups) else ()
     uncounted = () if plan.has_mtp_head else (DRAFT_NOTE,)
     return [*several, *grouped, MARGIN_NOTE, *uncounted]
+
+
+def _groups_note(plan: GPUSetPlan) -> str:
+    tables = plan.best.tables
+    if tables is None:
+        return STATES_NOTE
+    if tables.is_single:
+        return ONE_TABLE_NOTE
+    return BLOCKS_NOTE.format(groups=len(tables.windows), layers=tables.block_layers)
 
 
 def _format_plan(plan: GPUSetPlan) -> Iterator[str]:

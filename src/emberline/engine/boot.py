@@ -20,6 +20,7 @@ from emberline.core.numerics import Numerics
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
+from emberline.engine.group_choice import choose_groups
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_loader import load_draft_model
@@ -48,7 +49,6 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.draft_model import DraftModel
 from emberline.models.loader import DTYPES, load_checkpoint
 from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_dtype
 from emberline.models.weights import Weights
@@ -163,7 +163,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_model = load_draft_model(
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
-    groups = _choose_layer_groups(config, model, draft_model)
+    groups = _choose_layer_groups(config, model)
     cache = allocate_cache(
         model,
         groups=groups,
@@ -173,6 +173,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
             config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
             model.config,
             draft_model,
+            groups,
         ),
         max_tokens=_max_kv_tokens(config, model.context),
         uses_shared_memory=config.transfer is not None,
@@ -206,13 +207,13 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     )
 
 
-def _choose_layer_groups(config: EngineConfig, model: DecoderModel, draft_model: DraftModel | None) -> LayerGroups:
+def _choose_layer_groups(config: EngineConfig, model: DecoderModel) -> LayerGroups:
     """Return which layers share block tables.
 
-    All do if blocks are copied to tiers or other engines, or shared by a draft model, which need one table."""
-    if config.tiers.has_tiers or config.transfer is not None or draft_model is not None:
+    All do if blocks are copied to tiers or other engines, which need one table."""
+    if config.tiers.has_tiers or config.transfer is not None:
         return LayerGroups.single(model.config.layers)
-    return LayerGroups.for_windows([0 if window >= model.context else window for window in model.config.windows])
+    return choose_groups(model.config.windows, model.context)
 
 
 def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:

@@ -16,6 +16,7 @@ from emberline.core.events import Output, Stats, TransferStats
 from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
+from emberline.engine.group_choice import max_planned_tokens
 from emberline.engine.pairing import PeerPairing
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.request_builder import RequestBuilder
@@ -114,7 +115,11 @@ class Engine:
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
-        groups = runner.groups if isinstance(runner, GroupedRunner) else LayerGroups.single(1)
+        self.groups = groups = runner.groups if isinstance(runner, GroupedRunner) else LayerGroups.single(1)
+        self._pipelined_runner = runner if isinstance(runner, PipelinedRunner) else None
+        self.max_planned_tokens = max_planned_tokens(
+            config.max_batch_tokens, is_pipelined=self._pipelined_runner is not None
+        )
         self.kv = KVManager(
             runner.num_blocks,
             config.block_size,
@@ -130,7 +135,7 @@ class Engine:
             else None,
             on_allocate=transfer_endpoint.receiver.region.bump_generation if transfer_endpoint else lambda block: None,
             windows=groups.windows[1:],
-            max_step_tokens=config.max_batch_tokens,
+            max_step_tokens=self.max_planned_tokens,
         )
         self.transfer_endpoint = transfer_endpoint
         self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
@@ -141,12 +146,11 @@ class Engine:
         )
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher, drafter)
         self.max_context = min(
-            config.max_context, groups.max_tokens(runner.num_blocks, config.block_size, config.max_batch_tokens)
+            config.max_context, groups.max_tokens(runner.num_blocks, config.block_size, self.max_planned_tokens)
         )
         self._request_builder = RequestBuilder(
             self.max_context, runner.vocab_size, can_publish=transfer_endpoint is not None
         )
-        self._pipelined_runner = runner if isinstance(runner, PipelinedRunner) else None
         self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         # A plan that is run in the next step: early outputs are returned first.
@@ -157,6 +161,11 @@ class Engine:
         self._last_step = (0, 0.0)
         self._busy_seconds = 0.0
         self._host_seconds = 0.0
+
+    @property
+    def num_full_contexts(self) -> float:
+        """How many requests of the maximum length the KV cache holds at the same time."""
+        return self.kv.num_blocks / self.groups.num_held_blocks(self.max_context, self.config.block_size)
 
     def add(self, submission: Submission, arrival: float | None = None) -> None:
         """Accept a submission; `step` then returns its outputs.

@@ -19,6 +19,7 @@ from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, runs_on_gpu, 
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, usable_model_bytes
+from emberline.engine.memory_plan import MemoryPlan
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
@@ -140,7 +141,7 @@ def plan_time_sharing(
     weighed = {name: WeightEstimate.from_config(config) for name, config in configs.items()}
     settings = {name: config.with_gpu_defaults() for name, config in configs.items()}
 
-    def plan_all_models() -> dict[str, memory.MemoryPlan]:
+    def plan_all_models() -> dict[str, MemoryPlan]:
         return {
             name: memory.plan_engine_memory(w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed)
             for name, w in weighed.items()

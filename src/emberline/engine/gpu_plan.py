@@ -15,7 +15,9 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine import memory
 from emberline.engine.gpu_set import GPUSet
+from emberline.engine.group_choice import choose_gpu_groups, max_planned_tokens
 from emberline.engine.step_sizes import StepSizes
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.fields import ConfigFields
 from emberline.models.kv_groups import KVGroup, group_layers
 from emberline.models.outline import ModelOutline
@@ -49,6 +51,14 @@ class GPUPlan:
     kv_bytes: int  # of one GPU
     step_kv_bytes: int  # of these, for tokens of the running step that layers with a window drop after it
     max_context: int
+    tables: LayerGroups | None  # layers that share block tables; None: recurrent states, which have none
+    max_planned_tokens: int  # of a request, in steps whose results are not known
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks of the KV cache with the layers of one group."""
+        assert self.tables is not None
+        return self.kv_bytes // _block_bytes(self.groups, self.tables)
 
     @property
     def caches(self) -> int:
@@ -64,8 +74,11 @@ class GPUPlan:
         """Tokens that all KV caches hold, in sequences that are as long as fit: one in each cache.
 
         If every layer has a limit, these are the tokens that are kept, whatever sequences they are of."""
+        if self.tables is not None and not self.tables.is_single:
+            size, planned = self.groups[0].block_size, self.max_planned_tokens
+            return self.tables.max_tokens(self.table_blocks, size, planned) * self.caches
         unbounded = sum(group.bytes_per_token for group in self.groups if not group.is_bounded)
-        if not unbounded:
+        if not unbounded or self.tables is not None:
             return self.ungrouped_tokens
         bounded = sum(group.sequence_bytes(self.max_context) for group in self.groups if group.is_bounded)
         left = max(0, self.kv_bytes - self.step_kv_bytes - bounded)
@@ -73,7 +86,7 @@ class GPUPlan:
 
     @property
     def ungrouped_tokens(self) -> int:
-        """Tokens that fit if every layer keeps all of them, as the engine does."""
+        """Tokens that fit if every layer keeps all of them."""
         states = sum(group.bytes_per_sequence for group in self.groups)
         return self._whole_blocks(max(0, self.kv_bytes - states), sum(group.bytes_per_token for group in self.groups))
 
@@ -83,6 +96,9 @@ class GPUPlan:
 
     def concurrent_sequences(self, num_tokens: int) -> int:
         """Return how many sequences of this many tokens fit at the same time."""
+        if self.tables is not None:
+            size, planned = self.groups[0].block_size, self.max_planned_tokens
+            return self.tables.max_requests(self.table_blocks, num_tokens, size, planned) * self.caches
         each = sum(group.sequence_bytes(num_tokens) for group in self.groups)
         return max(0, self.kv_bytes - self.step_kv_bytes) // each * self.caches
 
@@ -220,6 +236,8 @@ def _plan_one(
 ) -> GPUPlan:
     local, shares = _local_groups(groups, part, gpus.count, sharing), weights.share(part)
     scheduler, width = settings.scheduler, memory.DTYPE_BYTES[groups[0].dtype]
+    tables = _choose_tables(local, settings, max_context)
+    num_tables = 1 if tables is None else len(tables.windows)
     limits = memory.StepLimits(
         dtype_bytes=memory.DTYPE_BYTES[weights.dtype],
         kv_dtype_bytes=width,
@@ -231,8 +249,9 @@ def _plan_one(
         packed=weights.setting == "packed",
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
+        block_tables=num_tables,
     )
-    block_bytes = scheduler.block_size * sum(group.bytes_per_token for group in local)
+    block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
     fixed = {
         "weights": sum(share.num_bytes for share in shares),
         **memory.step_bytes(
@@ -240,19 +259,38 @@ def _plan_one(
         ),
     }
     available = int(gpus.memory_bytes * memory.USABLE_FRACTION) - sum(fixed.values())
-    step_kv = scheduler.max_batch_tokens * sum(group.bytes_per_token for group in local if group.kind == "window")
-    least = memory.MIN_KV_BLOCKS * scheduler.block_size
-    needed = step_kv + sum(group.sequence_bytes(least) for group in local)
+    step_kv, needed = 0, memory.MIN_KV_BLOCKS * block_bytes
+    if tables is None:
+        step_kv = scheduler.max_batch_tokens * sum(group.bytes_per_token for group in local if group.kind == "window")
+        least = memory.MIN_KV_BLOCKS * scheduler.block_size
+        needed = step_kv + sum(group.sequence_bytes(least) for group in local)
     if settings.kv_cache.kv_memory is not None:
-        token_bytes = block_bytes // scheduler.block_size
-        tokens = settings.kv_cache.kv_memory // token_bytes
-        needed = max(needed, -(-tokens // scheduler.block_size) * block_bytes)
+        tokens = settings.kv_cache.kv_memory // (block_bytes // scheduler.block_size)
+        blocks = tokens // scheduler.block_size if num_tables > 1 else -(-tokens // scheduler.block_size)
+        needed = max(needed, blocks * block_bytes)
     if available < needed:
         raise memory.does_not_fit_error(fixed, gpus.memory_bytes, needed)
     kv_bytes = available if settings.kv_cache.kv_memory is None else needed
-    if not any(group.is_bounded for group in local):
+    if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes
-    return GPUPlan(sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context)
+    planned = max_planned_tokens(scheduler.max_batch_tokens, is_pipelined=True)
+    return GPUPlan(sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned)
+
+
+def _choose_tables(groups: tuple[KVGroup, ...], settings: EngineConfig, max_context: int) -> LayerGroups | None:
+    """Return which layers share block tables; None for a model with recurrent states."""
+    if any(group.kind == "state" for group in groups):
+        return None
+    spans = {layer: group.span for group in groups for layer in group.layers}
+    return choose_gpu_groups([spans[layer] for layer in sorted(spans)], settings, max_context)
+
+
+def _block_bytes(groups: tuple[KVGroup, ...], tables: LayerGroups | None) -> int:
+    """Return the bytes of a KV block with the layers of one group of `tables`; None: with all layers."""
+    token_bytes = sum(group.bytes_per_token for group in groups)
+    if tables is not None and not tables.is_single:
+        token_bytes = token_bytes * tables.block_layers // len(tables.places)
+    return token_bytes * groups[0].block_size
 
 
 def _local_groups(

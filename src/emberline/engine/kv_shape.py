@@ -6,12 +6,16 @@ import torch
 
 from emberline.core.errors import UnsupportedModel
 from emberline.kv.cache import KVShape
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 
 
-def make_kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+def make_kv_shape(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, groups: LayerGroups | None = None
+) -> KVShape:
     """Return the shape of a model's KV cache with blocks of `block_size` tokens.
 
+    `groups`: layers that share block tables; None: all share one.
     Raises UnsupportedModel if the model attends to chunks that are not whole blocks, which could not be freed."""
     sizes = {window for window in config.windows if window and config.parts.attention.chunked_windows}
     for size in sorted(sizes):
@@ -20,8 +24,8 @@ def make_kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> K
                 f"attention_chunk_size is {size}, which is no multiple of the KV block size of {block_size} tokens",
                 hint=f"choose a --block-size that divides {size}",
             )
-    is_latent = config.parts.attention.latent is not None
-    return KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)
+    is_latent, layers = config.parts.attention.latent is not None, groups.block_layers if groups else config.layers
+    return KVShape(layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)
 
 
 def reject_latent_attention(config: ModelConfig) -> None:

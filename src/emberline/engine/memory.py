@@ -1,4 +1,4 @@
-"""MemoryPlan: how a GPU's memory is used, computed in advance from the model's config.
+"""plan_memory: how a GPU's memory is used, computed in advance from the model's config.
 
 Everything except the KV cache is counted first, as if no two buffers shared memory. The KV cache gets the remaining
 memory. This module needs no torch."""
@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
+from emberline.engine.group_choice import choose_gpu_groups, max_planned_tokens
+from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
@@ -68,48 +71,7 @@ class StepLimits:
     packed: bool = False
     tiers: bool = False
     transfer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes of each use of a GPU's memory. All uses and `spare_bytes` add up to `total`."""
-
-    total: int
-    weights: int
-    activations: int
-    scratch: int  # partial results, block tables, rotary angles, penalty counts, copy buffers, widened float8 keys
-    logits: int
-    graphs: int
-    reserve: int
-    kv_bytes: int
-    kv_tokens: int
-    block_size: int
-    max_context: int
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve
-
-    @property
-    def spare_bytes(self) -> int:
-        return self.total - self.fixed_bytes - self.kv_bytes
-
-    @property
-    def kv_blocks(self) -> int:
-        return self.kv_tokens // self.block_size
-
-    def named_sizes(self) -> list[tuple[str, int]]:
-        parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
-        return [
-            *((name, getattr(self, name)) for name in parts),
-            ("kv cache", self.kv_bytes),
-            ("spare", self.spare_bytes),
-        ]
-
-    def __str__(self) -> str:
-        lines = [f"{name:<12}{format_gib(size):>9} GiB" for name, size in [*self.named_sizes(), ("total", self.total)]]
-        contexts = self.kv_tokens / self.max_context
-        return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
+    block_tables: int = 1  # of a request
 
 
 def plan_engine_memory(
@@ -125,19 +87,22 @@ def plan_engine_memory(
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_mixture_of_experts(config)
-    kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
+    kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
+    groups, size = choose_gpu_groups(config.windows, settings, context), settings.scheduler.block_size
     tokens = settings.kv_cache.kv_tokens
     if settings.kv_cache.kv_memory is not None:
-        tokens = settings.kv_cache.kv_memory // kv_token_bytes(config, kv_bytes)
+        tokens = settings.kv_cache.kv_memory // kv_token_bytes(config, kv_bytes, groups.num_places)
+        tokens = tokens if groups.is_single else tokens // size * size
     return plan_memory(
         config,
         total_bytes,
         dtype_bytes=DTYPE_BYTES[dtype],
         kv_dtype_bytes=kv_bytes,
-        block_size=settings.scheduler.block_size,
+        block_size=size,
         max_running=settings.scheduler.max_running,
         max_batch_tokens=settings.scheduler.max_batch_tokens,
-        max_context=choose_max_context(config, settings),
+        max_context=context,
+        groups=groups,
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
@@ -204,6 +169,7 @@ def plan_memory(
     max_running: int,
     max_batch_tokens: int,
     max_context: int,
+    groups: LayerGroups | None = None,
     kv_tokens: int | None = None,
     packed: bool = False,
     both: bool = False,
@@ -214,39 +180,35 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
+    `groups`: layers that share block tables; None: all share one.
     `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `both`: weights are kept plain and
     packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. `max_new_tokens`: of
     a request in a step, with its draft. The CUDA graphs of all step shapes are included."""
-    limits = StepLimits(
-        dtype_bytes=dtype_bytes,
-        kv_dtype_bytes=kv_dtype_bytes,
-        block_size=block_size,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        max_context=max_context,
-        max_new_tokens=max_new_tokens,
-        packed=packed,
-        tiers=tiers,
-        transfer=transfer,
-    )
-    block_bytes = (kv_token_bytes(config, kv_dtype_bytes) + draft.kv_token_values * kv_dtype_bytes) * block_size
+    groups = groups or LayerGroups.single(config.layers)
+    tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
+    sizes = max_running, max_batch_tokens, max_context, max_new_tokens
+    limits = StepLimits(*formats, *sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
+    token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
+    block_bytes = token_bytes * block_size
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
         **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft.state_values),
     }
     available = int(total_bytes * USABLE_FRACTION) - sum(fixed.values())
-    blocks = max(0, available) // block_bytes
+    blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     if blocks < needed:
-        raise does_not_fit_error(fixed, total_bytes, needed * block_bytes)
+        raise does_not_fit_error(fixed, total_bytes, needed * tables * block_bytes)
     blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes,
         **fixed,
-        kv_bytes=blocks * block_bytes,
+        kv_bytes=blocks * tables * block_bytes,
         kv_tokens=blocks * block_size,
         block_size=block_size,
         max_context=max_context,
+        groups=groups,
+        max_planned_tokens=max_planned_tokens(max_batch_tokens, is_pipelined=True),
     )
 
 
@@ -255,7 +217,7 @@ def step_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft_sta
     tokens, running = limits.max_batch_tokens, limits.max_running
     grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
     graphs = len(captured_shapes(running, tokens, grid, queries=limits.max_new_tokens))
-    scratch = _scratch_bytes(sizes, limits.block_size, running, limits.max_context)
+    scratch = _scratch_bytes(sizes, limits)
     scratch += _vocab_table_bytes(sizes.vocab, running) + limits.packed * _unpacked_bytes(sizes)
     if limits.kv_dtype_bytes == DTYPE_BYTES["float8"] and limits.dtype_bytes == DTYPE_BYTES["bfloat16"]:
         wide = sizes.cached_values * DTYPE_BYTES["bfloat16"]
@@ -329,9 +291,10 @@ def is_packable(rows: int, columns: int) -> bool:
     return rows % PACKED_GRAIN == columns % PACKED_GRAIN == 0
 
 
-def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
+def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int, layers: int | None = None) -> int:
+    """Return the bytes that this many layers keep of a token. `layers`: None: all of the model."""
     parts = 2 if config.parts.attention.latent is None else 1  # keys and values, or one latent for both
-    return parts * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
+    return parts * (layers or config.layers) * config.kv_heads * config.head_dim * kv_dtype_bytes
 
 
 def blocks_per_scratch_buffer(block_bytes: int) -> int:
@@ -354,11 +317,12 @@ def _activation_bytes(sizes: StepSizes, dtype_bytes: int, tokens: int) -> int:
     return dtype_bytes * tokens * (sizes.state_copies * sizes.hidden + sizes.layer_values)
 
 
-def _scratch_bytes(sizes: StepSizes, block_size: int, max_running: int, max_context: int) -> int:
+def _scratch_bytes(sizes: StepSizes, limits: StepLimits) -> int:
     # A sum, its maximum, its denominator.
-    partials = max_running * MAX_KEY_PARTS * sizes.heads * (sizes.output_dim + 2) * F32_BYTES
-    tables = 2 * max_running * -(-max_context // block_size) * 4  # int32; one is being copied while the other is used
-    return partials + tables + max_context * sizes.rope_values * F32_BYTES
+    partials = limits.max_running * MAX_KEY_PARTS * sizes.heads * (sizes.output_dim + 2) * F32_BYTES
+    # int32; one is being copied while the other is used
+    tables = 2 * limits.max_running * limits.block_tables * -(-limits.max_context // limits.block_size) * 4
+    return partials + tables + limits.max_context * sizes.rope_values * F32_BYTES
 
 
 def _vocab_table_bytes(vocab: int, max_running: int) -> int:

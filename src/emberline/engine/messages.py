@@ -46,7 +46,7 @@ class LoadedModelInfo(msgspec.Struct):
     max_context: int
     vocab_size: int
     eos: list[int]
-    kv_tokens: int
+    kv_tokens: int  # of any requests, also of short ones
     block_size: int
     weight_bytes: int
     kv_bytes: int
@@ -61,6 +61,8 @@ class LoadedModelInfo(msgspec.Struct):
     numerics: Numerics | None = None
     stored_dtype: str = ""  # of the matrices in the checkpoint's files
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
+    kv_groups: int = 1  # groups of layers, each with a block table of its own
+    kv_contexts: float = 0.0  # requests of `max_context` tokens that the KV cache holds at the same time
 
 
 class Ready(msgspec.Struct, tag=True):

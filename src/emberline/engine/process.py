@@ -142,6 +142,8 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
         numerics=loaded.numerics,
         stored_dtype=loaded.stored_dtype,
         speculates=loaded.engine.scheduler.drafter is not None,
+        kv_groups=len(loaded.engine.groups.windows),
+        kv_contexts=loaded.engine.num_full_contexts,
     )
 
 

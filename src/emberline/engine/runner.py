@@ -102,7 +102,7 @@ def allocate_cache(
     `groups`: which layers share block tables; None: all share one. `uses_shared_memory`: allocate it where other
     processes can read the blocks. Raises ModelError if `memory_bytes` is too small."""
     groups = groups or LayerGroups.single(model.config.layers)
-    shape = replace(make_kv_shape(model.config, block_size, dtype), layers=groups.block_layers)
+    shape = make_kv_shape(model.config, block_size, dtype, groups)
     blocks = min(memory_bytes // shape.block_bytes, -(-max_tokens // block_size) * len(groups.windows))
     if blocks < (least := 2 * len(groups.windows)):
         raise ModelError(

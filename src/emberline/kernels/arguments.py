@@ -94,6 +94,8 @@ class PositionShift(NamedTuple):
 
     positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
     context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.
+    A row may have further block tables, each `table_width` entries behind the previous one: in them, the slots of
+    further groups of layers are found.
     """
 
     positions: Tensor  # [T] int32
@@ -105,3 +107,5 @@ class PositionShift(NamedTuple):
     tables: Tensor  # [rows, max blocks] int32
     padding_row: int
     block_size: int
+    window_slots: Tensor | None = None  # [further groups, at least T] int64
+    table_width: int = 0

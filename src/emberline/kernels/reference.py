@@ -220,13 +220,14 @@ class ReferenceBackend(OpBackend):
         return at.int(), torch.where(limits > 0, blocks * block_size + at % block_size, -1)
 
     def shift_positions(self, shift: PositionShift) -> None:
-        positions, slots, context, token_shifts, row_shifts, accepted, tables, padding_row, block_size = shift
-        shifted = token_shifts != padding_row
-        positions += accepted[token_shifts].int()
-        at = positions.long()
-        found = tables[token_shifts, at // block_size].long() * block_size + at % block_size
-        slots.copy_(torch.where(shifted, found, slots))
-        context += accepted[row_shifts].int()
+        shifted, size = shift.token_shifts != shift.padding_row, shift.block_size
+        shift.positions.add_(shift.accepted[shift.token_shifts].int())
+        at = shift.positions.long()
+        further = () if shift.window_slots is None else shift.window_slots[:, : len(at)].unbind()
+        for group, slots in enumerate((shift.slots, *further)):
+            blocks = shift.tables[shift.token_shifts, group * shift.table_width + at // size].long()
+            slots.copy_(torch.where(shifted, blocks * size + at % size, slots))
+        shift.context.add_(shift.accepted[shift.row_shifts].int())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,17 +26,39 @@ class LayerGroups:
     def is_single(self) -> bool:
         return len(self.windows) == 1
 
+    @property
+    def num_places(self) -> int:
+        """The number of places for layers in all groups, which is that of the layers if none is wasted."""
+        return self.block_layers * len(self.windows)
+
+    def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Return how many blocks a request of this many tokens holds while it generates single tokens."""
+        blocks = ceil(num_tokens / block_size)
+        return blocks + sum(min(blocks, ceil(window / block_size) + 1) for window in self.windows[1:])
+
+    def num_prompt_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+        """Return how many blocks a request of this many tokens holds at most while its prompt is computed."""
+        blocks = ceil(num_tokens / block_size)
+        caps = [max_held_blocks(window, block_size, max_step_tokens) for window in self.windows[1:]]
+        return blocks + sum(min(blocks, cap) for cap in caps)
+
     def max_tokens(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
         """Return how many tokens of one request fit into `num_blocks` blocks."""
-        caps = [max_held_blocks(window, block_size, max_step_tokens) for window in self.windows[1:]]
         low, high = 0, num_blocks
         while low < high:  # the most blocks of the first group that leave room for those of the others
             middle = (low + high + 1) // 2
-            if middle + sum(min(middle, cap) for cap in caps) <= num_blocks:
+            if self.num_prompt_blocks(middle * block_size, block_size, max_step_tokens) <= num_blocks:
                 low = middle
             else:
                 high = middle - 1
         return low * block_size
+
+    def max_requests(self, num_blocks: int, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+        """Return how many requests of this many tokens hold `num_blocks` blocks together, one of them in its prompt."""
+        first = self.num_prompt_blocks(num_tokens, block_size, max_step_tokens)
+        if first > num_blocks:
+            return 0
+        return 1 + (num_blocks - first) // self.num_held_blocks(num_tokens, block_size)
 
     @staticmethod
     def single(layers: int) -> LayerGroups:

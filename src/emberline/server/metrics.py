@@ -71,11 +71,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """The properties of an engine's KV cache that the metric `cache_config_info` shows."""
+    """The properties of an engine's KV cache that metrics show."""
 
     device: str = "cpu"  # or cuda
     dtype: str = ""
     prefix_cache: bool = True
+    groups: int = 1  # groups of layers, each with a block table of its own
 
 
 CPU_CACHE = CacheInfo()
@@ -173,6 +174,7 @@ class ModelMetrics:
             ("emberline:kv_blocks_free", "KV blocks that are empty.", stats.blocks_free),
             ("emberline:kv_blocks_cached", "KV blocks that hold only reusable prefixes.", stats.blocks_cached),
             ("emberline:kv_blocks", "KV blocks in total.", stats.blocks_total),
+            ("emberline:kv_groups", "Groups of layers; a request has KV blocks in each.", cache.groups),
             ("emberline:weight_bytes", "Memory of the weights.", self._memory[0]),
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(is_ready)),

@@ -227,7 +227,7 @@ class EngineApp:
             restart_count=engine.restarts,
             is_ready=engine.state is EngineState.READY,
             block_size=info.block_size,
-            cache=CacheInfo(info.device, info.kv_dtype, info.prefix_cache),
+            cache=CacheInfo(info.device, info.kv_dtype, info.prefix_cache, info.kv_groups),
         )
         if (transfer := engine.stats[model.name].transfer) is not None:
             yield from build_transfer_metrics(model.metrics.labels, transfer)

@@ -226,12 +226,14 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
             hint = "--dtype float16 on a CPU, or --dtype float32 in twice the memory, keeps the exact values"
             log.info("Weights rounded: model=%s from=float16 to=bfloat16 (hint: %s)", name, hint)
         log.info(
-            "Model loaded: model=%s dtype=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f "
-            "kernels=%r",
+            "Model loaded: model=%s dtype=%s context_tokens=%d kv_tokens=%d kv_groups=%d full_contexts=%.1f "
+            "weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
             name,
             dtype,
             info.max_context,
             info.kv_tokens,
+            info.kv_groups,
+            info.kv_contexts,
             info.weight_bytes / 1e6,
             info.kv_bytes / 1e6,
             info.kernels,

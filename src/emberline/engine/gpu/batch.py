@@ -52,6 +52,9 @@ class DeviceBatch:
     max_starts: np.ndarray  # [B] int32: starts, shifted as far as possible
     logit_rows: np.ndarray  # [S] int64: indexes of the tokens whose logits are computed
     used_logit_rows: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
+    # [groups, T or T + 1] int64: the slots in each group of layers with an attention window; None: there are none. Each
+    # group's begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
+    window_slots: np.ndarray | None = None
 
     @staticmethod
     def split(
@@ -101,6 +104,12 @@ class DeviceBatch:
         token_rows = np.repeat(index, counts)
         at = token_rows * rows.host_tables.shape[1] + positions // block_size
         slots = rows.host_tables.take(at).astype(np.int64) * block_size + positions % block_size
+        window_slots = None
+        if rows.num_tables > 1:
+            window_slots = np.full((rows.num_tables - 1, total + total % 2), -1, np.int64)
+            for table, found in enumerate(window_slots, 1):
+                blocks = rows.host_tables.take(at + table * rows.table_width)
+                found[:total] = blocks.astype(np.int64) * block_size + positions % block_size
         scored = [
             np.arange(end - len(w.tokens) if w.prompt_logprobs else end - 1, end)
             for w, end in zip(chunks, ends[len(singles) :].tolist(), strict=True)
@@ -130,7 +139,7 @@ class DeviceBatch:
         wanted = np.arange(len(logit_rows))
         return DeviceBatch(
             *(len(work), num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index),
-            *(token_shifts, row_shifts, max_starts, logit_rows, wanted),
+            *(token_shifts, row_shifts, max_starts, logit_rows, wanted, window_slots),
         )
 
     def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
@@ -155,6 +164,10 @@ class DeviceBatch:
             padded[: len(values)] = values
             return padded
 
+        window_slots = None
+        if self.window_slots is not None:
+            window_slots = np.full((len(self.window_slots), total + total % 2), -1, np.int64)
+            window_slots[:, : len(self.tokens)] = self.window_slots[:, : len(self.tokens)]
         logit_rows = np.zeros(shape.rows, np.int64)
         first = shape.singles if has_no_chunks else count
         logit_rows[:first] = np.arange(first)
@@ -177,6 +190,7 @@ class DeviceBatch:
             pad_rows(self.max_starts, 0, 0),
             logit_rows,
             wanted,
+            window_slots,
         )
 
     @property

@@ -33,7 +33,7 @@ from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
-from emberline.engine.memory import MemoryPlan
+from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.hub.checkpoint import Checkpoint
@@ -84,6 +84,7 @@ class SyncRunner:
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
         self.eos, self.layout, self.prepare = runner.eos, runner.layout, runner.prepare
+        self.groups = runner.groups
         self._runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -116,18 +117,17 @@ def boot_gpu(
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
-    shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype)
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
     plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
-    exact = settings.gpu.exact
-    if exact:
+    shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype, plan.groups)
+    if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
     tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     planned = time.perf_counter()
-    eos = frozenset(config.eos)
-    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, make_compiler), settings, device, context, draft)
+    make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
+    runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups)
     seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
     weight_format, spent = _fill_and_identify(weights, runner, settings, plan, compute_fingerprint)
     seconds |= spent
@@ -149,7 +149,7 @@ def _fill_and_identify(
     weights: Weights,
     runner: GPURunner,
     settings: EngineConfig,
-    plan: memory.MemoryPlan,
+    plan: MemoryPlan,
     compute_fingerprint: Callable[[], str],
 ) -> tuple[str, dict[str, float]]:
     """Wait for the weights, and set the fingerprint of the runner's model.
@@ -170,7 +170,7 @@ def _fill_and_identify(
     return weight_format, seconds
 
 
-def _check_packed_size(loaded_bytes: int, plan: memory.MemoryPlan) -> None:
+def _check_packed_size(loaded_bytes: int, plan: MemoryPlan) -> None:
     """Raise ModelError if packed weights take clearly more memory than was planned for them."""
     if loaded_bytes > plan.weights + plan.spare_bytes // 2:
         message = f"packed weights take {loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
@@ -350,7 +350,7 @@ def compile_kernels(runner: GPURunner) -> float:
     from emberline.kernels.cuda import driver, nvrtc, sample
 
     facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources()]
-    facts.append(str((runner.shapes, runner.exact, runner.model.config.parts)))
+    facts.append(str((runner.shapes, runner.exact, runner.model.config.parts, len(runner.groups.windows))))
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):
@@ -368,19 +368,19 @@ def warm_up(runner: GPURunner) -> float:
     began = time.perf_counter()
     graphs, runner.graphs = runner.graphs, False
     keys, size = runner.cache.keys, runner.cache.shape.block_size
-    if keys.is_cuda:
-        torch.cuda.default_stream(
-            keys.device
-        ).synchronize()  # it initializes the cache and the inputs' memory with zeros
+    if keys.is_cuda:  # wait until the cache and the inputs' memory are initialized with zeros
+        torch.cuda.default_stream(keys.device).synchronize()
     tokens = [0] * min(WARM_UP_TOKENS, size * runner.num_blocks, runner.model.context)
     if len(tokens) > 1:
         blocks = range(-(-len(tokens) // size))
+        # The result does not matter, so all groups of layers use the same blocks.
+        windows = [blocks] * (len(runner.groups.windows) - 1)
+        make_item = partial(WorkItem, "warm-up", blocks=blocks, samples=True, window_blocks=windows)
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admission = Admission("warm-up", tokens, len(tokens), params, 0)
-        runner.run(StepPlan(0, [admission], [WorkItem("warm-up", 0, tokens, blocks, samples=True)], []))
+        runner.run(StepPlan(0, [admission], [make_item(0, tokens)], []))
         if blocks[-1] * size + size > len(tokens):  # the last block has a free slot
-            work = WorkItem("warm-up", len(tokens), [PENDING_TOKEN], blocks, samples=True)
-            runner.run(StepPlan(0, [], [work], []))
+            runner.run(StepPlan(0, [], [make_item(len(tokens), [PENDING_TOKEN])], []))
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
             part[:, : len(blocks)].zero_()  # no NaN may remain

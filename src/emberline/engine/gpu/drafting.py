@@ -5,7 +5,7 @@ last accepted one. The new draft stays on the device, where the next step finds 
 tokens and plans that step. The host needs a draft's tokens only for grammars and penalties.
 
 The draft model has a KV cache of its own with the same blocks as the target model's: a token is at the same place in
-both."""
+both. If the target model has several groups of layers, these are the blocks of the first, which keeps all tokens."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class DeviceDrafting:
         if accepted is None:
             return
         newest = self._sampled[inputs.first + accepted]
-        tables = rows.tables.index_select(0, inputs.rows)
+        tables = rows.first_tables.index_select(0, inputs.rows)
         position = inputs.starts + rows.accepted[inputs.shifts] + accepted
         if self._captured is None:
             token = self._compute_last_two(inputs, step, drafted, accepted, newest, position, tables)
@@ -252,7 +252,8 @@ class DeviceDrafting:
     ) -> ForwardBatch:
         """Return the first pass: all tokens of the target model's step, at the same positions."""
         metadata = ops.AttentionMetadata(
-            step.positions, step.slots, step.query_start, step.context, self._rows.tables.index_select(0, step.rows)
+            *(step.positions, step.slots, step.query_start, step.context),
+            self._rows.first_tables.index_select(0, step.rows),
         )
         return ForwardBatch(
             tokens, metadata, logit_rows, self.cache.keys, self.cache.values, plan=plan.with_block_tables()

@@ -1,4 +1,4 @@
-"""DeviceRows: the block table and the newest token of each request, kept on the device.
+"""DeviceRows: the block tables and the newest token of each request, kept on the device.
 
 Each running request has a row. A preempted request keeps its row until a different request needs it. By then the host
 has read all tokens of the preempted request, so nothing is lost. The last row is for padding of captured steps."""
@@ -30,22 +30,32 @@ class HostDrafts:
 
 @dataclass(slots=True)
 class RequestRow:
-    """A request's row on the device, and how much of its block table the device has."""
+    """A request's row on the device, and how much of its block tables the device has."""
 
     index: int  # -1: it has no row
     sampling: SamplingState
     is_plain: bool  # copied from `sampling` for speed
     num_blocks: int = 0  # blocks of its table that the device has
+    num_window_blocks: int = 0  # of each of its tables for layers with an attention window
     preemptions: int = 0  # preemptions of the request when these were sent
     has_counts: bool = False  # whether the device has its token counts, for penalties
     drafts: tuple[HostDrafts, int] | None = None  # the newest draft of the draft model, and its index
 
 
 class DeviceRows:
-    def __init__(self, capacity: int, width: int, device: torch.device, max_draft: int = 0) -> None:
-        """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most."""
+    def __init__(
+        self, capacity: int, width: int, device: torch.device, max_draft: int = 0, num_tables: int = 1
+    ) -> None:
+        """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most.
+
+        `num_tables`: block tables of a request, one for each group of layers."""
         self.max_draft = max_draft
         self.padding_row = capacity
+        self.num_tables = num_tables
+        # Tables behind the first begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
+        self.table_width = width if num_tables == 1 else -(-width // 4) * 4
+        width = num_tables * self.table_width
+        # The block tables of each row, side by side.
         self.tables = torch.zeros(capacity + 1, width, dtype=torch.int32, device=device)
         # For each row its newest token, then its draft.
         self.newest = torch.zeros((capacity + 1) * (1 + max_draft), dtype=torch.int64, device=device)
@@ -59,6 +69,11 @@ class DeviceRows:
         self.seed = np.zeros(capacity + 1, np.int64)
         self._free = list(reversed(range(capacity)))
         self.by_request: dict[str, RequestRow] = {}  # by request id; only this class changes it
+
+    @property
+    def first_tables(self) -> torch.Tensor:
+        """The block tables of the layers that keep all blocks, without those of layers with an attention window."""
+        return self.tables if self.num_tables == 1 else self.tables[:, : self.table_width]
 
     def device_buffers(self) -> list[torch.Tensor]:
         return [self.tables, self.newest, self.accepted]
@@ -110,7 +125,8 @@ class DeviceRows:
             self._assign_row(row, self._free.pop())
 
     def _assign_row(self, row: RequestRow, index: int) -> None:
-        row.index, row.num_blocks, row.has_counts, row.drafts = index, 0, False, None
+        row.index, row.num_blocks, row.num_window_blocks = index, 0, 0
+        row.has_counts, row.drafts = False, None
         p = row.sampling.params
         self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
         self.top_p[index], self.min_p[index] = p.top_p, p.min_p
@@ -123,7 +139,9 @@ class DeviceRows:
         blocks: list[int] = []
         for w, row in zip(work, self.rows_of(work), strict=True):
             if row.preemptions != w.preemptions:
-                row.preemptions, row.num_blocks = w.preemptions, 0
+                row.preemptions, row.num_blocks, row.num_window_blocks = w.preemptions, 0, 0
+            if w.window_blocks:
+                self._take_window_updates(w, row, indexes, blocks)
             if row.num_blocks == len(w.blocks):
                 continue
             start, end = row.num_blocks, len(w.blocks)
@@ -135,3 +153,20 @@ class DeviceRows:
         if not blocks:
             return np.zeros(0, np.int64), np.zeros(0, np.int32)
         return np.concatenate(indexes), np.array(blocks, np.int32)
+
+    def _take_window_updates(
+        self, work: WorkItem, row: RequestRow, indexes: list[np.ndarray], blocks: list[int]
+    ) -> None:
+        """Append the new entries of a request's tables for layers with a window, which all have the same length.
+
+        Released blocks stay in the device's tables: no token that is computed from now on attends to them."""
+        start, end = row.num_window_blocks, len(work.window_blocks[0])
+        if start == end:
+            return
+        first = row.index * self.host_tables.shape[1]
+        for table, found in enumerate(work.window_blocks, 1):
+            at, new = table * self.table_width, found[start:end]
+            self.host_tables[row.index, at + start : at + end] = new
+            indexes.append(np.arange(first + at + start, first + at + end))
+            blocks.extend(new)
+        row.num_window_blocks = end

@@ -31,13 +31,14 @@ from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.sampling import StepSampling, words_per_mask
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
+from emberline.engine.gpu.step_batch import build_step_batch
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
-from emberline.models.forward import ForwardBatch
 
 log = logging.getLogger("emberline.engine")
 MAX_LENGTH_ROUNDING = 64  # keys by which plans of attention may overestimate a length
@@ -54,11 +55,14 @@ class GPURunner:
         device: Device,
         max_context: int,
         draft_model: DraftModel | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        """`groups`: layers that share block tables; None: all share one."""
         limits = settings.scheduler
         self.model = model
         self.cache = cache
         self.num_blocks = cache.num_blocks
+        self.groups = groups or LayerGroups.single(model.config.layers)
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.prepare = make_state.prepare
@@ -66,7 +70,8 @@ class GPURunner:
         self._block_size = cache.shape.block_size
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
         width = -(-max_context // self._block_size)
-        self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft)
+        tables = len(self.groups.windows)
+        self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft, tables)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running = limits.max_running
         widened = max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens)
@@ -93,7 +98,7 @@ class GPURunner:
             captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._max_queries)
         )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
-        size = max_input_bytes(limits, self._attention_planner)
+        size = max_input_bytes(limits, self._attention_planner, tables)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
         self._extra_inputs = InputStaging(size + running * words_per_mask(self.vocab_size) * 4, device)  # of sampling
@@ -366,33 +371,9 @@ class GPURunner:
             ),
             logit_rows=staged.put(batch.logit_rows) if shape is None or shape.chunks else None,
             weight_unpacker=weight_unpacker,
+            window_slots=None if batch.window_slots is None else staged.put(batch.window_slots),
         )
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
-        rows = self._rows
-        tokens = ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest)
-        if inputs.shifts is not None:
-            inputs.tokens.copy_(tokens)  # sampling overwrites `newest`, which the draft model needs
-            moved = inputs.positions, inputs.slots, inputs.context, *inputs.shifts
-            ops.shift_positions(
-                ops.PositionShift(*moved, rows.accepted, rows.tables, rows.padding_row, self._block_size)
-            )
-        return self.model.forward(
-            ForwardBatch(
-                tokens=tokens,
-                attention=ops.AttentionMetadata(
-                    positions=inputs.positions,
-                    slots=inputs.slots,
-                    query_start=inputs.query_start,
-                    context=inputs.context,
-                    block_tables=rows.tables.index_select(0, inputs.rows),
-                ),
-                logit_rows=inputs.logit_rows,
-                keys=self.cache.keys,
-                values=self.cache.values,
-                plan=inputs.tiles.with_block_tables(),
-                unpacker=inputs.weight_unpacker.begin_step(),
-                capture=None if self._drafting is None else self._drafting.capture,
-            ),
-            out=out,
-        )
+        capture = None if self._drafting is None else self._drafting.capture
+        return self.model.forward(build_step_batch(inputs, self._rows, self.cache, self.groups, capture), out=out)

@@ -17,7 +17,8 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
 from emberline.core.events import SleepStats
 from emberline.engine.engine import Engine
-from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, MemoryPlan, format_gib
+from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, format_gib
+from emberline.engine.memory_plan import MemoryPlan
 from emberline.kv.manager import KVManager
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def equal_kv_share(plans: Collection[MemoryPlan], available_bytes: int) -> int |
 
     Return None if some model's share could not hold one full context; then models should take turns instead."""
     part = (available_bytes - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
-    fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
+    fits = all(part >= plan.context_kv_bytes for plan in plans)
     return part if fits else None
 
 
@@ -248,6 +249,8 @@ def reset_prefix_cache(engine: Engine) -> None:
         clock=engine.clock,
         load_timeout_s=engine.config.load_timeout,
         tiers=old.tiers,
+        windows=engine.groups.windows[1:],
+        max_step_tokens=engine.max_planned_tokens,
     )
     kv.queried_tokens, kv.hit_tokens = old.queried_tokens, old.hit_tokens  # counters must not decrease
     if old.is_tracking_prefixes:

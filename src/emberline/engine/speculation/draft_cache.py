@@ -6,19 +6,26 @@ import torch
 
 from emberline.engine.kv_shape import make_kv_shape
 from emberline.kv.cache import KVCache
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.draft_model import DraftModel
 
 
 def make_draft_cache(model: DraftModel, target: KVCache, device: str = "cpu") -> KVCache:
-    """Return a KV cache for a draft model with the blocks of the target model's cache."""
+    """Return a KV cache for a draft model with the blocks of the target model's cache.
+
+    If layers of the target model have several block tables, the draft model uses the first, which has all blocks of a
+    request. The blocks of the others are not used in its cache."""
     shape = make_kv_shape(model.config, target.shape.block_size, target.shape.dtype)
     return KVCache(shape, target.num_blocks, device)
 
 
-def share_cache_memory(memory_bytes: int, target: ModelConfig, draft: DraftModel | None) -> int:
-    """Return the bytes of `memory_bytes` that the target model's KV cache gets; a draft model's cache gets the rest."""
+def share_cache_memory(memory_bytes: int, target: ModelConfig, draft: DraftModel | None, groups: LayerGroups) -> int:
+    """Return the bytes of `memory_bytes` that the target model's KV cache gets; a draft model's cache gets the rest.
+
+    `groups`: layers of the target model that share block tables."""
     if draft is None:
         return memory_bytes
-    sizes = [make_kv_shape(config, 1, torch.uint8).block_bytes for config in (target, draft.config)]
+    shapes = make_kv_shape(target, 1, torch.uint8, groups), make_kv_shape(draft.config, 1, torch.uint8)
+    sizes = [shape.block_bytes for shape in shapes]
     return memory_bytes * sizes[0] // sum(sizes)

@@ -60,6 +60,10 @@ def _shift_positions(
     rows: tensor,
     table_stride: tensor,
     padding_row: tensor,
+    window_slots: tensor,
+    slots_stride: tensor,
+    table_width: tensor,
+    WINDOWS: constexpr,
     BLOCK_SIZE: constexpr,
     SIZE: constexpr,
 ) -> None:
@@ -70,6 +74,10 @@ def _shift_positions(
     block = tl.load(tables + row * table_stride + at // BLOCK_SIZE, shifted, 0).to(tl.int64)
     tl.store(positions + i, at.to(tl.int32), shifted)
     tl.store(slots + i, block * BLOCK_SIZE + at % BLOCK_SIZE, shifted)
+    for group in tl.static_range(WINDOWS):
+        entry = (group + 1) * table_width + at // BLOCK_SIZE
+        block = tl.load(tables + row * table_stride + entry, shifted, 0).to(tl.int64)
+        tl.store(window_slots + group * slots_stride + i, block * BLOCK_SIZE + at % BLOCK_SIZE, shifted)
     owner = tl.load(row_shifts + i, i < rows, 0)
     moved = (i < rows) & (owner != padding_row)
     start = tl.load(context + i, moved, 0) + tl.load(accepted + owner, moved, 0)
@@ -78,10 +86,13 @@ def _shift_positions(
 
 def shift_positions(shift: PositionShift) -> None:
     """Move tokens in place behind the accepted tokens of a draft; see PositionShift."""
-    *tensors, padding_row, block_size = shift
-    tokens, rows = len(shift.positions), len(shift.context)
+    tokens, rows, further = len(shift.positions), len(shift.context), shift.window_slots
+    windows = (shift.slots, 0, 0, 0)
+    if further is not None:
+        windows = further, further.stride(0), shift.table_width, len(further)
     if count := max(tokens, rows):
         _shift_positions[(-(-count // ROWS_PER_PROGRAM),)](
-            *(*tensors, tokens, rows, shift.tables.stride(0), padding_row, block_size, ROWS_PER_PROGRAM),
+            *(*shift[:7], tokens, rows, shift.tables.stride(0), shift.padding_row),
+            *(*windows, shift.block_size, ROWS_PER_PROGRAM),
             num_warps=4,
         )

@@ -1,0 +1,75 @@
+"""MemoryPlan: how an engine uses a GPU's memory. This module needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.kv.layer_groups import LayerGroups
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of each use of a GPU's memory. All uses and `spare_bytes` add up to `total`."""
+
+    total: int
+    weights: int
+    activations: int
+    scratch: int  # partial results, block tables, rotary angles, penalty counts, copy buffers, widened float8 keys
+    logits: int
+    graphs: int
+    reserve: int
+    kv_bytes: int
+    kv_tokens: int  # of any requests, also of short ones
+    block_size: int
+    max_context: int
+    groups: LayerGroups  # layers that share block tables
+    max_planned_tokens: int  # of a request, in steps whose results are not known
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve
+
+    @property
+    def spare_bytes(self) -> int:
+        return self.total - self.fixed_bytes - self.kv_bytes
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.kv_tokens // self.block_size * len(self.groups.windows)
+
+    @property
+    def context_kv_bytes(self) -> int:
+        """The bytes of the KV blocks of a request of the maximum length, with one that it does not fill."""
+        tokens = self.max_context + self.block_size
+        blocks = self.groups.num_prompt_blocks(tokens, self.block_size, self.max_planned_tokens)
+        return blocks * (self.kv_bytes // self.kv_blocks)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """How many tokens a request may have that gets all blocks of the KV cache."""
+        return self.groups.max_tokens(self.kv_blocks, self.block_size, self.max_planned_tokens)
+
+    @property
+    def full_contexts(self) -> float:
+        """How many requests of the maximum length the KV cache holds at the same time."""
+        return self.kv_blocks / self.groups.num_held_blocks(self.max_context, self.block_size)
+
+    def named_sizes(self) -> list[tuple[str, int]]:
+        parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
+        return [
+            *((name, getattr(self, name)) for name in parts),
+            ("kv cache", self.kv_bytes),
+            ("spare", self.spare_bytes),
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{name:<12}{size / 2**30:>9.2f} GiB" for name, size in [*self.named_sizes(), ("total", self.total)]]
+        return "\n".join([*lines, f"keys and values: {self.describe_kv_tokens()}"])
+
+    def describe_kv_tokens(self) -> str:
+        """Return how many tokens the KV cache holds, in words."""
+        contexts = f"{self.full_contexts:.1f} full contexts"
+        if self.groups.is_single:
+            return f"{self.kv_tokens} tokens, {contexts}"
+        tables = f"{self.kv_blocks} blocks in {len(self.groups.windows)} groups of layers"
+        return f"{tables}, {self.kv_tokens} tokens of short requests, {self.max_request_tokens} of one, {contexts}"
