@@ -104,12 +104,7 @@ class DeviceBatch:
         token_rows = np.repeat(index, counts)
         at = token_rows * rows.host_tables.shape[1] + positions // block_size
         slots = rows.host_tables.take(at).astype(np.int64) * block_size + positions % block_size
-        window_slots = None
-        if rows.num_tables > 1:
-            window_slots = np.full((rows.num_tables - 1, total + total % 2), -1, np.int64)
-            for table, found in enumerate(window_slots, 1):
-                blocks = rows.host_tables.take(at + table * rows.table_width)
-                found[:total] = blocks.astype(np.int64) * block_size + positions % block_size
+        window_slots = _find_window_slots(rows, at, positions % block_size, block_size)
         scored = [
             np.arange(end - len(w.tokens) if w.prompt_logprobs else end - 1, end)
             for w, end in zip(chunks, ends[len(singles) :].tolist(), strict=True)
@@ -205,3 +200,15 @@ def _token_array(tokens: Sequence[int]) -> np.ndarray:
 
     The faster way, an unsigned C array, is used only if the last token is not PENDING_TOKEN, which is negative."""
     return np.array(tokens, np.int64) if tokens[-1] == PENDING_TOKEN else np.frombuffer(array("Q", tokens), np.int64)
+
+
+def _find_window_slots(rows: DeviceRows, at: np.ndarray, offsets: np.ndarray, block_size: int) -> np.ndarray | None:
+    """Return `DeviceBatch.window_slots`.
+
+    `at`: the index in the first block table of each token's block. `offsets`: each token's place in its block."""
+    if rows.num_tables == 1:
+        return None
+    slots = np.full((rows.num_tables - 1, len(at) + len(at) % 2), -1, np.int64)
+    for table, found in enumerate(slots, 1):
+        found[: len(at)] = rows.host_tables.take(at + table * rows.table_width).astype(np.int64) * block_size + offsets
+    return slots
