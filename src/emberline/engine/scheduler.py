@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.requests and not self.kv.has_pending_saves and not self._outputs
+        return not self.requests and not self.kv.copies.has_saves and not self._outputs
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Scheduler:
                 budget -= planned[admitted.id]
         if self._prompt_pacer is not None:
             self._prompt_pacer.record_plan(total_budget - budget)
-        saves, loads = self.kv.take_pending_saves(), self.kv.take_pending_loads()  # last: requests ended above too
+        saves, loads = self.kv.copies.take_saves(), self.kv.copies.take_loads()  # last: requests ended above too
         if not (planned or self._ended_ids or saves or loads):
             return None
         self._step += 1
@@ -150,8 +150,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Apply the result of a plan to its requests. Results must be given in the order of the plans."""
         assert plan.step == result.step
-        if plan.saves or plan.loads:
-            self.kv.finish_copies(plan.saves, plan.loads)
+        self.kv.copies.finish(plan.saves, plan.loads)
         if self._prompt_pacer is not None and plan.work:
             chunks = (len(work.tokens) for work in plan.work if len(work.tokens) - work.num_draft > 1)
             self._prompt_pacer.record_step_time(sum(chunks), result.seconds)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
+from emberline.kv.block_copies import PendingCopies
 from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixChanges, PrefixIndex
@@ -70,9 +71,7 @@ class KVManager:
         ] = {}  # running fetch from the tiers and its deadline, by request
         self._active_pulls: dict[str, Pull] = {}  # running pull from another engine, by request
         self.kept = KeptBlocks(self._pool, self._release_blocks)
-        # Blocks (and hashes) filled since the last plan. The next plan must save them: later plans may reuse the block.
-        self._pending_saves: list[tuple[int, bytes]] = []
-        self._pending_loads: list[BlockCopy] = []  # blocks fetched from tiers since the last plan
+        self.copies = PendingCopies(tiers)
 
     @property
     def num_blocks(self) -> int:
@@ -171,8 +170,7 @@ class KVManager:
         hashes, table = self._block_hashes(request, full), self._block_tables[request.id]
         for i in range(indexed, full):
             self._prefix.insert(hashes[i], self._parent_hash(request, i), table[i])
-            if self.tiers is not None:
-                self._pending_saves.append((table[i], hashes[i]))
+        self.copies.add_saves((table[i], hashes[i]) for i in range(indexed, full))
         if self._windows is not None:
             self._windows.index_blocks(request, indexed, hashes)
         self._num_indexed[request.id] = full
@@ -248,7 +246,7 @@ class KVManager:
         if (pull := self._active_pulls.get(request.id)) is not None:
             self._take_pulled_tokens(request, pull)
             return
-        self._pending_loads += self._take_fetched_blocks(request)
+        self._take_fetched_blocks(request)
         if request.id in self._fetches and self._clock.now() >= self._fetches[request.id][1]:
             self._cancel_fetch(request)  # the rest is computed
 
@@ -273,53 +271,24 @@ class KVManager:
         if request.prefill_result is not None:
             request.num_cached = min(request.prefill_result.cached, request.num_computed)
 
-    def _take_fetched_blocks(self, request: Request) -> list[BlockCopy]:
+    def _take_fetched_blocks(self, request: Request) -> None:
         assert self.tiers is not None
         arrivals, ended = self.tiers.take_fetched(self._fetches[request.id][0])
-        table, copies = self._block_tables[request.id], []
+        table = self._block_tables[request.id]
         for at, arrival in enumerate(arrivals, request.num_computed // self.block_size):
             self._prefix.insert(arrival.block_hash, self._parent_hash(request, at), table[at])
             self.tiers.record_hit(arrival.tier, self.block_size)
-            copies.append(BlockCopy(table[at], arrival.block_hash, arrival.buffer))
-        request.num_computed += len(copies) * self.block_size
+            self.copies.add_load(BlockCopy(table[at], arrival.block_hash, arrival.buffer))
+        request.num_computed += len(arrivals) * self.block_size
         request.num_planned = request.num_cached = request.num_computed
         self._num_indexed[request.id] = request.num_computed // self.block_size
         if ended:
             del self._fetches[request.id]
-        return copies
 
     def _cancel_fetch(self, request: Request) -> None:
         if (fetch := self._fetches.pop(request.id, None)) is not None:
             assert self.tiers is not None
             self.tiers.cancel_fetch(fetch[0])
-
-    @property
-    def has_pending_saves(self) -> bool:
-        return bool(self._pending_saves)
-
-    def take_pending_saves(self) -> list[BlockCopy]:
-        """Return the block copies to host memory that the next step plan must make.
-
-        Later plans may overwrite these blocks.
-        """
-        if self.tiers is None:
-            return []
-        unsaved, self._pending_saves = self._pending_saves, []
-        buffers = [(block, digest, self.tiers.reserve_host_buffer(digest)) for block, digest in unsaved]
-        return [BlockCopy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
-
-    def take_pending_loads(self) -> list[BlockCopy]:
-        """Return the copies from host buffers into cache blocks that the next step plan must make."""
-        loads, self._pending_loads = self._pending_loads, []
-        return loads
-
-    def finish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Release the host buffers of copies that a step plan made. The copies must be complete."""
-        if self.tiers is not None:
-            for copy in saves:
-                self.tiers.finish_save(copy.digest)
-            for copy in loads:
-                self.tiers.release_fetched(copy.digest)
 
     def _load_missing_prefix(self, request: Request) -> None:
         """Start to load the part of a newly admitted request's prefix that is not in the cache.
@@ -329,19 +298,12 @@ class KVManager:
         if self.pulls is not None and request.source is not None:
             if (pull := self.pulls.start(request, self._block_tables[request.id])) is not None:
                 self._active_pulls[request.id] = pull
-                self._drop_pending_copies(self._block_tables[request.id][request.num_cached // self.block_size :])
+                self.copies.drop(self._block_tables[request.id][request.num_cached // self.block_size :])
         elif self.tiers is not None:
             missing = self._shareable_hashes(request)[request.num_cached // self.block_size :]
             if missing and (count := self.tiers.lookup(missing)):
                 deadline = self._clock.now() + self._load_timeout_s
                 self._fetches[request.id] = self.tiers.start_fetch(missing[:count]), deadline
-
-    def _drop_pending_copies(self, blocks: Sequence[int]) -> None:
-        """Drop pending copies to and from these blocks, because a pull overwrites the blocks while steps run."""
-        dropped = set(blocks)
-        self._pending_saves = [unsaved for unsaved in self._pending_saves if unsaved[0] not in dropped]
-        self.finish_copies((), [copy for copy in self._pending_loads if copy.block in dropped])
-        self._pending_loads = [copy for copy in self._pending_loads if copy.block not in dropped]
 
     def num_reclaimable_blocks(self, request: Request) -> int:
         """Return how many blocks would become available immediately if this request were freed."""
