@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.core.events import TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Request
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.manager import KVManager
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.tokens.blockhash import group_block_hash
+
+Content = tuple[int, tuple[int, ...]]  # group of layers, and the tokens up to this position
 
 SIZE, STEP = 4, 12
 
@@ -51,13 +58,27 @@ class Memory:
 
     kv: KVManager
     windows: tuple[int, ...]
-    content: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    content: dict[tuple[int, int], Content] = field(default_factory=dict)
     open: dict[str, Request] = field(default_factory=dict)
+    saved: dict[bytes, list[Content | None]] = field(default_factory=dict)  # what each block in tiers contains
+
+    def copy_blocks(self) -> None:
+        """Make the pending copies, as a step plan does before it computes anything."""
+        saves, loads = self.kv.copies.take_saves(), self.kv.copies.take_loads()
+        for copy in saves:
+            content = [self.content.get((copy.block, at)) for at in range(SIZE)]
+            assert self.saved.setdefault(copy.digest, content) == content, "two contents have the same hash"
+        for copy in loads:
+            for at, loaded in enumerate(self.saved[copy.digest]):
+                assert loaded is not None
+                self.content[copy.block, at] = loaded
+        self.kv.copies.finish(saves, loads)
 
     def compute(self, request: Request, count: int) -> bool:
         start = request.num_computed
         if not self.kv.extend_block_table(request, start + count):
             return False
+        self.copy_blocks()
         tables = [self.kv.block_table(request), *self.kv.window_tables(request)]
         for group, table in enumerate(tables):
             for at in range(start, start + count):
@@ -156,6 +177,121 @@ def test_a_prefix_needs_only_the_newest_blocks_of_windows() -> None:
     again = make_request("b", list(range(33)))
     assert kv.admit(again) and again.num_cached == 32
     assert memory.compute(again, 1)
+
+
+class LossyTier:
+    """A lower tier that holds any number of blocks, claims to hold all, and loses some."""
+
+    name = "lossy"
+
+    def __init__(self, rng: random.Random, losses: float) -> None:
+        self._rng, self._losses, self._held = rng, losses, set[bytes]()
+        self._damaged = 0
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        return next((i for i, digest in enumerate(hashes) if digest not in self._held), len(hashes))
+
+    lookup_optimistic = lookup
+
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        (digest,) = hashes
+        if self._rng.random() < self._losses:
+            self._held.discard(digest)
+            self._damaged += self._rng.random() < 0.5
+        return int(digest in self._held)
+
+    def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        self._held.update(hashes)
+        return len(hashes)
+
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        self._held.difference_update(hashes)
+
+    def refresh(self) -> None: ...
+
+    def stats(self) -> TierStats:
+        return TierStats(damaged_blocks=self._damaged)
+
+    def close(self) -> None: ...
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    blocks=st.integers(14, 60),
+    windows=st.lists(st.integers(1, 14), max_size=3),
+    buffers=st.integers(2, 30),
+    losses=st.sampled_from([None, 0.0, 0.1, 0.5]),
+)
+def test_every_token_finds_its_keys_after_loads_from_tiers(
+    seed: int, blocks: int, windows: list[int], buffers: int, losses: float | None
+) -> None:
+    """Requests load their prefixes from host memory and a lower tier, which loses blocks; `losses` None: no such."""
+    rng = random.Random(seed)
+    host = HostTier(SIZE, buffers * 4096)
+    tiers = TierStack(host, [LossyTier(rng, losses)] if losses is not None else [], threads=False)
+    kv = KVManager(blocks, SIZE, "t", tiers=tiers, windows=windows, max_step_tokens=STEP)
+    memory = Memory(kv, (0, *windows))
+    texts = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
+    for number in range(80):
+        action, request = rng.random(), rng.choice(list(memory.open.values())) if memory.open else None
+        if action < 0.3 or request is None:
+            tokens = rng.choice(texts)[: rng.randint(1, 30)] + [rng.randrange(3) for _ in range(rng.randint(0, 6))]
+            request = make_request(f"r{number}", tokens)
+            if kv.admit(request, reserved_blocks=rng.randint(0, 2)):
+                memory.open[request.id] = request
+        elif action < 0.45:
+            tiers.load_next_block()
+            tiers.write_next_block()
+        elif kv.is_loading(request) and action < 0.9:
+            if not kv.update_loaded_prefix(request):
+                kv.free_request(memory.open.pop(request.id))
+                if kv.admit(request):
+                    memory.open[request.id] = request
+        elif action < 0.9:
+            left = request.num_known - request.num_computed
+            if not left:
+                request.tokens.append(rng.randrange(3))
+                left = 1
+            if not memory.compute(request, rng.randint(1, min(left, STEP))):
+                kv.free_request(memory.open.pop(request.id))  # as a preemption
+        else:
+            kv.free_request(memory.open.pop(request.id))
+        kv.check_invariants()
+        host.check_invariants()
+    for request in memory.open.values():
+        kv.free_request(request)
+    memory.copy_blocks()
+    while tiers.write_next_block():
+        pass
+    kv.check_invariants()
+    assert kv.num_free_blocks + kv.num_cached_blocks == blocks and host.num_pinned == 0
+
+
+def test_a_prefix_from_tiers_needs_only_the_newest_blocks_of_windows() -> None:
+    """All blocks of full layers are loaded, and two of the six of a window; one that is lost costs only computing."""
+    for lost in (None, 5, 4, 3):
+        host = HostTier(SIZE, 64 * 4096)
+        kv = KVManager(40, SIZE, "t", tiers=TierStack(host), windows=[6], max_step_tokens=STEP)
+        memory = Memory(kv, (0, 6))
+        first = make_request("a", list(range(25)))
+        assert kv.admit(first)
+        for _ in range(5):
+            assert memory.compute(first, 5)
+        kv.free_request(first)
+        memory.copy_blocks()
+        assert host.stats().blocks == 12  # six of each group
+        fresh = KVManager(40, SIZE, "t", tiers=TierStack(host), windows=[6], max_step_tokens=STEP)
+        memory = Memory(fresh, (0, 6), saved=memory.saved)
+        if lost is not None:
+            host.discard([group_block_hash(first.block_hashes[lost], 1)])
+        again = make_request("b", list(range(25)))
+        assert fresh.admit(again) and fresh.is_loading(again) and fresh.update_loaded_prefix(again)
+        blocks = {None: 6, 5: 5, 4: 4, 3: 6}[lost]
+        assert again.num_cached == blocks * SIZE and host.num_pinned == blocks + 2
+        while again.num_computed < 25:
+            assert memory.compute(again, 1)
+        assert host.num_pinned == 0
 
 
 def make_request(name: str, tokens: list[int]) -> Request:

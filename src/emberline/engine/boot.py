@@ -163,7 +163,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_model = load_draft_model(
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
-    groups = _choose_layer_groups(config, model, draft_model)
+    groups = _choose_layer_groups(model, draft_model)
     cache = allocate_cache(
         model,
         groups=groups,
@@ -206,11 +206,11 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     )
 
 
-def _choose_layer_groups(config: EngineConfig, model: DecoderModel, draft_model: DraftModel | None) -> LayerGroups:
+def _choose_layer_groups(model: DecoderModel, draft_model: DraftModel | None) -> LayerGroups:
     """Return which layers share block tables.
 
-    All do if blocks are copied to tiers or other engines, or shared by a draft model, which need one table."""
-    if config.tiers.has_tiers or config.transfer is not None or draft_model is not None:
+    All do if a draft model shares the blocks, which needs one table."""
+    if draft_model is not None:
         return LayerGroups.single(model.config.layers)
     return LayerGroups.for_windows([0 if window >= model.context else window for window in model.config.windows])
 
