@@ -24,7 +24,7 @@ from emberline.kv.transfer.errors import IncompatibleCaches
 from emberline.kv.transfer.ticket import Ticket
 from emberline.tokens.blockhash import group_block_hash
 
-BLOCK, WINDOW, CONTEXT = 8, 20, 160
+BLOCK, WINDOW, CONTEXT = 8, 25, 160
 PROMPT = [(31 * i) % 83 + 3 for i in range(75)]  # 9 blocks and 3 tokens
 TAIL = 3  # blocks of a window behind a prefix of full blocks
 SAMPLED = {"temperature": 0.9, "seed": 7}
@@ -251,6 +251,9 @@ def test_prefill_and_decode_on_two_engines_give_the_same_tokens(
     assert again == expected["r"]
     if length % BLOCK:  # otherwise the tail of the windows begins behind the block that the last token needs again
         assert again.cached == full * BLOCK
+    run(p, *(replace(ask(name=f"p{i}", max_tokens=1), salt=f"{i} {submission.salt}") for i in range(6)))
+    assert run(p, submission) == expected
+    p.kv.check_invariants()
 
 
 def test_the_first_token_comes_with_the_blocks(checkpoint: Path, pair: tuple[Engine, Engine]) -> None:

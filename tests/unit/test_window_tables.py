@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.core.clock import ManualClock
 from emberline.core.events import TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Request
@@ -215,13 +216,13 @@ class LossyTier:
     def close(self) -> None: ...
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
-    blocks=st.integers(14, 60),
+    blocks=st.integers(24, 60),
     windows=st.lists(st.integers(1, 14), max_size=3),
-    buffers=st.integers(2, 30),
-    losses=st.sampled_from([None, 0.0, 0.1, 0.5]),
+    buffers=st.integers(2, 40),
+    losses=st.sampled_from([None, 0.0, 0.2, 0.5]),
 )
 def test_every_token_finds_its_keys_after_loads_from_tiers(
     seed: int, blocks: int, windows: list[int], buffers: int, losses: float | None
@@ -232,27 +233,25 @@ def test_every_token_finds_its_keys_after_loads_from_tiers(
     tiers = TierStack(host, [LossyTier(rng, losses)] if losses is not None else [], threads=False)
     kv = KVManager(blocks, SIZE, "t", tiers=tiers, windows=windows, max_step_tokens=STEP)
     memory = Memory(kv, (0, *windows))
-    texts = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
-    for number in range(80):
+    text = [rng.randrange(3) for _ in range(40)]
+    for number in range(100):
         action, request = rng.random(), rng.choice(list(memory.open.values())) if memory.open else None
-        if action < 0.3 or request is None:
-            tokens = rng.choice(texts)[: rng.randint(1, 30)] + [rng.randrange(3) for _ in range(rng.randint(0, 6))]
-            request = make_request(f"r{number}", tokens)
-            if kv.admit(request, reserved_blocks=rng.randint(0, 2)):
+        if request is None or (action < 0.1 and len(memory.open) < 3):
+            evict_idle_blocks(kv, (0, *windows), rng.randrange(2))
+            tokens = text[: rng.randint(4, 40)] + [rng.randrange(3) for _ in range(rng.randint(1, 3))]
+            if kv.admit(request := make_request(f"r{number}", tokens)):
                 memory.open[request.id] = request
-        elif action < 0.45:
-            tiers.load_next_block()
-            tiers.write_next_block()
-        elif kv.is_loading(request) and action < 0.9:
+        elif action < 0.3:
+            memory.copy_blocks()
+            while tiers.write_next_block() or (rng.random() < 0.8 and tiers.load_next_block()):
+                pass
+        elif kv.is_loading(request) and action < 0.95:
             if not kv.update_loaded_prefix(request):
                 kv.free_request(memory.open.pop(request.id))
                 if kv.admit(request):
                     memory.open[request.id] = request
-        elif action < 0.9:
+        elif action < 0.95 and request.num_computed < request.num_known:
             left = request.num_known - request.num_computed
-            if not left:
-                request.tokens.append(rng.randrange(3))
-                left = 1
             if not memory.compute(request, rng.randint(1, min(left, STEP))):
                 kv.free_request(memory.open.pop(request.id))  # as a preemption
         else:
@@ -266,6 +265,14 @@ def test_every_token_finds_its_keys_after_loads_from_tiers(
         pass
     kv.check_invariants()
     assert kv.num_free_blocks + kv.num_cached_blocks == blocks and host.num_pinned == 0
+
+
+def evict_idle_blocks(kv: KVManager, windows: tuple[int, ...], spared: int) -> None:
+    """Let a request that computes nothing take the available blocks, but for `spared` blocks of its first table."""
+    available = kv.num_free_blocks + kv.num_cached_blocks
+    longest = LayerGroups(1, windows, ()).max_tokens(available, SIZE, STEP) - spared * SIZE
+    if longest > 0 and kv.admit(request := make_request("evicts", [9] * longest)):
+        kv.free_request(request)
 
 
 def test_a_prefix_from_tiers_needs_only_the_newest_blocks_of_windows() -> None:
@@ -292,6 +299,40 @@ def test_a_prefix_from_tiers_needs_only_the_newest_blocks_of_windows() -> None:
         while again.num_computed < 25:
             assert memory.compute(again, 1)
         assert host.num_pinned == 0
+
+
+class BrokenTier(LossyTier):
+    """A tier that claims to hold every block and delivers none."""
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        return len(hashes)
+
+    lookup_optimistic = lookup
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_loads_that_fail_or_take_too_long_end(waits: bool) -> None:
+    """After each failure a shorter prefix is tried. After the time for loads is over, none is."""
+    clock = ManualClock()
+    tiers = TierStack(HostTier(SIZE, 8 * 4096), [BrokenTier(random.Random(1), 0.0)], threads=False, clock=clock)
+    kv = KVManager(40, SIZE, "t", tiers=tiers, windows=[6], max_step_tokens=STEP, clock=clock, load_timeout_s=5.0)
+    request, failures = make_request("a", list(range(25))), 0
+    assert kv.admit(request)
+    while kv.is_loading(request):
+        if waits:
+            assert kv.update_loaded_prefix(request) and kv.is_loading(request)
+            clock.advance(5.0)
+        else:
+            assert tiers.load_next_block()
+        assert not kv.update_loaded_prefix(request)
+        failures += 1
+        assert failures < 10
+        kv.free_request(request)
+        assert kv.admit(request)
+    assert failures == 1 and request.load_limit is None
+    memory = Memory(kv, (0, 6))
+    while request.num_computed < 25:
+        assert memory.compute(request, 5)
 
 
 def make_request(name: str, tokens: list[int]) -> Request:
