@@ -18,7 +18,7 @@ from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.manager import KVManager
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.tokens.blockhash import group_block_hash
+from emberline.tokens.blockhash import block_hash, group_block_hash, root_hash
 
 Content = tuple[int, tuple[int, ...]]  # group of layers, and the tokens up to this position
 
@@ -299,6 +299,29 @@ def test_a_prefix_from_tiers_needs_only_the_newest_blocks_of_windows() -> None:
         while again.num_computed < 25:
             assert memory.compute(again, 1)
         assert host.num_pinned == 0
+
+
+def test_the_router_learns_of_blocks_of_the_first_group_only() -> None:
+    """These decide which prefixes a worker has; blocks of windows have the same tokens."""
+    kv = KVManager(10, SIZE, "t", windows=[6], max_step_tokens=STEP)
+    kv.track_prefix_changes()
+    request = make_request("a", list(range(13)))
+    assert kv.admit(request) and Memory(kv, (0, 6)).compute(request, 12)
+    hashes = request.block_hashes
+    assert kv.take_prefix_changes() == (True, list(zip(hashes, [b"", *hashes], strict=False)), [])
+    kv.free_request(request)
+    evict_idle_blocks(kv, (0, 6), 0)
+    changes = kv.take_prefix_changes()
+    assert changes is not None and changes[:2] == (False, []) and changes[2] and set(changes[2]) <= set(hashes)
+
+
+def test_hashes_of_blocks_in_tiers() -> None:
+    """They name files that outlive a release."""
+    digest = block_hash(root_hash("fp/torch.bfloat16/8", "s"), range(8))
+    assert digest.hex() == "b39e629e86883a290c8a1f7dde73d330" and group_block_hash(digest, 0) == digest
+    assert group_block_hash(bytes(16), 1).hex() == "4a0153c30fd2a90e2e7b6f3586c921bf"
+    assert LayerGroups.single(5).name == "" and LayerGroups.for_windows([7, 7]).name == ""
+    assert LayerGroups.for_windows([512] * 5 + [0]).name == "1x0+512+512+512+512+512-3d49073b790bfce1"
 
 
 class BrokenTier(LossyTier):

@@ -83,9 +83,7 @@ class WindowTables:
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
-    def longest_prefix(
-        self, hashes: Sequence[bytes], is_stored: Callable[[bytes], bool] = lambda digest: False
-    ) -> int:
+    def longest_prefix(self, hashes: Sequence[bytes], is_stored: Callable[[bytes], bool] = lambda digest: False) -> int:
         """Return the largest number of leading blocks behind which every group has the blocks of its window.
 
         They are in the cache, or in a tier: `is_stored` returns whether a tier has the block with this hash."""
