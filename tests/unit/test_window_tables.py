@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from window_memory import SIZE, STEP, Memory, evict_idle_blocks, make_request
 
 from emberline.core.clock import ManualClock
 from emberline.core.events import TierStats
-from emberline.core.params import SamplingParams
-from emberline.core.request import Priority, Request
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.manager import KVManager
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.tokens.blockhash import block_hash, group_block_hash, root_hash
-
-Content = tuple[int, tuple[int, ...]]  # group of layers, and the tokens up to this position
-
-SIZE, STEP = 4, 12
 
 
 @pytest.mark.parametrize(
@@ -51,48 +45,6 @@ def test_tokens_of_one_request_that_fit() -> None:
     assert groups.windows == (0, 8, 8)
     assert groups.max_tokens(60, SIZE, STEP) == (60 - 2 * 7) * SIZE  # (8 + 12) / 4 + 2 blocks for each window
     assert groups.max_tokens(6, SIZE, STEP) == 2 * SIZE
-
-
-@dataclass
-class Memory:
-    """Requests that compute tokens in the blocks of a KVManager, and what each position of a block contains."""
-
-    kv: KVManager
-    windows: tuple[int, ...]
-    content: dict[tuple[int, int], Content] = field(default_factory=dict)
-    open: dict[str, Request] = field(default_factory=dict)
-    saved: dict[bytes, list[Content | None]] = field(default_factory=dict)  # what each block in tiers contains
-
-    def copy_blocks(self) -> None:
-        """Make the pending copies, as a step plan does before it computes anything."""
-        saves, loads = self.kv.copies.take_saves(), self.kv.copies.take_loads()
-        for copy in saves:
-            content = [self.content.get((copy.block, at)) for at in range(SIZE)]
-            assert self.saved.setdefault(copy.digest, content) == content, "two contents have the same hash"
-        for copy in loads:
-            for at, loaded in enumerate(self.saved[copy.digest]):
-                assert loaded is not None
-                self.content[copy.block, at] = loaded
-        self.kv.copies.finish(saves, loads)
-
-    def compute(self, request: Request, count: int) -> bool:
-        start = request.num_computed
-        if not self.kv.extend_block_table(request, start + count):
-            return False
-        self.copy_blocks()
-        tables = [self.kv.block_table(request), *self.kv.window_tables(request)]
-        for group, table in enumerate(tables):
-            for at in range(start, start + count):
-                self.content[table[at // SIZE], at % SIZE] = group, tuple(request.tokens[: at + 1])
-        for group, table in enumerate(tables):
-            for at in range(start, start + count):
-                window = self.windows[group] or at + 1
-                for key in range(max(0, at - window + 1), at + 1):
-                    expected = group, tuple(request.tokens[: key + 1])
-                    assert self.content[table[key // SIZE], key % SIZE] == expected, (group, at, key)
-        request.num_computed = request.num_planned = start + count
-        self.kv.index_full_blocks(request)
-        return True
 
 
 @settings(max_examples=60, deadline=None)
@@ -267,14 +219,6 @@ def test_every_token_finds_its_keys_after_loads_from_tiers(
     assert kv.num_free_blocks + kv.num_cached_blocks == blocks and host.num_pinned == 0
 
 
-def evict_idle_blocks(kv: KVManager, windows: tuple[int, ...], spared: int) -> None:
-    """Let a request that computes nothing take the available blocks, but for `spared` blocks of its first table."""
-    available = kv.num_free_blocks + kv.num_cached_blocks
-    longest = LayerGroups(1, windows, ()).max_tokens(available, SIZE, STEP) - spared * SIZE
-    if longest > 0 and kv.admit(request := make_request("evicts", [9] * longest)):
-        kv.free_request(request)
-
-
 def test_a_prefix_from_tiers_needs_only_the_newest_blocks_of_windows() -> None:
     """All blocks of full layers are loaded, and two of the six of a window; one that is lost costs only computing."""
     for lost in (None, 5, 4, 3):
@@ -356,10 +300,3 @@ def test_loads_that_fail_or_take_too_long_end(waits: bool) -> None:
     memory = Memory(kv, (0, 6))
     while request.num_computed < 25:
         assert memory.compute(request, 5)
-
-
-def make_request(name: str, tokens: list[int]) -> Request:
-    return Request(
-        id=name, submission_id=name, index=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams(),
-        seed=0, max_len=10_000, priority=Priority.INTERACTIVE, salt="", arrival=0.0, deadline=1e9,
-    )  # fmt: skip
