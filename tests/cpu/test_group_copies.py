@@ -141,7 +141,7 @@ def test_a_damaged_or_lost_block_costs_only_computing(
     tiers = {"kv_disk": str(tmp_path), "kv_disk_size": 1 << 24}
     before = start_engine(checkpoint, **tiers)
     before.add(ask())
-    hashes = before.kv.hasher.shareable_hashes(before.scheduler.requests["r#0"])
+    hashes = before.kv._shareable_hashes(before.scheduler.requests["r#0"])
     assert run(before)["r"] == expected
     before.close()
     digest = group_block_hash(hashes[index], group % (1 + num_windows(before)))

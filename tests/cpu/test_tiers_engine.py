@@ -177,7 +177,7 @@ def hashes(tiered: TieredEngine, submission: Submission) -> list[bytes]:
     """Return the block hashes of a prompt, as an engine computes them."""
     tiered.engine.add(submission)
     request = tiered.engine.scheduler.requests[f"{submission.id}#0"]
-    found = tiered.engine.kv.hasher.shareable_hashes(request)
+    found = tiered.engine.kv._shareable_hashes(request)
     tiered.engine.abort(submission.id)
     tiered.run()
     return found

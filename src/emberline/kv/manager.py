@@ -55,7 +55,7 @@ class KVManager:
         self.tiers = tiers
         self.pulls = pulls
         self._clock = clock or SystemClock()
-        self.hasher = RequestHasher(layout, block_size, prefix_cache=prefix_cache)
+        self._hasher = RequestHasher(layout, block_size, prefix_cache=prefix_cache)
         self._prefix = PrefixIndex()
         self.residency = ResidencySampler(total_blocks, self._clock)
         self._pool = BlockPool(total_blocks, self._forget_evicted_block, self.residency, on_allocate)
@@ -104,7 +104,7 @@ class KVManager:
         cache is shared, and the request's computed and cached tokens are set to the length of this prefix.
         """
         assert request.id not in self._block_tables
-        hashes = self.hasher.shareable_hashes(request)
+        hashes = self._shareable_hashes(request)
         shared = self._prefix.find_longest_prefix(hashes)
         if self.pulls is not None and request.source is not None:  # a pull must not write into a shared block
             block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
@@ -113,8 +113,7 @@ class KVManager:
         needed, later, reused, cached = self.num_blocks_for(known), 0, shared, len(shared)
         in_windows: WindowAdmission | None = None
         if self._windows is not None:
-            cached = self._windows.longest_prefix(hashes[: len(shared)])
-            in_windows = self._plan_windows(self._windows, request, hashes, cached, len(shared), known)
+            cached, in_windows = self._plan_windows(self._windows, request, hashes, len(shared), known)
             shared = shared[: in_windows.prefix_blocks]
             reused, needed = shared + in_windows.all_shared, needed + in_windows.num_new
             later = in_windows.num_later  # without these, it would stall in its prompt
@@ -144,27 +143,21 @@ class KVManager:
         return True
 
     def _plan_windows(
-        self,
-        windows: WindowTables,
-        request: Request,
-        hashes: Sequence[bytes],
-        num_cached: int,
-        num_first_cached: int,
-        num_tokens: int,
-    ) -> WindowAdmission:
-        """Return the blocks of windows with which a request starts, behind the prefix that it will have.
+        self, windows: WindowTables, request: Request, hashes: Sequence[bytes], num_shared: int, num_tokens: int
+    ) -> tuple[int, WindowAdmission]:
+        """Return how many blocks of prefix all groups have cached, and the blocks of windows that the request gets.
 
-        That is a prefix from its peer or the tiers, if that is longer than the cached one, of which the first group
-        has `num_first_cached` blocks, and all groups `num_cached`."""
+        Those are behind a prefix from its peer or the tiers, if that is longer than the cached one. The first group
+        has `num_shared` blocks cached."""
+        cached = wanted = windows.longest_prefix(hashes[:num_shared])
         if self.pulls is not None and request.source is not None:
             covered = self.pulls.covered_tokens(request)
-            if covered // self.block_size > num_cached:
-                return windows.plan_pull(covered, num_tokens)
-        elif self._tier_loads is not None:
-            loads = self._tier_loads
-            available = loads.count_available(request, hashes, num_first_cached)
-            num_cached = max(num_cached, windows.longest_prefix(hashes[:available], loads.is_stored))
-        return windows.plan_admission(hashes[:num_cached], num_tokens)
+            if covered // self.block_size > cached:
+                return cached, windows.plan_pull(covered, num_tokens)
+        elif (loads := self._tier_loads) is not None:
+            available = loads.count_available(request, hashes, num_shared)
+            wanted = max(cached, windows.longest_prefix(hashes[:available], loads.is_stored))
+        return cached, windows.plan_admission(hashes[:wanted], num_tokens)
 
     def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:
         """Allocate blocks until the request has room for `num_tokens` tokens and return True.
@@ -192,9 +185,9 @@ class KVManager:
     def index_full_blocks(self, request: Request) -> None:
         """Add the request's full blocks of computed tokens to the prefix index, so that other requests find them."""
         full, indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
-        if full <= indexed or not self.hasher.can_share_blocks(request):
+        if full <= indexed or not self._can_share_blocks(request):
             return
-        hashes, table = self.hasher.block_hashes(request, full), self._block_tables[request.id]
+        hashes, table = self._block_hashes(request, full), self._block_tables[request.id]
         for i in range(indexed, full):
             self._prefix.insert(hashes[i], self._parent_hash(request, i), table[i])
         self.copies.add_saves((table[i], hashes[i]) for i in range(indexed, full))
@@ -391,3 +384,12 @@ class KVManager:
 
     def _parent_hash(self, request: Request, index: int) -> bytes:
         return request.block_hashes[index - 1] if index else b""  # the first block has no parent
+
+    def _shareable_hashes(self, request: Request) -> list[bytes]:
+        return self._hasher.shareable_hashes(request)
+
+    def _can_share_blocks(self, request: Request) -> bool:
+        return self._hasher.can_share_blocks(request)
+
+    def _block_hashes(self, request: Request, count: int) -> list[bytes]:
+        return self._hasher.block_hashes(request, count)
