@@ -82,6 +82,22 @@ def test_ticket_json_round_trip() -> None:
     assert ticket.peer.layout.layout_hash == small(tokens=8).layout_hash != small(width=4).layout_hash
 
 
+def test_layout_of_one_group_is_that_of_earlier_releases() -> None:
+    """Workers of different releases exchange blocks. Several groups of layers have a field of their own."""
+    layout = small(order="little", turned=2)
+    assert layout.layout_hash == "0284f7cc1e2ea07b4567418f777b2ee4" and "groups" not in layout.as_dict()
+    assert "groups" not in Pair().sender.publish([3], LEASE).as_dict()["peer"]["layout"]
+    grouped = replace(layout, groups="3x0+512-ab")
+    assert grouped.layout_hash != layout.layout_hash and KVLayout.parse(grouped.as_dict()) == grouped
+    with pytest.raises(IncompatibleCaches, match="malformed"):
+        KVLayout.parse({**layout.as_dict(), "groups": 1})
+    with pytest.raises(IncompatibleCaches, match="differ in groups"):
+        grouped.check_compatible(layout)
+    layout.check_compatible(replace(layout, tokens=8))
+    with pytest.raises(IncompatibleCaches, match="4 tokens here, 8 at the peer"):
+        grouped.check_compatible(replace(grouped, tokens=8))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"blocks": [1]}, {"generations": []}, {"lease": 0}, {"checksums": [1, 2, 3]}, {"blocks": "x"}, {"peer": 1}],

@@ -85,6 +85,8 @@ class Request:
     prefill_result: PrefillResult | None = None  # last message of that engine
     prefill_result_len: int = 0  # tokens that precede the token of prefill_result
     pulled: BlockPull | None = None  # record of the blocks copied from that engine
+    # After a failed load of its prefix from tiers: the blocks of the prefix to load at most, and until when.
+    load_limit: tuple[int, float] | None = None
     publish: bool = False
     prediction: tuple[int, ...] = ()  # the output that the client expects
     status: RequestStatus = RequestStatus.WAITING

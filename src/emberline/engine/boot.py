@@ -32,7 +32,6 @@ from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.checksum import select_crc
 from emberline.kv.codec import select_kv_codec
 from emberline.kv.confine import LOOPBACK, resolve_ipv4_address
-from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.tiers.base import Tier, buffer_bytes_for
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
@@ -163,7 +162,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_model = load_draft_model(
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
-    groups = _choose_layer_groups(config, model)
+    groups = choose_groups(model.config.windows, model.context)
     cache = allocate_cache(
         model,
         groups=groups,
@@ -205,15 +204,6 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         numerics=_numerics_of(model, cache, "plain", "cpu"),
         stored_dtype=stored_weight_dtype(checkpoint),
     )
-
-
-def _choose_layer_groups(config: EngineConfig, model: DecoderModel) -> LayerGroups:
-    """Return which layers share block tables.
-
-    All do if blocks are copied to tiers or other engines, which need one table."""
-    if config.tiers.has_tiers or config.transfer is not None:
-        return LayerGroups.single(model.config.layers)
-    return choose_groups(model.config.windows, model.context)
 
 
 def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:

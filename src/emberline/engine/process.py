@@ -7,7 +7,6 @@ The process ends when the server process closes the socket.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -138,7 +137,7 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
         device=loaded.device,
         kv_dtype=loaded.kv_dtype,
         prefix_cache=loaded.engine.config.prefix_cache,
-        peer=dataclasses.asdict(endpoint.sender.peer) if endpoint is not None else None,
+        peer=endpoint.sender.peer.as_dict() if endpoint is not None else None,
         numerics=loaded.numerics,
         stored_dtype=loaded.stored_dtype,
         speculates=loaded.engine.scheduler.drafter is not None,

@@ -44,7 +44,7 @@ class BlockPublisher:
         first = request.id not in self._tickets
         if full == 0 or (ticket is None and not first):
             return None
-        blocks = list(self._kv.block_table(request)[len(ticket.blocks) if ticket else 0 : full])
+        blocks = self._kv.publishable_blocks(request, len(ticket.blocks) if ticket else 0)
         if first:
             ticket = self._tickets[request.id] = self._open_ticket(request, blocks)
             return ticket.as_dict()

@@ -44,7 +44,9 @@ class TorchRunner:
         self.groups = groups or LayerGroups.single(model.config.layers)
         self.vocab_size = model.config.vocab
         self.eos = eos
-        self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
+        self.layout = "/".join(
+            filter(None, (model.fingerprint, str(cache.shape.dtype), str(cache.shape.block_size), self.groups.name))
+        )
         rows = SamplingStateFactory(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
@@ -110,6 +112,5 @@ def allocate_cache(
             f"at least {least} blocks are needed",
             hint="raise --kv-memory",
         )
-    return KVCache(
-        shape, blocks, segment=SharedSegment(shape.layout(model.fingerprint), blocks) if uses_shared_memory else None
-    )
+    layout = shape.layout(model.fingerprint, groups=groups.name)
+    return KVCache(shape, blocks, segment=SharedSegment(layout, blocks) if uses_shared_memory else None)

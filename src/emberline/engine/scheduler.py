@@ -2,9 +2,8 @@
 
 There are no phases: every running request has one or more tokens that are known but not computed, and a step
 computes as many of each as the budget allows. A request whose tokens are all computed samples its next token in this
-step, so a step usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs:
-plans are executed in order, so an earlier plan never uses a block that a later plan has freed. This module needs no
-torch, no wall clock and no I/O."""
+step, so a step usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs: plans
+run in order, so an earlier plan never uses a block that a later one has freed. Needs no torch, wall clock or I/O."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.requests and not self.kv.has_pending_saves and not self._outputs
+        return not self.requests and not self.kv.copies.has_saves and not self._outputs
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -130,11 +129,10 @@ class Scheduler:
                 budget -= self._plan_tokens(request, count, planned)
         while budget > 0 and (admitted := self._admit_next()) is not None:
             if admitted.status is RequestStatus.RUNNING:
-                planned[admitted.id] = self._take_chunk_size(admitted, budget)
-                budget -= planned[admitted.id]
+                budget -= self._plan_tokens(admitted, self._take_chunk_size(admitted, budget), planned)
         if self._prompt_pacer is not None:
             self._prompt_pacer.record_plan(total_budget - budget)
-        saves, loads = self.kv.take_pending_saves(), self.kv.take_pending_loads()  # last: requests ended above too
+        saves, loads = self.kv.copies.take_saves(), self.kv.copies.take_loads()  # last: requests ended above too
         if not (planned or self._ended_ids or saves or loads):
             return None
         self._step += 1
@@ -150,8 +148,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Apply the result of a plan to its requests. Results must be given in the order of the plans."""
         assert plan.step == result.step
-        if plan.saves or plan.loads:
-            self.kv.finish_copies(plan.saves, plan.loads)
+        self.kv.copies.finish(plan.saves, plan.loads)
         if self._prompt_pacer is not None and plan.work:
             chunks = (len(work.tokens) for work in plan.work if len(work.tokens) - work.num_draft > 1)
             self._prompt_pacer.record_step_time(sum(chunks), result.seconds)
@@ -221,9 +218,8 @@ class Scheduler:
         request = self.waiting.first_unblocked()
         if request is None or request.num_pending or len(self.running) >= self.config.max_running:
             return None
-        if request.needs_prompt_logprobs and not self._scored_budget:
-            return None
-        if not self.kv.admit(request, reserved_blocks=len(self.running)):
+        is_scored_later = request.needs_prompt_logprobs and not self._scored_budget
+        if is_scored_later or not self.kv.admit(request, reserved_blocks=len(self.running)):
             return None  # later requests must not overtake it, or a long prompt would wait for ever
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -245,8 +241,9 @@ class Scheduler:
         """Use KV blocks that have arrived for a request; let it run once all have arrived or time is up.
 
         If the engine that computed the prompt also sampled the first token, that token is used."""
-        self.kv.update_loaded_prefix(request)
-        if not self.kv.is_loading(request):
+        if not self.kv.update_loaded_prefix(request):
+            self._return_to_queue(request)
+        elif not self.kv.is_loading(request):
             del self._loading[request.id]
             request.status = RequestStatus.RUNNING
             if (result := request.usable_prefill_result) is not None:
@@ -301,16 +298,20 @@ class Scheduler:
         return True
 
     def _preempt_request(self, request: Request) -> None:
-        self.kv.free_request(request)
-        self.running.remove(request)
-        self._loading.pop(request.id, None)
         if request.num_computed > request.num_cached:
             self._first_num_cached.setdefault(request.id, request.num_cached)
-        request.status = RequestStatus.WAITING
-        request.num_computed = request.num_planned = request.num_cached = 0
         request.preemptions += 1
         self.preemptions += 1
         self._prompt_logprobs.pop(request.id, None)
+        self._return_to_queue(request)
+
+    def _return_to_queue(self, request: Request) -> None:
+        """Free the KV blocks of a running or loading request, and let it wait until it is admitted again."""
+        self.kv.free_request(request)
+        self.running.remove(request)
+        self._loading.pop(request.id, None)
+        request.status = RequestStatus.WAITING
+        request.num_computed = request.num_planned = request.num_cached = 0
         self.waiting.push(request)
 
     def _append_token(self, request: Request, sampled: SampledToken, now: float) -> None:

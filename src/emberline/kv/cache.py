@@ -34,15 +34,17 @@ class KVShape:
     def block_bytes(self) -> int:
         return self.parts * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
-    def layout(self, model: str, *, transposed_keys: bool = True) -> KVLayout:
+    def layout(self, model: str, *, transposed_keys: bool = True, groups: str = "") -> KVLayout:
         """Return the memory layout for KV transfer between workers.
 
-        A CPU cache stores keys transposed, a GPU cache does not.
+        A CPU cache stores keys transposed, a GPU cache does not. `groups`: the name of the model's LayerGroups.
         """
         item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
         width = self.head_dim * item
         turned = item if transposed_keys else 0
-        return KVLayout(model, self.layers, self.parts, self.kv_heads, self.block_size, width, dtype, turned=turned)
+        return KVLayout(
+            model, self.layers, self.parts, self.kv_heads, self.block_size, width, dtype, turned=turned, groups=groups
+        )
 
 
 class KVCache:

@@ -9,7 +9,8 @@ This module does not import torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
 from math import ceil
 
 MAX_GROUPS = 8  # more groups would waste less memory, but each has a block table
@@ -41,6 +42,16 @@ class LayerGroups:
         blocks = ceil(num_tokens / block_size)
         caps = [max_held_blocks(window, block_size, max_step_tokens) for window in self.windows[1:]]
         return blocks + sum(min(blocks, cap) for cap in caps)
+
+    @property
+    def name(self) -> str:
+        """A text that two groupings share only if they put each layer at the same place; empty for a single group.
+
+        It is part of every block's hash and of the layout that other engines compare with theirs."""
+        if self.is_single:
+            return ""
+        places = blake2b(repr(astuple(self)).encode(), digest_size=8).hexdigest()
+        return f"{self.block_layers}x{'+'.join(map(str, self.windows))}-{places}"
 
     def max_tokens(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
         """Return how many tokens of one request fit into `num_blocks` blocks."""

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
+from emberline.kv.block_copies import PendingCopies
 from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixChanges, PrefixIndex
+from emberline.kv.request_hashes import RequestHasher
 from emberline.kv.residency import ResidencySampler
-from emberline.kv.tiers.stack import TierFetch, TierStack
+from emberline.kv.tier_loads import TierLoads
+from emberline.kv.tiers.stack import TierStack
 from emberline.kv.window_tables import WindowAdmission, WindowTables
-from emberline.tokens.blockhash import block_hash, root_hash
 
 if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
     from emberline.kv.pulls import Pull, PullManager
@@ -46,7 +48,6 @@ class KVManager:
         `max_step_tokens` new tokens of a request in one step.
         """
         assert tiers is None or prefix_cache, "tiers are only used by the prefix cache"
-        assert not windows or (tiers is None and pulls is None), "only one group of layers can be copied"
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.queried_tokens = 0  # tokens looked up in the prefix cache at admission
@@ -54,8 +55,7 @@ class KVManager:
         self.tiers = tiers
         self.pulls = pulls
         self._clock = clock or SystemClock()
-        self._load_timeout_s = load_timeout_s
-        self._layout = layout
+        self._hasher = RequestHasher(layout, block_size, prefix_cache=prefix_cache)
         self._prefix = PrefixIndex()
         self.residency = ResidencySampler(total_blocks, self._clock)
         self._pool = BlockPool(total_blocks, self._forget_evicted_block, self.residency, on_allocate)
@@ -65,14 +65,10 @@ class KVManager:
         self._holders: dict[str, int] = {}  # holder number in the pool, by request
         self._holder_numbers = itertools.count(1)
         self._num_indexed: dict[str, int] = {}  # number of leading blocks in the prefix index, by request
-        self._fetches: dict[
-            str, tuple[TierFetch, float]
-        ] = {}  # running fetch from the tiers and its deadline, by request
+        self._tier_loads = TierLoads(tiers, block_size, self._clock, load_timeout_s) if tiers is not None else None
         self._active_pulls: dict[str, Pull] = {}  # running pull from another engine, by request
         self.kept = KeptBlocks(self._pool, self._release_blocks)
-        # Blocks (and hashes) filled since the last plan. The next plan must save them: later plans may reuse the block.
-        self._pending_saves: list[tuple[int, bytes]] = []
-        self._pending_loads: list[BlockCopy] = []  # blocks fetched from tiers since the last plan
+        self.copies = PendingCopies(tiers)
 
     @property
     def num_blocks(self) -> int:
@@ -108,17 +104,17 @@ class KVManager:
         cache is shared, and the request's computed and cached tokens are set to the length of this prefix.
         """
         assert request.id not in self._block_tables
-        shared = self._prefix.find_longest_prefix(self._shareable_hashes(request))
+        hashes = self._shareable_hashes(request)
+        shared = self._prefix.find_longest_prefix(hashes)
         if self.pulls is not None and request.source is not None:  # a pull must not write into a shared block
             block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
             shared = shared[: len(shared) // block_step * block_step]
         known = request.num_known + (request.source is not None)  # the peer may send the next token with its blocks
-        needed, later, reused = self.num_blocks_for(known), 0, shared
+        needed, later, reused, cached = self.num_blocks_for(known), 0, shared, len(shared)
         in_windows: WindowAdmission | None = None
         if self._windows is not None:
-            hashes = request.block_hashes[: len(shared)]
-            shared = shared[: self._windows.longest_prefix(hashes)]
-            in_windows = self._windows.plan_admission(hashes[: len(shared)], known)
+            cached, in_windows = self._plan_windows(self._windows, request, hashes, len(shared), known)
+            shared = shared[: in_windows.prefix_blocks]
             reused, needed = shared + in_windows.all_shared, needed + in_windows.num_new
             later = in_windows.num_later  # without these, it would stall in its prompt
         needed -= len(shared)
@@ -132,13 +128,36 @@ class KVManager:
             self._windows.admit(request, in_windows, holder)
             needed -= in_windows.num_new
         self._block_tables[request.id] = shared + [self._pool.allocate_block(holder) for _ in range(needed)]
-        self._num_indexed[request.id] = len(shared)
-        request.num_computed = request.num_planned = request.num_cached = len(shared) * self.block_size
-        if not request.preemptions:  # after a preemption the request would hit its own blocks
+        self._num_indexed[request.id] = cached
+        request.num_computed = request.num_planned = request.num_cached = cached * self.block_size
+        num_wanted = len(shared) if in_windows is None else in_windows.prefix_blocks
+        self._load_missing_prefix(request, hashes, len(shared), num_wanted)
+        if in_windows is not None and num_wanted > cached and not self.is_loading(request):
+            self.free_request(request)  # its pull could not start; what it needs is computed
+            return self.admit(request, reserved_blocks)
+        if not (request.preemptions or request.load_limit):  # otherwise the request would hit its own blocks
             self.queried_tokens += request.num_known
             self.hit_tokens += request.num_cached
-        self._load_missing_prefix(request)
+        if not self.is_loading(request):
+            request.load_limit = None
         return True
+
+    def _plan_windows(
+        self, windows: WindowTables, request: Request, hashes: Sequence[bytes], num_shared: int, num_tokens: int
+    ) -> tuple[int, WindowAdmission]:
+        """Return how many blocks of prefix all groups have cached, and the blocks of windows that the request gets.
+
+        Those are behind a prefix from its peer or the tiers, if that is longer than the cached one. The first group
+        has `num_shared` blocks cached."""
+        cached = wanted = windows.longest_prefix(hashes[:num_shared])
+        if self.pulls is not None and request.source is not None:
+            covered = self.pulls.covered_tokens(request)
+            if covered // self.block_size > cached:
+                return cached, windows.plan_pull(covered, num_tokens)
+        elif (loads := self._tier_loads) is not None:
+            available = loads.count_available(request, hashes, num_shared)
+            wanted = max(cached, windows.longest_prefix(hashes[:available], loads.is_stored))
+        return cached, windows.plan_admission(hashes[:wanted], num_tokens)
 
     def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:
         """Allocate blocks until the request has room for `num_tokens` tokens and return True.
@@ -171,10 +190,10 @@ class KVManager:
         hashes, table = self._block_hashes(request, full), self._block_tables[request.id]
         for i in range(indexed, full):
             self._prefix.insert(hashes[i], self._parent_hash(request, i), table[i])
-            if self.tiers is not None:
-                self._pending_saves.append((table[i], hashes[i]))
+        self.copies.add_saves((table[i], hashes[i]) for i in range(indexed, full))
         if self._windows is not None:
             self._windows.index_blocks(request, indexed, hashes)
+            self.copies.add_saves(self._windows.hashed_blocks(request, indexed, hashes))
         self._num_indexed[request.id] = full
 
     def free_request(self, request: Request) -> None:
@@ -187,9 +206,11 @@ class KVManager:
         if (pull := self._active_pulls.pop(request.id, None)) is not None:
             assert self.pulls is not None
             self.pulls.cancel(pull)
-            self.kept.quarantine(pull, table, holder)
+            in_windows = [] if self._windows is None else self._windows.remove_request(request)
+            self.kept.quarantine(pull, table + in_windows, holder)
         else:
-            self._cancel_fetch(request)
+            if self._tier_loads is not None:
+                self._tier_loads.cancel(request)
             if self._windows is not None:
                 self._windows.free_request(request, holder)
             self._release_blocks(table, holder)
@@ -215,14 +236,28 @@ class KVManager:
     def parent_hashes(self) -> dict[bytes, bytes]:
         return self._prefix.parent_hashes()
 
+    def publishable_blocks(self, request: Request, first: int) -> list[int]:
+        """Return the computed blocks that other engines need to continue the submitted tokens, from the `first` on.
+
+        Those are the full blocks of the first group, then, once all are computed, the tails of the windows."""
+        last = request.submitted_len // self.block_size
+        full = min(last, request.num_computed // self.block_size)
+        blocks = self._block_tables[request.id][first:full]
+        if self._windows is not None and full == last >= first:
+            blocks += self._windows.tail_blocks(request, request.submitted_len)
+        return blocks
+
     def _release_blocks(self, blocks: Sequence[int], holder: int = 0) -> None:
+        windows = self._windows
         for block in reversed(blocks):
-            self._pool.release_block(block, holder, keep_content=block in self._prefix)
+            is_indexed = block in self._prefix or (windows is not None and windows.is_indexed(block))
+            self._pool.release_block(block, holder, keep_content=is_indexed)
 
     # -- prefixes from tiers and from other engines -----------------------------------------------------------------
 
     def is_loading(self, request: Request) -> bool:
-        return request.id in self._fetches or request.id in self._active_pulls
+        is_fetching = self._tier_loads is not None and request.id in self._tier_loads
+        return is_fetching or request.id in self._active_pulls
 
     def keep_source_lease_alive(self, request: Request) -> None:
         """Keep renewing the lease on the blocks that a peer holds for a request that waits for admission.
@@ -239,24 +274,27 @@ class KVManager:
         if self.pulls is not None:
             self.pulls.drop_lease(request)
 
-    def update_loaded_prefix(self, request: Request) -> None:
+    def update_loaded_prefix(self, request: Request) -> bool:
         """Mark the blocks of the request's prefix that have arrived from a tier or a peer as computed.
 
         Other requests may share these blocks immediately, because the step plan that is being built copies them before
         it computes anything.
+
+        Return False if the load failed and the request must be freed and admitted again, because its layers with a
+        window lack blocks. Without such layers, a request can use the blocks that arrived before a failure.
         """
         if (pull := self._active_pulls.get(request.id)) is not None:
-            self._take_pulled_tokens(request, pull)
-            return
-        self._pending_loads += self._take_fetched_blocks(request)
-        if request.id in self._fetches and self._clock.now() >= self._fetches[request.id][1]:
-            self._cancel_fetch(request)  # the rest is computed
+            return self._take_pulled_tokens(request, pull)
+        return self._take_fetched_blocks(request)
 
-    def _take_pulled_tokens(self, request: Request, pull: Pull) -> None:
+    def _take_pulled_tokens(self, request: Request, pull: Pull) -> bool:
         assert self.pulls is not None
         num_available, ended = self.pulls.poll_available_tokens(pull)
         if ended:
             del self._active_pulls[request.id]
+            if pull.is_indivisible and not num_available:
+                request.pulled = pull.summary
+                return False
             request.prefill_result, request.prefill_result_len, request.pulled = (
                 pull.prefill_result,
                 pull.covered_tokens,
@@ -272,76 +310,52 @@ class KVManager:
             self.index_full_blocks(request)
         if request.prefill_result is not None:
             request.num_cached = min(request.prefill_result.cached, request.num_computed)
+        return True
 
-    def _take_fetched_blocks(self, request: Request) -> list[BlockCopy]:
-        assert self.tiers is not None
-        arrivals, ended = self.tiers.take_fetched(self._fetches[request.id][0])
-        table, copies = self._block_tables[request.id], []
-        for at, arrival in enumerate(arrivals, request.num_computed // self.block_size):
-            self._prefix.insert(arrival.block_hash, self._parent_hash(request, at), table[at])
-            self.tiers.record_hit(arrival.tier, self.block_size)
-            copies.append(BlockCopy(table[at], arrival.block_hash, arrival.buffer))
-        request.num_computed += len(copies) * self.block_size
+    def _take_fetched_blocks(self, request: Request) -> bool:
+        assert self._tier_loads is not None
+        load, arrivals = self._tier_loads.take_arrivals(request)
+        table, hashes = self._block_tables[request.id], request.block_hashes
+        for (group, index), arrival in arrivals:
+            block = table[index]
+            if group and self._windows is not None:
+                block = self._windows.index_block(request, group, index, hashes)
+            else:
+                self._prefix.insert(hashes[index], self._parent_hash(request, index), block)
+            self.copies.add_load(BlockCopy(block, arrival.block_hash, arrival.buffer))
+        if self._windows is not None and load.num_missing:
+            if not self.is_loading(request):  # a shorter prefix may have all blocks of windows
+                request.load_limit = load.places[load.num_arrived][1], load.deadline
+            return self.is_loading(request)
+        request.load_limit = None
+        self._num_indexed[request.id] = load.prefix_blocks - load.num_missing
+        request.num_computed = self._num_indexed[request.id] * self.block_size
         request.num_planned = request.num_cached = request.num_computed
-        self._num_indexed[request.id] = request.num_computed // self.block_size
-        if ended:
-            del self._fetches[request.id]
-        return copies
+        return True
 
-    def _cancel_fetch(self, request: Request) -> None:
-        if (fetch := self._fetches.pop(request.id, None)) is not None:
-            assert self.tiers is not None
-            self.tiers.cancel_fetch(fetch[0])
-
-    @property
-    def has_pending_saves(self) -> bool:
-        return bool(self._pending_saves)
-
-    def take_pending_saves(self) -> list[BlockCopy]:
-        """Return the block copies to host memory that the next step plan must make.
-
-        Later plans may overwrite these blocks.
-        """
-        if self.tiers is None:
-            return []
-        unsaved, self._pending_saves = self._pending_saves, []
-        buffers = [(block, digest, self.tiers.reserve_host_buffer(digest)) for block, digest in unsaved]
-        return [BlockCopy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
-
-    def take_pending_loads(self) -> list[BlockCopy]:
-        """Return the copies from host buffers into cache blocks that the next step plan must make."""
-        loads, self._pending_loads = self._pending_loads, []
-        return loads
-
-    def finish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Release the host buffers of copies that a step plan made. The copies must be complete."""
-        if self.tiers is not None:
-            for copy in saves:
-                self.tiers.finish_save(copy.digest)
-            for copy in loads:
-                self.tiers.release_fetched(copy.digest)
-
-    def _load_missing_prefix(self, request: Request) -> None:
+    def _load_missing_prefix(self, request: Request, hashes: Sequence[bytes], num_shared: int, num_wanted: int) -> None:
         """Start to load the part of a newly admitted request's prefix that is not in the cache.
 
-        The blocks come from the request's peer (a pull) or from the tiers (a fetch).
+        The blocks come from the request's peer (a pull) or from the tiers (a fetch). The first `num_shared` blocks of
+        the first group are cached. Behind `num_wanted` blocks, the request has blocks for all windows.
         """
+        table, windows = self._block_tables[request.id], self._windows
         if self.pulls is not None and request.source is not None:
-            if (pull := self.pulls.start(request, self._block_tables[request.id])) is not None:
+            first = None
+            if windows is not None and num_wanted > self._num_indexed[request.id]:
+                tail = windows.tail_blocks(request, self.pulls.covered_tokens(request))
+                table, first = table[:num_wanted] + tail, num_shared
+            if (pull := self.pulls.start(request, table, first)) is not None:
                 self._active_pulls[request.id] = pull
-                self._drop_pending_copies(self._block_tables[request.id][request.num_cached // self.block_size :])
-        elif self.tiers is not None:
-            missing = self._shareable_hashes(request)[request.num_cached // self.block_size :]
-            if missing and (count := self.tiers.lookup(missing)):
-                deadline = self._clock.now() + self._load_timeout_s
-                self._fetches[request.id] = self.tiers.start_fetch(missing[:count]), deadline
-
-    def _drop_pending_copies(self, blocks: Sequence[int]) -> None:
-        """Drop pending copies to and from these blocks, because a pull overwrites the blocks while steps run."""
-        dropped = set(blocks)
-        self._pending_saves = [unsaved for unsaved in self._pending_saves if unsaved[0] not in dropped]
-        self.finish_copies((), [copy for copy in self._pending_loads if copy.block in dropped])
-        self._pending_loads = [copy for copy in self._pending_loads if copy.block not in dropped]
+                self.copies.drop(table[num_shared:])
+        elif self._tier_loads is not None:
+            if windows is None:
+                num_wanted = self._tier_loads.count_available(request, hashes, num_shared)
+            places = [(0, index) for index in range(num_shared, num_wanted)]
+            if windows is not None:
+                places += windows.uncached_blocks(hashes, num_wanted)
+            if places:
+                self._tier_loads.start(request, hashes, places, num_wanted)
 
     def num_reclaimable_blocks(self, request: Request) -> int:
         """Return how many blocks would become available immediately if this request were freed."""
@@ -355,9 +369,8 @@ class KVManager:
         It must equal the number of block tables that contain the block, plus how often the block is kept otherwise.
         """
         self._pool.check_invariants()
-        assert (
-            self._fetches.keys() <= self._block_tables.keys() and self._active_pulls.keys() <= self._block_tables.keys()
-        )
+        loading = set(self._active_pulls) | (self._tier_loads.request_ids() if self._tier_loads is not None else set())
+        assert loading <= self._block_tables.keys()
         held = Counter(block for table in self._block_tables.values() for block in table) + self.kept.count_holders()
         if self._windows is not None:
             held.update(self._windows.held_blocks())
@@ -369,32 +382,14 @@ class KVManager:
                 alone += sum(1 for block in self._windows.held_by(name) if self._pool.num_holders(block) == 1)
             assert self._pool.num_exclusive_blocks(self._holders[name]) == alone
 
-    def _shareable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the request's leading blocks that may be taken from a cache.
-
-        The block of the last known token is not included, because the engine must compute that token for its logits.
-        """
-        if not self._can_share_blocks(request) or request.params.prompt_logprobs is not None:
-            return []  # prompt logprobs need logits, which cached blocks do not have
-        full = (request.num_known - 1) // self.block_size  # the last token is always computed, for its logits
-        return self._block_hashes(request, full)
-
-    def _can_share_blocks(self, request: Request) -> bool:
-        """Return whether other requests may share the blocks of this request.
-
-        Without a prefix cache, only the n choices of one request share blocks.
-        """
-        return self.prefix_cache or request.params.n > 1
-
     def _parent_hash(self, request: Request, index: int) -> bytes:
         return request.block_hashes[index - 1] if index else b""  # the first block has no parent
 
+    def _shareable_hashes(self, request: Request) -> list[bytes]:
+        return self._hasher.shareable_hashes(request)
+
+    def _can_share_blocks(self, request: Request) -> bool:
+        return self._hasher.can_share_blocks(request)
+
     def _block_hashes(self, request: Request, count: int) -> list[bytes]:
-        hashes = request.block_hashes
-        if len(hashes) < count:
-            salt = request.salt if self.prefix_cache else f"{request.salt}/{request.submission_id}"
-            parent = hashes[-1] if hashes else root_hash(self._layout, salt)
-            for i in range(len(hashes), count):
-                parent = block_hash(parent, request.tokens[i * self.block_size : (i + 1) * self.block_size])
-                hashes.append(parent)
-        return hashes[:count]
+        return self._hasher.block_hashes(request, count)

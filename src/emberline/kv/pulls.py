@@ -58,6 +58,7 @@ class Pull:
     first_missing_block: int  # index of the first of the ticket's blocks that is missing here
     deadline: float
     last_progress_at: float  # time at which new bytes were last seen
+    is_indivisible: bool = False  # whether no block is usable before all target blocks have arrived
     last_arrived_bytes: int = 0  # bytes that had arrived then
     progress: PullProgress = field(default_factory=PullProgress)
     failure: TransferError | None = None
@@ -68,7 +69,11 @@ class Pull:
     @property
     def available_tokens(self) -> int:
         """The number of leading prompt tokens in the cache, including those that were cached before the pull."""
-        return max(self.progress.confirmed_blocks, self.first_missing_block) * self.ticket.peer.layout.tokens
+        size = self.ticket.peer.layout.tokens
+        if self.is_indivisible:
+            is_whole = self.progress.confirmed_blocks >= len(self.target_blocks)
+            return self.covered_tokens // size * size if is_whole else 0
+        return max(self.progress.confirmed_blocks, self.first_missing_block) * size
 
     @property
     def prefill_result(self) -> PrefillResult | None:
@@ -150,10 +155,17 @@ class PullManager:
         """
         return self._waiting_leases[request.id].ticket.peer.layout.tokens
 
-    def start(self, request: Request, target_blocks: Sequence[int]) -> Pull | None:
+    def covered_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a waiting request its ticket covers."""
+        return self._waiting_leases[request.id].covered_tokens
+
+    def start(
+        self, request: Request, target_blocks: Sequence[int], first_missing_block: int | None = None
+    ) -> Pull | None:
         """Start a pull of the full blocks that the ticket covers and the cache does not have.
 
-        Return None if there are no such blocks, or if no thread could be started.
+        `first_missing_block`: if the blocks are usable only all together, the index of the first one to copy. Return
+        None if there are no such blocks, or if no thread could be started.
         """
         with self._lock:
             lease = self._waiting_leases.pop(request.id)
@@ -163,9 +175,9 @@ class PullManager:
         if request.num_cached // size >= lease.covered_tokens // size:
             self._run_in_background(lambda: self._release_lease(ticket))
             return None
-        pull = Pull(
-            ticket, list(target_blocks), lease.covered_tokens, request.num_cached // size, request.deadline, now
-        )
+        is_indivisible = first_missing_block is not None
+        first = request.num_cached // size if first_missing_block is None else first_missing_block
+        pull = Pull(ticket, list(target_blocks), lease.covered_tokens, first, request.deadline, now, is_indivisible)
         self._source.region.wait_for_started_work()
         if not self._run_in_background(lambda: self._run_pull(pull)):
             self._record_failure(TransferError("no thread could be started for the KV transfer"))

@@ -5,13 +5,14 @@ and its entry becomes NO_BLOCK; blocks are allocated only for the tokens of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from emberline.core.request import Request
 from emberline.kv.layer_groups import max_held_blocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixIndex
+from emberline.tokens.blockhash import group_block_hash
 
 NO_BLOCK = 0  # the entry of a released block; kernels do not use what they read there
 
@@ -34,18 +35,20 @@ class WindowTable:
 class WindowAdmission:
     """The blocks of layers with a window with which a request starts."""
 
-    shared: list[list[int]]  # of each group: cached blocks that the first new token attends to
-    prefix_blocks: int  # blocks of the cached prefix, including those that are not needed
-    new_blocks: int  # to allocate in each group
+    # Of each group: the blocks of the prefix that the first new token attends to. None: not cached, to be loaded.
+    tails: list[list[int | None]]
+    prefix_blocks: int  # blocks of the prefix, including those that are not needed
+    new_blocks: int  # to allocate in each group behind the prefix
     num_later: int  # blocks of all groups that later steps of its known tokens will need in addition
 
     @property
     def all_shared(self) -> list[int]:
-        return [block for blocks in self.shared for block in blocks]
+        return [block for tail in self.tails for block in tail if block is not None]
 
     @property
     def num_new(self) -> int:
-        return self.new_blocks * len(self.shared)
+        """The number of blocks to allocate in all groups."""
+        return sum(self.new_blocks + tail.count(None) for tail in self.tails)
 
 
 class WindowTables:
@@ -75,18 +78,32 @@ class WindowTables:
                 return True
         return False
 
+    def is_indexed(self, block: int) -> bool:
+        return any(block in prefix for prefix in self._prefixes)
+
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
-    def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return the largest number of leading blocks behind which every group has the blocks of its window cached."""
-        longest, runs = 0, [0] * len(self._windows)  # cached blocks in a row up to this one, in each group
-        for count, digest in enumerate(hashes, 1):
-            for group, prefix in enumerate(self._prefixes):
-                runs[group] = 0 if prefix.find_block(digest) is None else runs[group] + 1
-            needed = (count - self._first_needed(window, count * self._size) for window in self._windows)
-            if all(run >= least for run, least in zip(runs, needed, strict=True)):
-                longest = count
-        return longest
+    def longest_prefix(self, hashes: Sequence[bytes], is_stored: Callable[[bytes], bool] = lambda digest: False) -> int:
+        """Return the largest number of leading blocks behind which every group has the blocks of its window.
+
+        They are in the cache, or in a tier: `is_stored` returns whether a tier has the block with this hash."""
+        count = len(hashes)
+        while True:
+            for group, index in self.uncached_blocks(hashes, count):
+                if not is_stored(group_block_hash(hashes[index], group)):
+                    count = index  # all longer prefixes that were not tried need this block
+                    break
+            else:
+                return count
+
+    def uncached_blocks(self, hashes: Sequence[bytes], count: int) -> Iterator[tuple[int, int]]:
+        """Yield the blocks that a request with `count` blocks of prefix needs and that are not cached.
+
+        Each has the number of its group, which is at least 1, and its index in the table."""
+        for group, (window, prefix) in enumerate(zip(self._windows, self._prefixes, strict=True), 1):
+            for i in range(self._first_needed(window, count * self._size), count):
+                if prefix.find_block(hashes[i]) is None:
+                    yield group, i
 
     def _first_needed(self, window: int, num_tokens: int) -> int:
         """Return the first block that the token at position `num_tokens` attends to."""
@@ -94,39 +111,80 @@ class WindowTables:
 
     def index_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> None:
         """Add blocks [first, len(hashes)) to the prefix index, as far as they are held."""
-        for table, prefix in zip(self._tables[request.id], self._prefixes, strict=True):
-            for i in range(max(first, table.released), len(hashes)):
-                prefix.insert(hashes[i], hashes[i - 1] if i else b"", table.blocks[i])
+        for group, index in self._held_indices(request, first, len(hashes)):
+            self.index_block(request, group, index, hashes)
+
+    def hashed_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield blocks [first, len(hashes)) of all groups, as far as they are held, each with its hash in tiers."""
+        tables = self._tables[request.id]
+        for group, index in self._held_indices(request, first, len(hashes)):
+            yield tables[group - 1].blocks[index], group_block_hash(hashes[index], group)
+
+    def _held_indices(self, request: Request, first: int, end: int) -> Iterator[tuple[int, int]]:
+        for group, table in enumerate(self._tables[request.id], 1):
+            for index in range(max(first, table.released), end):
+                yield group, index
+
+    def index_block(self, request: Request, group: int, index: int, hashes: Sequence[bytes]) -> int:
+        """Add one block of a request to the prefix index and return the block."""
+        block = self._tables[request.id][group - 1].blocks[index]
+        self._prefixes[group - 1].insert(hashes[index], hashes[index - 1] if index else b"", block)
+        return block
+
+    def tail_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        """Return the blocks that another engine needs to continue behind these tokens, which must be held here.
+
+        Only full blocks are returned, of all groups in order. At least the last token can be computed again."""
+        end, blocks = num_tokens // self._size, []
+        for window, table in zip(self._windows, self._tables[request.id], strict=True):
+            start = self._first_needed(window, self._first_new(num_tokens))
+            assert table.released <= start
+            blocks += table.blocks[start:end]
+        return blocks
+
+    def _first_new(self, num_tokens: int) -> int:
+        """Return the first position that an engine may compute that got the full blocks of `num_tokens` tokens."""
+        return min(num_tokens // self._size * self._size, num_tokens - 1)
 
     # -- allocation ----------------------------------------------------------------------------------------------------
 
     def plan_admission(self, hashes: Sequence[bytes], num_tokens: int) -> WindowAdmission:
-        """Return which blocks a request with `num_tokens` known tokens and the cached prefix `hashes` starts with."""
+        """Return which blocks a request with `num_tokens` known tokens and the prefix `hashes` starts with.
+
+        What is not cached of the prefix must be loaded."""
         count = len(hashes)
-        shared = [
-            [block for digest in hashes[self._first_needed(window, count * self._size) :]
-             if (block := prefix.find_block(digest)) is not None]
-            for window, prefix in zip(self._windows, self._prefixes, strict=True)
-        ]  # fmt: skip
+        first = [self._first_needed(window, count * self._size) for window in self._windows]
+        tails = [list(map(p.find_block, hashes[i:])) for i, p in zip(first, self._prefixes, strict=True)]
+        return self._make_admission(tails, count, num_tokens)
+
+    def plan_pull(self, pulled_tokens: int, num_tokens: int) -> WindowAdmission:
+        """Return which blocks a request starts with that gets the blocks of its first `pulled_tokens` from a peer.
+
+        None is shared, because the pull writes to all of them."""
+        count, first = pulled_tokens // self._size, self._first_new(pulled_tokens)
+        tails: list[list[int | None]] = [[None] * (count - self._first_needed(w, first)) for w in self._windows]
+        return self._make_admission(tails, count, num_tokens)
+
+    def _make_admission(self, tails: list[list[int | None]], count: int, num_tokens: int) -> WindowAdmission:
         end = -(-min(num_tokens, count * self._size + self._max_step_tokens) // self._size)
         total = -(-num_tokens // self._size)
         later = sum(
-            max(0, min(total, max_held_blocks(window, self._size, self._max_step_tokens)) - len(blocks) - (end - count))
-            for window, blocks in zip(self._windows, shared, strict=True)
+            max(0, min(total, max_held_blocks(window, self._size, self._max_step_tokens)) - len(tail) - (end - count))
+            for window, tail in zip(self._windows, tails, strict=True)
         )
-        return WindowAdmission(shared, count, end - count, later)
+        return WindowAdmission(tails, count, end - count, later)
 
     def admit(self, request: Request, plan: WindowAdmission, holder: int) -> None:
         for block in plan.all_shared:  # all of them before any is allocated, which may evict idle ones
             self._pool.add_holder(block, holder)
         self._tables[request.id] = [
             WindowTable(
-                [NO_BLOCK] * (plan.prefix_blocks - len(shared))
-                + shared
+                [NO_BLOCK] * (plan.prefix_blocks - len(tail))
+                + [self._pool.allocate_block(holder) if block is None else block for block in tail]
                 + [self._pool.allocate_block(holder) for _ in range(plan.new_blocks)],
-                plan.prefix_blocks - len(shared),
+                plan.prefix_blocks - len(tail),
             )
-            for shared in plan.shared
+            for tail in plan.tails
         ]
 
     def release_passed(self, request: Request, holder: int) -> None:
@@ -147,6 +205,10 @@ class WindowTables:
         end = -(-num_tokens // self._size)
         for table in self._tables[request.id]:
             table.blocks.extend(self._pool.allocate_block(holder) for _ in range(end - len(table.blocks)))
+
+    def remove_request(self, request: Request) -> list[int]:
+        """Forget the tables of a request and return its blocks, which stay held."""
+        return [block for table in self._tables.pop(request.id) for block in table.held_blocks]
 
     def free_request(self, request: Request, holder: int) -> None:
         for prefix, table in zip(self._prefixes, self._tables.pop(request.id), strict=True):

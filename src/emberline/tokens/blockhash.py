@@ -25,6 +25,15 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=DIGEST_BYTES).digest()
 
 
+def group_block_hash(digest: bytes, group: int) -> bytes:
+    """Return the hash of a block in a further group of layers, which has keys and values of the same tokens.
+
+    `digest`: the block's hash in the first group (0), which is also the hash of its tokens."""
+    if group == 0:
+        return digest
+    return blake2b(group.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"layer-group").digest()
+
+
 def hash_last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:
     """Return the hash of the last full block and the number of full blocks; None if no block is full."""
     digest = root

@@ -14,6 +14,8 @@ from emberline.kv.transfer.errors import IncompatibleCaches
 class KVLayout:
     """The memory layout of one cache. Two caches can exchange blocks if at most `tokens` differs.
 
+    With several groups of layers, `tokens` must be equal too, because blocks of windows are not sent from the start.
+
     The keys, and the values, are an array [layers, blocks, heads, tokens, width]. A cache that stores all heads of a
     token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
     elements, tokens, bytes of an element].
@@ -28,6 +30,7 @@ class KVLayout:
     dtype: str
     order: str = sys.byteorder
     turned: int = 0  # bytes of an element of the keys if they are transposed, otherwise 0
+    groups: str = ""  # name of the groups of layers (LayerGroups); empty: all layers are in each block
 
     @property
     def plane_bytes(self) -> int:
@@ -41,6 +44,10 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, without `groups` if there is one group: earlier releases know no such field."""
+        return {name: value for name, value in asdict(self).items() if name != "groups" or value}
 
     def count_token_strips(self, kv_index: int) -> tuple[int, int]:
         """Return the number of strips of a block's keys or values in one layer, and their bytes per token.
@@ -57,7 +64,7 @@ class KVLayout:
 
         Two caches with the same hash are compatible if one block size divides the other.
         """
-        parts = [f"{name}={value}" for name, value in asdict(self).items() if name != "tokens"]
+        parts = [f"{name}={value}" for name, value in self.as_dict().items() if name != "tokens"]
         return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def check_compatible(self, other: KVLayout) -> None:
@@ -68,11 +75,18 @@ class KVLayout:
                 f"the KV caches store keys differently: {ours} here, {theirs} at the peer",
                 hint="transfer between two GPU workers, or between two CPU workers",
             )
-        names = [field.name for field in fields(self) if field.name not in ("tokens", "model")]
-        for name in (*names, "model"):  # the model last: its fingerprint says less than the field that changed it
+        names = [field.name for field in fields(self) if field.name not in ("tokens", "model", "groups")]
+        # The groups first, since they change other fields; the model last, whose fingerprint says less than the others.
+        for name in ("groups", *names, "model"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise IncompatibleCaches(f"the KV caches differ in {name}: {ours!r} here, {theirs!r} at the peer")
+        if self.groups and self.tokens != other.tokens:
+            raise IncompatibleCaches(
+                f"the KV block sizes differ: {self.tokens} tokens here, {other.tokens} at the peer; a model with "
+                f"several groups of layers ({self.groups}) needs equal ones",
+                hint="start both workers with the same --block-size",
+            )
         small, large = sorted((self.tokens, other.tokens))
         if large % small:
             raise IncompatibleCaches(
@@ -93,7 +107,8 @@ class KVLayout:
             valid = valid and type(layout.turned) is int and layout.width % (layout.turned or layout.width) == 0
         except TypeError:
             valid = False
-        if not valid or not all(type(text) is str for text in (layout.model, layout.dtype, layout.order)):
+        texts = (layout.model, layout.dtype, layout.order, layout.groups) if valid else ()
+        if not valid or not all(type(text) is str for text in texts):
             raise IncompatibleCaches(
                 "the peer's KV layout is malformed", hint="run the same Emberline release on both sides"
             )

@@ -263,7 +263,7 @@ class StreamLink:
         codecs = {codec.name: codec for codec in self._options.codecs}
         hello = {
             "incarnation": self._peer.incarnation,
-            "layout": dataclasses.asdict(self._layout),
+            "layout": self._layout.as_dict(),
             "codecs": list(codecs),
         }
         channel.send_json(MessageKind.HELLO, transfer, hello, deadline)

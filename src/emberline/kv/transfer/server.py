@@ -139,7 +139,7 @@ class TransferServer:
         except TransferError as error:
             self._send_error(channel, hello.transfer, error)
             raise
-        welcome = {"layout": dataclasses.asdict(own.layout), "codec": codec.name if codec else None}
+        welcome = {"layout": own.layout.as_dict(), "codec": codec.name if codec else None}
         channel.send_json(MessageKind.WELCOME, hello.transfer, welcome, deadline)
         return codec
 

@@ -26,6 +26,9 @@ class Peer:
     layout: KVLayout
     endpoints: Mapping[str, str]  # address by transport
 
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"layout": self.layout.as_dict()}
+
     @staticmethod
     def parse(data: Any) -> Peer:
         try:
@@ -55,7 +58,7 @@ class Ticket:
         return replace(newer, peer=self.peer)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"peer": self.peer.as_dict()}
 
     @staticmethod
     def parse(data: Any) -> Ticket:

@@ -1,0 +1,83 @@
+"""TierLoads: the loads of requests' prefixes from tiers (host memory, disk, store) into blocks of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emberline.core.clock import Clock
+from emberline.core.request import Request
+from emberline.kv.tiers.stack import FetchedBlock, TierFetch, TierStack
+from emberline.tokens.blockhash import group_block_hash
+
+BlockPlace = tuple[int, int]  # group of layers and index in its block table
+
+
+@dataclass(slots=True)
+class TierLoad:
+    fetch: TierFetch
+    places: Sequence[BlockPlace]  # of the blocks, in the order of the fetch
+    prefix_blocks: int  # leading blocks that the request has computed when all have arrived
+    deadline: float
+    num_arrived: int = 0
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.places) - self.num_arrived
+
+
+class TierLoads:
+    def __init__(self, tiers: TierStack, block_size: int, clock: Clock, timeout_s: float) -> None:
+        """A load that takes longer than `timeout_s` is cancelled, and what is missing is computed."""
+        self._tiers = tiers
+        self._block_size = block_size
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._loads: dict[str, TierLoad] = {}  # by request
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._loads
+
+    def count_available(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> int:
+        """Return how many leading blocks of a prefix are cached or worth loading. The first `num_cached` are cached."""
+        limit = len(hashes)
+        if request.load_limit is not None:
+            blocks, deadline = request.load_limit
+            limit = min(limit, blocks) if self._clock.now() < deadline else 0
+        return min(limit, num_cached + self._tiers.lookup(hashes[num_cached:limit]))
+
+    def is_stored(self, block_hash: bytes) -> bool:
+        return self._tiers.lookup([block_hash]) > 0
+
+    def start(
+        self, request: Request, hashes: Sequence[bytes], places: Sequence[BlockPlace], prefix_blocks: int
+    ) -> None:
+        """Start to load the blocks at these places. `hashes`: of the request's blocks in the first group."""
+        limit = request.load_limit
+        deadline = self._clock.now() + self._timeout_s if limit is None else limit[1]
+        fetch = self._tiers.start_fetch([group_block_hash(hashes[index], group) for group, index in places])
+        self._loads[request.id] = TierLoad(fetch, places, prefix_blocks, deadline)
+
+    def take_arrivals(self, request: Request) -> tuple[TierLoad, list[tuple[BlockPlace, FetchedBlock]]]:
+        """Return the request's load, and the blocks that arrived since the last call, each with its place.
+
+        If the load has ended or is late, it is removed."""
+        load = self._loads[request.id]
+        arrivals, ended = self._tiers.take_fetched(load.fetch)
+        placed = list(zip(load.places[load.num_arrived :], arrivals, strict=False))
+        load.num_arrived += len(arrivals)
+        for (group, _), arrival in placed:
+            self._tiers.record_hit(arrival.tier, 0 if group else self._block_size)
+        if ended:
+            del self._loads[request.id]
+        elif self._clock.now() >= load.deadline:
+            self.cancel(request)
+        return load, placed
+
+    def cancel(self, request: Request) -> None:
+        """Cancel the load of a request, if it has one."""
+        if (load := self._loads.pop(request.id, None)) is not None:
+            self._tiers.cancel_fetch(load.fetch)
+
+    def request_ids(self) -> set[str]:
+        return set(self._loads)
