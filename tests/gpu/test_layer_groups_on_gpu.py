@@ -81,8 +81,8 @@ def make_engine(
         # The config of Llama 4 names experts, but none of its layers has them.
         patch.setattr("emberline.engine.memory.reject_mixture_of_experts", lambda config: None, raising=False)
         if not grouped:
-            single = lambda windows, settings, context: LayerGroups.single(len(windows))  # noqa: E731
-            patch.setattr("emberline.engine.memory.choose_gpu_groups", single)
+            single = lambda windows, context: LayerGroups.single(len(windows))  # noqa: E731
+            patch.setattr("emberline.engine.memory.choose_groups", single)
         engine = boot_from_checkpoint(checkpoint, gpu_config(**chosen), dtype=dtype).engine
     assert engine.kv.has_windows == grouped
     return engine

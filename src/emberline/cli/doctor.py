@@ -333,7 +333,7 @@ def _check_gpu_memory(
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
-    from emberline.engine.group_choice import choose_gpu_groups
+    from emberline.engine.group_choice import choose_groups
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
     given = _plan_settings(args)
@@ -342,7 +342,7 @@ def _check_gpu_memory(
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     width = memory.DTYPE_BYTES[kv_dtype]
     token_bytes = memory.kv_token_bytes(config, width)
-    groups, size = choose_gpu_groups(config.windows, settings, context), settings.scheduler.block_size
+    groups, size = choose_groups(config.windows, context), settings.scheduler.block_size
     if gpu_bytes is None:
         size = given.scheduler.block_size
     context_bytes, in_groups = token_bytes * context, ""

@@ -15,7 +15,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine import memory
 from emberline.engine.gpu_set import GPUSet
-from emberline.engine.group_choice import choose_gpu_groups, max_planned_tokens
+from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.step_sizes import StepSizes
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.fields import ConfigFields
@@ -236,7 +236,7 @@ def _plan_one(
 ) -> GPUPlan:
     local, shares = _local_groups(groups, part, gpus.count, sharing), weights.share(part)
     scheduler, width = settings.scheduler, memory.DTYPE_BYTES[groups[0].dtype]
-    tables = _choose_tables(local, settings, max_context)
+    tables = _choose_tables(local, max_context)
     num_tables = 1 if tables is None else len(tables.windows)
     limits = memory.StepLimits(
         dtype_bytes=memory.DTYPE_BYTES[weights.dtype],
@@ -252,11 +252,10 @@ def _plan_one(
         block_tables=num_tables,
     )
     block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
+    mtp_width = outline.hidden if outline.has_mtp_head else 0
     fixed = {
         "weights": sum(share.num_bytes for share in shares),
-        **memory.step_bytes(
-            StepSizes.of(part, outline.vocab), limits, block_bytes, outline.hidden if outline.has_mtp_head else 0
-        ),
+        **memory.step_bytes(StepSizes.of(part, outline.vocab), limits, block_bytes // num_tables, mtp_width),
     }
     available = int(gpus.memory_bytes * memory.USABLE_FRACTION) - sum(fixed.values())
     step_kv, needed = 0, memory.MIN_KV_BLOCKS * block_bytes
@@ -277,12 +276,12 @@ def _plan_one(
     return GPUPlan(sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned)
 
 
-def _choose_tables(groups: tuple[KVGroup, ...], settings: EngineConfig, max_context: int) -> LayerGroups | None:
+def _choose_tables(groups: tuple[KVGroup, ...], max_context: int) -> LayerGroups | None:
     """Return which layers share block tables; None for a model with recurrent states."""
     if any(group.kind == "state" for group in groups):
         return None
     spans = {layer: group.span for group in groups for layer in group.layers}
-    return choose_gpu_groups([spans[layer] for layer in sorted(spans)], settings, max_context)
+    return choose_groups([spans[layer] for layer in sorted(spans)], max_context)
 
 
 def _block_bytes(groups: tuple[KVGroup, ...], tables: LayerGroups | None) -> int:

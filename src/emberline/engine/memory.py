@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
-from emberline.engine.group_choice import choose_gpu_groups, max_planned_tokens
+from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
@@ -88,7 +88,7 @@ def plan_engine_memory(
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_mixture_of_experts(config)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
-    groups, size = choose_gpu_groups(config.windows, settings, context), settings.scheduler.block_size
+    groups, size = choose_groups(config.windows, context), settings.scheduler.block_size
     tokens = settings.kv_cache.kv_tokens
     if settings.kv_cache.kv_memory is not None:
         tokens = settings.kv_cache.kv_memory // kv_token_bytes(config, kv_bytes, groups.num_places)

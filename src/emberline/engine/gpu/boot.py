@@ -237,7 +237,7 @@ def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:
 
 def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
     """Return the memory of the runner's KV cache as a Region, which KV transfers can read and write."""
-    layout = runner.cache.shape.layout(runner.model.fingerprint, transposed_keys=False)
+    layout = runner.cache.shape.layout(runner.model.fingerprint, transposed_keys=False, groups=runner.groups.name)
     return DeviceRegion(layout, runner.cache, device)
 
 

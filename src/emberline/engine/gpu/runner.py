@@ -112,7 +112,9 @@ class GPURunner:
 
     @property
     def layout(self) -> str:
-        return f"{self.model.fingerprint}/{self.cache.shape.dtype}/{self.cache.shape.block_size}/rows"
+        shape = self.cache.shape
+        parts = self.model.fingerprint, str(shape.dtype), str(shape.block_size), "rows", self.groups.name
+        return "/".join(filter(None, parts))
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
