@@ -1,0 +1,69 @@
+"""latent_attention: multi-head latent attention on a GPU, as a few kernels for each layer.
+
+A step without chunks of prompts runs three kernels: `project`, the attention of parts of the keys, and the merge of the
+parts together with the product that gives values. Chunks attend to their own tokens with the keys and values of each
+head, which takes a third of the operations of attention on latents. To tokens before the chunk they attend on the
+latents; that result is the state with which the sums of the chunk begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.arguments import LatentInputs, LinearLayer
+from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.triton.expanded_attention import attend_expanded
+from emberline.kernels.triton.latent_attention import attend_context, decode_latents
+from emberline.kernels.triton.latent_projection import merge_values, multiply_tiles, project
+
+
+def latent_attention(
+    inputs: LatentInputs, plan: AttentionPlan, rows: Tensor | None, linear: Callable[[Tensor, LinearLayer], Tensor]
+) -> Tensor:
+    """Return the result that `OpBackend.latent_attention` describes. `linear` multiplies by a weight."""
+    q, _, layer, keys, metadata = inputs
+    latent = plan.latent
+    assert latent is not None, "latent attention on a GPU needs the plan of a LatentPlanner"
+    tokens, heads, tiles = len(q), layer.attention.q_heads, plan.prefill_tiles
+    has_chunks = tiles is not None and len(tiles) > 0
+    num_queries = tokens if has_chunks and latent.has_context else min(tokens, latent.decode_tokens)
+    queries = q.new_empty(num_queries, heads, layer.rank)
+    fresh = (q.new_empty(tokens, layer.rank), q.new_empty(tokens, layer.rotary_dim)) if has_chunks else None
+    out = q.new_empty(tokens, heads * layer.value_dim)
+    # The results of padding tokens must be finite: other kernels multiply them by zero.
+    has_padding = has_chunks or plan.max_queries > 1
+    project(
+        *inputs[:5], queries, query_limit=latent.query_limit if has_chunks else None, fresh=fresh,
+        cleared=out if has_padding else None, pdl=True,
+    )  # fmt: skip
+    if rows is not None and not len(rows):
+        return out[:0]
+    if tiles is not None and fresh is not None:
+        assert layer.products.expansion is not None
+        expanded = linear(fresh[0], layer.products.expansion)
+        log_sums = None
+        if latent.has_context:
+            mixed, log_sums = torch.empty_like(queries), q.new_empty(tokens, heads, dtype=torch.float32)
+            attend_context(q, queries, layer, keys, metadata, tiles, mixed, log_sums, pdl=True)
+            multiply_tiles(mixed, layer, out, tiles, metadata, pdl=True)
+        attend_expanded(q, expanded, fresh[1], layer, metadata, tiles, out, log_sums=log_sums, pdl=True)
+    if plan.decode_work is not None:
+        _attend_decode_rows(inputs, queries, plan, out)
+    return out if rows is None else out[rows]
+
+
+def _attend_decode_rows(inputs: LatentInputs, queries: Tensor, plan: AttentionPlan, out: Tensor) -> None:
+    q, _, layer, keys, metadata = inputs
+    work, scratch = plan.decode_work, plan.latent_scratch
+    assert work is not None and scratch is not None
+    decode_latents(
+        q, queries, layer, keys, metadata, (work.count, work.items, work.capacity), scratch.partials,
+        scratch.max_and_sum, max_queries=plan.max_queries, pdl=True,
+    )  # fmt: skip
+    merge_values(
+        scratch.partials, scratch.max_and_sum, work.partial_starts, metadata.query_start, layer, out,
+        rows=plan.decode_rows, capacity=work.capacity, max_queries=plan.max_queries, pdl=True,
+    )  # fmt: skip
