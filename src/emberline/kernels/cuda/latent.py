@@ -21,7 +21,12 @@ from emberline.kernels.triton.latent_projection import merge_values, multiply_ti
 
 
 def latent_attention(
-    inputs: LatentInputs, plan: AttentionPlan, rows: Tensor | None, linear: Callable[[Tensor, LinearLayer], Tensor]
+    inputs: LatentInputs,
+    plan: AttentionPlan,
+    rows: Tensor | None,
+    linear: Callable[[Tensor, LinearLayer], Tensor],
+    *,
+    pdl: bool = True,
 ) -> Tensor:
     """Return the result that `OpBackend.latent_attention` describes. `linear` multiplies by a weight."""
     q, _, layer, keys, metadata = inputs
@@ -37,7 +42,7 @@ def latent_attention(
     has_padding = has_chunks or plan.max_queries > 1
     project(
         *inputs[:5], queries, query_limit=latent.query_limit if has_chunks else None, fresh=fresh,
-        cleared=out if has_padding else None, pdl=True,
+        cleared=out if has_padding else None, pdl=pdl,
     )  # fmt: skip
     if rows is not None and not len(rows):
         return out[:0]
@@ -47,23 +52,25 @@ def latent_attention(
         log_sums = None
         if latent.has_context:
             mixed, log_sums = torch.empty_like(queries), q.new_empty(tokens, heads, dtype=torch.float32)
-            attend_context(q, queries, layer, keys, metadata, tiles, mixed, log_sums, pdl=True)
-            multiply_tiles(mixed, layer, out, tiles, metadata, pdl=True)
-        attend_expanded(q, expanded, fresh[1], layer, metadata, tiles, out, log_sums=log_sums, pdl=True)
+            attend_context(q, queries, layer, keys, metadata, tiles, mixed, log_sums, pdl=pdl)
+            multiply_tiles(mixed, layer, out, tiles, metadata, pdl=pdl)
+        attend_expanded(q, expanded, fresh[1], layer, metadata, tiles, out, log_sums=log_sums, pdl=pdl)
     if plan.decode_work is not None:
-        _attend_decode_rows(inputs, queries, plan, out)
+        _attend_decode_rows(inputs, queries, plan, out, pdl=pdl)
     return out if rows is None else out[rows]
 
 
-def _attend_decode_rows(inputs: LatentInputs, queries: Tensor, plan: AttentionPlan, out: Tensor) -> None:
+def _attend_decode_rows(
+    inputs: LatentInputs, queries: Tensor, plan: AttentionPlan, out: Tensor, *, pdl: bool
+) -> None:
     q, _, layer, keys, metadata = inputs
     work, scratch = plan.decode_work, plan.latent_scratch
     assert work is not None and scratch is not None
     decode_latents(
         q, queries, layer, keys, metadata, (work.count, work.items, work.capacity), scratch.partials,
-        scratch.max_and_sum, max_queries=plan.max_queries, pdl=True,
+        scratch.max_and_sum, max_queries=plan.max_queries, pdl=pdl,
     )  # fmt: skip
     merge_values(
         scratch.partials, scratch.max_and_sum, work.partial_starts, metadata.query_start, layer, out,
-        rows=plan.decode_rows, capacity=work.capacity, max_queries=plan.max_queries, pdl=True,
+        rows=plan.decode_rows, capacity=work.capacity, max_queries=plan.max_queries, pdl=pdl,
     )  # fmt: skip
