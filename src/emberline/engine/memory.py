@@ -169,7 +169,7 @@ def reject_packed_weights(weights: str) -> None:
 
 def reject_mixture_of_experts(config: ModelConfig) -> None:
     """Raise UnsupportedModel for a mixture of experts, which no GPU kernel supports."""
-    if config.experts is not None:
+    if config.experts is not None and any(config.experts.layers):
         message = f"{config.model_type} is a mixture of experts, which is only supported on the CPU"
         raise UnsupportedModel(message, hint="use --device cpu")
 

@@ -73,7 +73,8 @@ class GPURunner:
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
-        self._attention_planner = ops.AttentionPlanner(
+        planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
+        self._attention_planner = planner(
             heads,
             cache.keys,
             model.dtype,

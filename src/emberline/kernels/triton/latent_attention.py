@@ -83,13 +83,12 @@ def _add_latents(
     """Add the contributions of the keys [low, high) to the running sums, and return the sums."""
     TYPE: constexpr = latent_query.dtype
     r, d = tl.arange(0, RANK_PADDED)[None, :], tl.arange(0, ROTARY_PADDED)[None, :]
+    span = tl.arange(0, SPAN)
+    next_block = _load_blocks(table, low, high, BLOCK_SIZE, SPAN)  # ahead of its use, so that loads are pipelined
     for first in range(low, high, SPAN):
-        key = first + tl.arange(0, SPAN)
+        key, block = first + span, next_block
+        next_block = _load_blocks(table, first + SPAN, high, BLOCK_SIZE, SPAN)
         is_key = (key < high)[:, None]
-        if BLOCK_SIZE % SPAN == 0:
-            block = tl.load(table + first // BLOCK_SIZE)
-        else:
-            block = tl.load(table + key // BLOCK_SIZE, key < high, 0)
         at = (block.to(tl.int64) * cache_stride + key % BLOCK_SIZE * (RANK + ROTARY))[:, None]
         latent = tl.load(cache + at + ROTARY + r, is_key & (r < RANK), 0.0).to(TYPE)
         rotary = tl.load(cache + at + d, is_key & (d < ROTARY), 0.0).to(TYPE)
@@ -106,6 +105,16 @@ def _add_latents(
         mixed = tl.dot(weight.to(TYPE), latent, mixed * rescale[:, None], input_precision="ieee")
         top = new_top
     return mixed, total, top
+
+
+@jit
+def _load_blocks(table: tensor, first: tensor, high: tensor, BLOCK_SIZE: constexpr, SPAN: constexpr) -> tensor:
+    """Return the block of each key from `first` on, or one number if all are in the same block."""
+    if BLOCK_SIZE % SPAN == 0:
+        return tl.load(table + first // BLOCK_SIZE, first < high, 0)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        key = first + tl.arange(0, SPAN)
+        return tl.load(table + key // BLOCK_SIZE, key < high, 0)
 
 
 def decode_latents(
