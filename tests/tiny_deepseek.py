@@ -37,7 +37,12 @@ def write_deepseek(directory: Path, name: str, *, dtype: torch.dtype = torch.flo
     """Write a random checkpoint of a name in DEEPSEEK. `changes`: to its config."""
     c = {**tiny.BASE, **MLA, **DEEPSEEK[name], **changes}
     c["architectures"] = ["DeepseekV2ForCausalLM" if name.startswith("v2") else "DeepseekV3ForCausalLM"]
-    hidden, heads, ffn, compressed = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"], c["q_lora_rank"]
+    hidden, heads, ffn, compressed = (
+        c["hidden_size"],
+        c["num_attention_heads"],
+        c["intermediate_size"],
+        c["q_lora_rank"],
+    )
     rank, rotary, plain, values = (c[field] for field in LITE_SIZES)
     layer = {"self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden)}
     layer |= {"self_attn.kv_b_proj": (heads * (plain + values), rank)}

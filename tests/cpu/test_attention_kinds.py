@@ -41,6 +41,7 @@ from emberline.models.weights import Weights
 
 CONTEXT = 64
 
+
 @pytest.fixture(params=["native", "torch"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     before = ops.current_backend()

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from latent_cases import FP8, LITE, TINY, LatentCase, Sizes  # noqa: E402
-from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: E402, F401
+from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
+from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
 
-from emberline.kernels.cuda.latent import latent_attention  # noqa: E402
+from emberline.kernels.cuda.latent import latent_attention
 
 BF16, F32 = torch.bfloat16, torch.float32
 DECODE, CHUNKS = [(0, 1), (70, 1), (130, 1)], [(0, 5), (33, 3)]

@@ -46,6 +46,9 @@ def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:
     Latent attention has no limit but its scratch memory, which grows with them."""
     configs = [target] if draft is None else [target, draft.config]
     return min(
-        max(ops.max_row_queries(config.heads // config.kv_heads), MIN_LATENT_QUERIES if config.parts.attention.latent else 1)
+        max(
+            ops.max_row_queries(config.heads // config.kv_heads),
+            MIN_LATENT_QUERIES if config.parts.attention.latent else 1,
+        )
         for config in configs
     )

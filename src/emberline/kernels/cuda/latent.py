@@ -60,9 +60,7 @@ def latent_attention(
     return out if rows is None else out[rows]
 
 
-def _attend_decode_rows(
-    inputs: LatentInputs, queries: Tensor, plan: AttentionPlan, out: Tensor, *, pdl: bool
-) -> None:
+def _attend_decode_rows(inputs: LatentInputs, queries: Tensor, plan: AttentionPlan, out: Tensor, *, pdl: bool) -> None:
     q, _, layer, keys, metadata = inputs
     work, scratch = plan.decode_work, plan.latent_scratch
     assert work is not None and scratch is not None

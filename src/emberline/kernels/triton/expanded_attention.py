@@ -16,7 +16,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.arguments import AttentionMetadata, LatentLayer
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
-from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import LaunchShape, jit, next_power_of_two, pdl_trigger_and_wait
 
 
 @jit
@@ -116,6 +116,7 @@ def attend_expanded(
     out: Tensor,
     *,
     log_sums: Tensor | None = None,
+    shape: LaunchShape | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the attention of the tokens of `tiles` to `out` [T, heads * values].
@@ -131,7 +132,7 @@ def attend_expanded(
     if not len(tiles):
         return
     exact = q.dtype is torch.float32
-    queries, span, warps, stages = (16, 16, 4, 1) if exact else (128, 64, 8, 3)
+    queries, span, warps, stages = shape or (LaunchShape(16, 16, 4, 1) if exact else LaunchShape(128, 64, 8, 3))
     parts = PREFILL_TILE_QUERIES // queries
     _attend_expanded[(len(tiles) * parts * heads,)](
         q, kv, rotary_keys, metadata.query_start, metadata.context, tiles, q if log_sums is None else log_sums, out,

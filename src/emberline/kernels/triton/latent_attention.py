@@ -9,7 +9,6 @@ keys that were cached before the chunk. Sums are relative to the largest score s
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,18 +17,9 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.arguments import AttentionMetadata, LatentLayer
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
-from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import LaunchShape, jit, next_power_of_two, pdl_trigger_and_wait
 
 MAX_PROGRAM_PAIRS = 64  # pairs (query, head) of a program, whose sums fit into registers
-
-
-class LaunchShape(NamedTuple):
-    """How a kernel is launched: pairs (query, head) of a program, keys of a step, warps, pipeline stages."""
-
-    pairs: int
-    span: int
-    warps: int
-    stages: int
 
 
 @jit
@@ -112,7 +102,7 @@ def _load_blocks(table: tensor, first: tensor, high: tensor, BLOCK_SIZE: constex
     """Return the block of each key from `first` on, or one number if all are in the same block."""
     if BLOCK_SIZE % SPAN == 0:
         return tl.load(table + first // BLOCK_SIZE, first < high, 0)
-    else:  # noqa: RET505 (Triton compiles what follows a return)
+    else:
         key = first + tl.arange(0, SPAN)
         return tl.load(table + key // BLOCK_SIZE, key < high, 0)
 

@@ -29,10 +29,10 @@ TILE_TOKENS = 64  # tokens of a program of `multiply_tiles`
 def _project(
     q: tensor, kv: tensor, positions: tensor, slots: tensor, cos_sin: tensor, norm: tensor, weight: tensor,
     queries: tensor, cache: tensor, latents: tensor, rotary_keys: tensor, out: tensor, query_limit: tensor,
-    q_stride: tensor, kv_stride: tensor, cache_stride: tensor, weight_stride: tensor, num_queries: tensor, product_programs: tensor,
-    eps: tensor, HEADS: constexpr, HEADS_PADDED: constexpr, PLAIN: constexpr, PLAIN_PADDED: constexpr, HALF: constexpr,
-    HALF_PADDED: constexpr, RANK: constexpr, RANK_PADDED: constexpr, OUT_WIDTH: constexpr, BLOCK_SIZE: constexpr,
-    TOKENS: constexpr, COLUMNS: constexpr, INTERLEAVED: constexpr, LIMITED: constexpr, FRESH: constexpr,
+    q_stride: tensor, kv_stride: tensor, cache_stride: tensor, weight_stride: tensor, num_queries: tensor,
+    product_programs: tensor, eps: tensor, HEADS: constexpr, HEADS_PADDED: constexpr, PLAIN: constexpr, PLAIN_PADDED: constexpr,
+    HALF: constexpr, HALF_PADDED: constexpr, RANK: constexpr, RANK_PADDED: constexpr, OUT_WIDTH: constexpr,
+    BLOCK_SIZE: constexpr, TOKENS: constexpr, COLUMNS: constexpr, INTERLEAVED: constexpr, LIMITED: constexpr, FRESH: constexpr,
     CLEAR: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
@@ -77,8 +77,8 @@ def _project(
 @jit
 def _cache_latent(
     kv: tensor, slot: tensor, position: tensor, cos_sin: tensor, norm: tensor, cache: tensor, latents: tensor,
-    rotary_keys: tensor, cache_stride: tensor, eps: tensor, HALF: constexpr, HALF_PADDED: constexpr, RANK: constexpr, RANK_PADDED: constexpr,
-    BLOCK_SIZE: constexpr, INTERLEAVED: constexpr, FRESH: constexpr,
+    rotary_keys: tensor, cache_stride: tensor, eps: tensor, HALF: constexpr, HALF_PADDED: constexpr, RANK: constexpr,
+    RANK_PADDED: constexpr, BLOCK_SIZE: constexpr, INTERLEAVED: constexpr, FRESH: constexpr,
 ) -> None:  # fmt: skip
     """Norm the latent of a token and rotate the rotary elements of its key; write both to the cache.
 
@@ -202,14 +202,12 @@ def _merge_values(
     top = tl.full([TOKENS], -1e30, tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     mixed = tl.zeros([TOKENS, RANK_PADDED], tl.float32)
-    for part in range(0, tl.max(count, 0)):
+    for part in range(tl.max(count, 0)):
         is_part = part < count
         at = (((first + part) * QUERIES + query) * HEADS + head).to(tl.int64)
         part_top = tl.load(max_and_sum + 2 * at, is_part, -1e30)
         part_total = tl.load(max_and_sum + 2 * at + 1, is_part, 0.0)
-        values = tl.load(
-            partials + at[:, None] * RANK + r[None, :], is_part[:, None] & (r < RANK)[None, :], 0.0
-        )
+        values = tl.load(partials + at[:, None] * RANK + r[None, :], is_part[:, None] & (r < RANK)[None, :], 0.0)
         new_top = tl.maximum(top, part_top)
         old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
         mixed = mixed * old[:, None] + values * new[:, None]

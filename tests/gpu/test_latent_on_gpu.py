@@ -1,0 +1,147 @@
+"""Latent attention on a GPU: the kernels against float64, and DeepSeek models in the engine against a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import run_engine
+from gpu_settings import gpu_config
+from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
+from tiny_deepseek import DEEPSEEK, LITE_SIZES, write_deepseek
+
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.kernels import ops
+from emberline.models.loader import load_decoder
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+BF16, F32 = torch.bfloat16, torch.float32
+SMALL_LITE = LITE_SIZES | {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
+SMALL_LITE |= {"intermediate_size": 512, "max_position_embeddings": 2048}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+DECODE = [(0, 1), (63, 1), (64, 1), (640, 1), (3000, 1)]
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize("heads", [16, 20, 32, 128])
+def test_decode(heads: int, cache: torch.dtype) -> None:
+    LatentCase.make(LITE._replace(heads=heads), DECODE, [], BF16, cache, "cuda").check()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 200])
+def test_decode_of_many_rows(rows: int) -> None:
+    LatentCase.make(LITE, [(37 * row % 900, 1) for row in range(rows)], [], BF16, BF16, "cuda").check()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rows_of_two_queries(heads: int) -> None:
+    decode = [(0, 2), (63, 1), (640, 2), (1000, 1)]
+    LatentCase.make(LITE._replace(heads=heads), decode, [], BF16, BF16, "cuda").check(max_queries=2)
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("chunks", [[(0, 300)], [(0, 128), (0, 1), (0, 33)], [(700, 130), (0, 5), (64, 2)]])
+@pytest.mark.parametrize("heads", [16, 20])
+def test_chunks(heads: int, chunks: list[tuple[int, int]], is_captured: bool, cache: torch.dtype) -> None:
+    case = LatentCase.make(LITE._replace(heads=heads), [(500, 1), (3, 1)], chunks, BF16, cache, "cuda")
+    case.check(is_captured=is_captured)
+
+
+@pytest.mark.parametrize("sizes", [TINY, Sizes(5, 40, 16, 100, 24)])
+@pytest.mark.parametrize(("dtype", "cache"), [(F32, F32), (F32, BF16), (BF16, BF16)])
+def test_odd_sizes(sizes: Sizes, dtype: torch.dtype, cache: torch.dtype) -> None:
+    case = LatentCase.make(sizes, [(70, 1), (5, 1)], [(0, 40), (33, 9)], dtype, cache, "cuda", block=16)
+    case.check(is_captured=True)
+
+
+def test_products_of_each_head() -> None:
+    layer = LatentCase.make(LITE, [(1, 1)], [], BF16, BF16, "cuda").inputs.layer
+    for weights in (layer.products.keys, layer.products.values):
+        heads, n, k = weights.weight.shape
+        x, out = (torch.randn(5, heads, size, device="cuda", dtype=BF16) for size in (k, n))
+        wanted = torch.einsum("thk,hnk->thn", x.double(), weights.weight.double())
+        assert ops.linear_by_head(x, weights, out) is out
+        assert (out.double() - wanted).abs().max() < 0.01 * wanted.abs().max()
+
+
+@pytest.fixture
+def reference() -> Iterator[None]:
+    ops.start_backend(native=False)
+    yield
+    ops.start_backend()
+
+
+def greedy_tokens(directory: Path, prompts: list[list[int]], count: int) -> dict[str, list[int]]:
+    from emberline.core.engine_config import EngineConfig
+    from emberline.engine.boot import boot
+
+    settings = {"device": "cpu", "block_size": 16, "kv_tokens": 8192, "max_batch_tokens": 512}
+    engine = boot(EngineConfig.build(str(directory), **settings)).engine
+    return run_engine(engine, submissions(prompts, count))
+
+
+def submissions(prompts: list[list[int]], count: int) -> list[Submission]:
+    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    return [Submission(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def make_prompts(*lengths: int) -> list[list[int]]:
+    random = np.random.default_rng(4)
+    shared = random.integers(3, 131, 64).tolist()  # so that some requests find cached blocks
+    return [(shared + random.integers(3, 131, length).tolist())[:length] for length in lengths]
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_engine_generates_the_tokens_of_a_cpu(name: str, tmp_path: Path) -> None:
+    """In float32 rounding errors are smaller than the differences between logits."""
+    from emberline.engine.gpu.boot import boot_from_checkpoint
+
+    directory, prompts = write_deepseek(tmp_path, name, max_position_embeddings=512), make_prompts(3, 130, 200, 64, 90)
+    settings = {"max_running": 8, "max_batch_tokens": 256, "max_context": 512, "kv_tokens": 8192}
+    booted = boot_from_checkpoint(directory, gpu_config(**settings), dtype=F32)
+    ours = run_engine(booted.engine, submissions(prompts, 20), steps_between=2)
+    assert booted.runner._graphs.captured and not booted.runner._graphs.capture_failed
+    assert any(shape.chunks for shape in booted.runner._graphs.captured)
+    assert ours == greedy_tokens(directory, prompts, 20)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8"])
+def test_engine_with_sizes_of_a_real_model(kv_dtype: str, tmp_path: Path, reference: None) -> None:
+    """bfloat16 logits of a chunked prompt and of decoded tokens are near those of the CPU in float32."""
+    from emberline.engine.gpu.boot import boot_from_checkpoint
+
+    directory = write_deepseek(tmp_path, "v2-lite", dtype=BF16, **SMALL_LITE)
+    settings = {"max_running": 8, "max_batch_tokens": 512, "max_context": 1024, "kv_tokens": 8192, "kv_dtype": kv_dtype}
+    booted = boot_from_checkpoint(directory, gpu_config(**settings))
+    prompts = make_prompts(600, 70, 5)
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
+    outputs: list[tuple[int, float]] = []
+    tokens: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        booted.engine.add(Submission(f"r{i}", prompt, params))
+    while not booted.engine.idle:
+        for output in booted.engine.step():
+            tokens.setdefault(output.id, []).extend(output.tokens)
+            outputs += [(int(output.id[1:]), one.logprob) for one in output.logprobs or ()]
+    model = load_decoder(directory, "float32")
+    from paged_model import Cache
+
+    errors = []
+    for i, prompt in enumerate(prompts):
+        ids = [*prompt, *tokens[f"r{i}"]]
+        logits = torch.cat([Cache(model, [ids[:-1]]).step([len(ids) - 1])]).log_softmax(-1)[len(prompt) - 1 :]
+        expected = logits.gather(1, torch.tensor(ids[len(prompt) :])[:, None])[:, 0]
+        got = torch.tensor([value for at, value in outputs if at == i])
+        errors.append((got - expected).abs().mean())
+    assert max(errors) < (0.1 if kv_dtype == "auto" else 0.4), errors
