@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import worklist
+from emberline.kernels.latent_plan import LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
 
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode, prefill
-    from emberline.kernels.latent_plan import LatentPlan, LatentScratch
 
 MAX_LENGTH = 1 << 24  # keys of a row, by default
 PREFILL_TILE_QUERIES = 128  # queries in a prefill tile

@@ -1,35 +1,10 @@
-"""LatentPlanner: how the latent attention of one forward pass is split into work for a GPU.
-
-Decode rows attend on the latents, and their keys are split into work items, as other attention does. Chunks of prompts
-attend to their own tokens with the keys and values of each head, in tiles of queries, and to the keys before the chunk
-on the latents. So queries of latents are needed for decode rows, and for chunks only if a chunk has keys before it.
-"""
+"""LatentPlan: what the plan of a forward pass has for latent attention on a GPU. `latent_planner` makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
-
-from emberline.kernels import worklist
-from emberline.kernels.attention_plan import (
-    AttentionPlan,
-    AttentionPlanner,
-    count_decode_keys,
-    pad_tiles,
-    shift_rows,
-)
-from emberline.kernels.worklist import TILE_KEYS, WorkList
-
-if TYPE_CHECKING:
-    from emberline.kernels.cuda import decode
-
-PROGRAM_PAIRS = 16  # pairs (query, head) that a program computes at least
-CTAS_PER_SM = 2  # programs that an SM computes at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,109 +22,3 @@ class LatentScratch:
 
     partials: Tensor  # float32, for each place the numbers of all queries and heads
     max_and_sum: Tensor  # float32
-
-
-class LatentPlanner(AttentionPlanner):
-    def __init__(
-        self,
-        heads: tuple[int, int, int],
-        keys: Tensor,
-        dtype: torch.dtype,
-        max_rows: int,
-        *,
-        max_widened_blocks: int = 0,
-        max_queries: int = 1,
-        length_grain: int = TILE_KEYS,
-        fixed_cuts: bool = False,
-        max_length: int = 0,
-        portable: bool = True,
-    ) -> None:
-        """Prepare to plan forward passes; the parameters are those of AttentionPlanner.
-
-        Latents are not widened, and fixed cuts are not supported.
-        """
-        assert not fixed_cuts and heads[1] == 1
-        super().__init__(heads, keys, dtype, max_rows, portable=True, length_grain=length_grain)
-        self._plans: dict[tuple[int, int], tuple[np.ndarray, WorkList]] = {}  # with the planned lengths
-        self._latent_scratch: LatentScratch | None = None
-        if keys.is_cuda:
-            results = (self._item_capacity(max_rows) + max_rows) * max_queries * heads[0]
-            self._latent_scratch = LatentScratch(
-                torch.empty(results * heads[2], device=keys.device), torch.empty(results * 2, device=keys.device)
-            )
-
-    def limit_queries(self, max_queries: int) -> int:
-        return max_queries
-
-    @property
-    def has_static_shapes(self) -> bool:
-        return True
-
-    def plan(
-        self,
-        context: np.ndarray,
-        new_token_counts: np.ndarray,
-        decode_rows: int,
-        to_device: Callable[[np.ndarray], Tensor],
-        *,
-        min_tiles: int = 0,
-        logit_tokens: np.ndarray | None = None,
-        max_queries: int = 1,
-    ) -> AttentionPlan:
-        """Return the plan of one forward pass, as AttentionPlanner does."""
-        assert (new_token_counts[:decode_rows] <= max_queries).all(), "a decode row has too many new tokens"
-        plan = AttentionPlan(decode_rows, max_queries)
-        if self._device.type != "cuda":
-            return plan
-        decode_tokens = max(decode_rows, int(new_token_counts[:decode_rows].sum()))
-        chunks = new_token_counts[decode_rows:]
-        has_context = bool((context[decode_rows:][chunks > 0] > 0).any())
-        limit = decode_tokens + int(chunks.sum()) if has_context else decode_tokens
-        latent = LatentPlan(decode_tokens, has_context or min_tiles > 0, to_device(np.array([limit], np.int32)))
-        plan = replace(plan, latent=latent, latent_scratch=self._latent_scratch)
-        if len(chunks):
-            from emberline.kernels.cuda import prefill
-
-            tiles = shift_rows(prefill.make_tiles(chunks, context[decode_rows:]), decode_rows)
-            plan = replace(plan, prefill_tiles=to_device(pad_tiles(tiles, min_tiles)))
-        if decode_rows:
-            lengths = count_decode_keys(context[:decode_rows], new_token_counts[:decode_rows])
-            plan = replace(plan, decode_work=self._plan_decode_rows(lengths, to_device, max_queries))
-        return plan
-
-    def scratch_buffers(self) -> list[Tensor]:
-        scratch = self._latent_scratch
-        return [] if scratch is None else [scratch.partials, scratch.max_and_sum]
-
-    def max_plan_bytes(self, rows: int, tokens: int) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return 4 * worklist.num_data_ints(rows, self._item_capacity(rows)) + 2 * 8 * (rows + tokens) + 64
-
-    def _plan_decode_rows(
-        self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], max_queries: int
-    ) -> decode.DeviceWorkList:
-        from emberline.kernels.cuda import decode
-
-        rows = len(lengths)
-        planned = -(-lengths // self._length_grain) * self._length_grain  # the kernel knows the actual lengths
-        before = self._plans.get((rows, max_queries))
-        if before is None or not np.array_equal(before[0], planned):
-            programs = count_item_programs(max_queries * self._heads[0])
-            capacity = self._item_capacity(rows)
-            work = worklist.plan_decode_work(planned, programs, self._sms, capacity, ctas_per_sm=CTAS_PER_SM)
-            before = self._plans[rows, max_queries] = planned, work
-        return decode.DeviceWorkList(to_device(before[1].data), rows, before[1].capacity)
-
-    def _item_capacity(self, rows: int) -> int:
-        return max_latent_items(rows, self._heads[0], self._sms)
-
-
-def count_item_programs(pairs: int) -> int:
-    """Return how many programs compute one work item with this many pairs (query, head)."""
-    return -(-pairs // 64) if pairs > PROGRAM_PAIRS else 1
-
-
-def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
-    """Return an upper bound of the work items of `rows` decode rows of a model with this many query heads."""
-    return worklist.max_work_items(rows, count_item_programs(heads), num_sms)

@@ -31,13 +31,13 @@ from emberline.kernels.backend import (
     start_backend,
 )
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
-from emberline.kernels.latent_plan import LatentPlanner
+from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
-from emberline.kernels.worklist import max_row_queries
+from emberline.kernels.worklist import max_latent_queries, max_row_queries
 
 __all__ = [
     "AttentionLayer",
@@ -78,6 +78,7 @@ __all__ = [
     "linear_by_head",
     "log_probs",
     "mark_progress",
+    "max_latent_queries",
     "max_prefill_tiles",
     "max_row_queries",
     "pack_latent_products",

@@ -22,6 +22,7 @@ TILE_KEYS = 64
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
 MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
 MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
+MAX_LATENT_PAIRS = 64  # pairs (query, head) of a program of latent attention, whose sums fit into registers
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
@@ -106,6 +107,26 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     share of all tiles, which bounds the number of cuts.
     """
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
+
+
+def max_latent_queries(heads: int) -> int:
+    """Return the number of queries that a decode row of latent attention may have, for which scratch is allocated."""
+    return max(2, MAX_ROW_HEADS // heads)
+
+
+def count_latent_programs(pairs: int) -> int:
+    """Return how many programs compute a work item of latent attention with this many pairs (query, head)."""
+    return -(-pairs // MAX_LATENT_PAIRS)
+
+
+def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
+    """Return an upper bound of the work items of `rows` decode rows of latent attention."""
+    return max_work_items(rows, count_latent_programs(heads), num_sms)
+
+
+def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
+    """Return for how many partial results latent attention has memory: of each item, and of each whole row."""
+    return max_latent_items(rows, heads, num_sms) + rows
 
 
 def max_fixed_work_items(rows: int, max_length: int) -> int:

@@ -14,8 +14,6 @@ from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.draft_model import DraftModel
 
-MIN_LATENT_QUERIES = 2
-
 
 def load_on_device(
     settings: SpeculationConfig, target: DecoderModel, target_directory: Path, device: Device, *, packed: bool = False
@@ -41,14 +39,11 @@ def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
 
 
 def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:
-    """Return how many tokens of a request the attention of both models can compute together.
+    """Return how many tokens of a request the attention of both models can compute together."""
 
-    Latent attention has no limit but its scratch memory, which grows with them."""
-    configs = [target] if draft is None else [target, draft.config]
-    return min(
-        max(
-            ops.max_row_queries(config.heads // config.kv_heads),
-            MIN_LATENT_QUERIES if config.parts.attention.latent else 1,
-        )
-        for config in configs
-    )
+    def max_queries(config: ModelConfig) -> int:
+        if config.parts.attention.latent is not None:
+            return ops.max_latent_queries(config.heads)
+        return ops.max_row_queries(config.heads // config.kv_heads)
+
+    return min(max_queries(config) for config in ([target] if draft is None else [target, draft.config]))

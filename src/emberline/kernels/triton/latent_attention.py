@@ -18,8 +18,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels.arguments import AttentionMetadata, LatentLayer
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
 from emberline.kernels.triton.jit import LaunchShape, jit, next_power_of_two, pdl_trigger_and_wait
-
-MAX_PROGRAM_PAIRS = 64  # pairs (query, head) of a program, whose sums fit into registers
+from emberline.kernels.worklist import MAX_LATENT_PAIRS
 
 
 @jit
@@ -149,7 +148,7 @@ def choose_decode_shape(pairs: int, rank: int, uses_float32: bool) -> LaunchShap
     """Return the launch shape of `decode_latents` for rows of this many pairs (query, head)."""
     if uses_float32:  # no tensor cores
         return LaunchShape(16, 16, 8, 1)
-    padded = min(MAX_PROGRAM_PAIRS, max(16, next_power_of_two(pairs)))
+    padded = min(MAX_LATENT_PAIRS, max(16, next_power_of_two(pairs)))
     return LaunchShape(padded, 32, 8 if padded > 16 else 4, 3 if padded == 16 else 2)
 
 

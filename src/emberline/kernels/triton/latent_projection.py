@@ -30,10 +30,10 @@ def _project(
     q: tensor, kv: tensor, positions: tensor, slots: tensor, cos_sin: tensor, norm: tensor, weight: tensor,
     queries: tensor, cache: tensor, latents: tensor, rotary_keys: tensor, out: tensor, query_limit: tensor,
     q_stride: tensor, kv_stride: tensor, cache_stride: tensor, weight_stride: tensor, num_queries: tensor,
-    product_programs: tensor, eps: tensor, HEADS: constexpr, HEADS_PADDED: constexpr, PLAIN: constexpr, PLAIN_PADDED: constexpr,
-    HALF: constexpr, HALF_PADDED: constexpr, RANK: constexpr, RANK_PADDED: constexpr, OUT_WIDTH: constexpr,
-    BLOCK_SIZE: constexpr, TOKENS: constexpr, COLUMNS: constexpr, INTERLEAVED: constexpr, LIMITED: constexpr, FRESH: constexpr,
-    CLEAR: constexpr, PDL: constexpr,
+    product_programs: tensor, eps: tensor, HEADS: constexpr, HEADS_PADDED: constexpr, PLAIN: constexpr,
+    PLAIN_PADDED: constexpr, HALF: constexpr, HALF_PADDED: constexpr, RANK: constexpr, RANK_PADDED: constexpr,
+    OUT_WIDTH: constexpr, BLOCK_SIZE: constexpr, TOKENS: constexpr, COLUMNS: constexpr, INTERLEAVED: constexpr,
+    LIMITED: constexpr, FRESH: constexpr, CLEAR: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     is_product = program < product_programs
