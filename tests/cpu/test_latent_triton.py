@@ -59,5 +59,5 @@ def test_latent_kernels_compile(
 ) -> None:
     case = LatentCase.make(LITE, [(63, 1)], [(64, 2)], dtype, cache, CPU)
     latent_attention(case.inputs, case.make_plan(), None, lambda x, layer: x @ layer.weight.data.T)
-    assert len(compiled_kernels) == 6
-    assert all("mma" in kernel.asm["ptx"] for kernel in compiled_kernels)
+    assert len(compiled_kernels) == 7
+    assert sum("mma" in kernel.asm["ptx"] for kernel in compiled_kernels) == 6, "all but the merge of parts"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from emberline.kernels.cuda import decode
 
 CTAS_PER_SM = 2  # programs that an SM computes at the same time
+MERGE_COST = 0.1  # time of merging one more part of a row, in tiles of keys
 
 
 class LatentPlanner(AttentionPlanner):
@@ -120,7 +121,9 @@ class LatentPlanner(AttentionPlanner):
         if before is None or not np.array_equal(before[0], planned):
             programs = worklist.count_latent_programs(max_queries * self._heads[0])
             capacity = self._item_capacity(rows)
-            work = worklist.plan_decode_work(planned, programs, self._sms, capacity, ctas_per_sm=CTAS_PER_SM)
+            work = worklist.plan_decode_work(
+                planned, programs, self._sms, capacity, ctas_per_sm=CTAS_PER_SM, merge_cost=MERGE_COST
+            )
             before = self._plans[rows, max_queries] = planned, work
         return decode.DeviceWorkList(to_device(before[1].data), rows, before[1].capacity)
 

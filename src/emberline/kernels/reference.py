@@ -136,7 +136,8 @@ class ReferenceBackend(OpBackend):
         pairs = matrix.view(heads, -1, matrix.shape[1])
         keys = tuple(self.pack_linear(pair[:plain_dim].T.contiguous()) for pair in pairs)
         values = tuple(self.pack_linear(pair[plain_dim:].contiguous()) for pair in pairs)
-        return LatentProducts(*(HeadWeights(matrix.new_empty(0), packed) for packed in (keys, values)))
+        empty = matrix.new_empty(0)
+        return LatentProducts(HeadWeights(empty, keys), HeadWeights(empty, values))
 
     def linear_by_head(self, x: Tensor, weights: HeadWeights, out: Tensor) -> Tensor:
         for head, weight in enumerate(weights.packed):

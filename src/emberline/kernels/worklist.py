@@ -149,13 +149,14 @@ def plan_decode_work(
     part_tiles: int | None = None,
     ctas_per_sm: int = CTAS_PER_SM,
     fixed_cuts: bool = False,
+    merge_cost: float = MERGE_COST,
 ) -> WorkList:
     """Return the work items for rows of `lengths` keys, including those of all new tokens of a row.
 
     A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
     same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size
     for benchmarks. `ctas_per_sm`: see the function of this name. `fixed_cuts`: cut all rows at the same positions;
-    `capacity` must be at least `max_fixed_work_items`.
+    `capacity` must be at least `max_fixed_work_items`. `merge_cost`: the time of merging one more part, in tiles.
     """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
@@ -164,7 +165,9 @@ def plan_decode_work(
     size = (
         PART_SIZES.index(part_tiles)
         if part_tiles
-        else _choose_part_size(tiles, kv_heads, ctas_per_sm * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP)
+        else _choose_part_size(
+            tiles, kv_heads, ctas_per_sm * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP, merge_cost
+        )
     )
     parts = -(-tiles // PART_SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only if `capacity` is less than `max_work_items`
@@ -198,7 +201,7 @@ def _plan_fixed_cuts(end: IntArray, capacity: int) -> WorkList:
     return work
 
 
-def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_in_step: int) -> int:
+def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_in_step: int, merge_cost: float) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
     Each of `num_ctas` CTAs takes one part after the other, the longest first. If each takes only a few parts, the time
@@ -213,7 +216,7 @@ def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_
     def estimate_cost(count: int, max_parts: int) -> float:
         units, part = count * kv_heads, -(-longest // max(1, max_parts))
         work, rounds = total + PART_COST * units, -(-units // num_ctas)
-        merging = MERGE_COST * max_parts if max_parts > 1 else 0.0
+        merging = merge_cost * max_parts if max_parts > 1 else 0.0
         if units <= max_rounds_in_step * num_ctas:
             return (
                 max((ROUND_FACTOR if rounds > 1 else 1.0) * rounds * work / max(1, units), part + PART_COST) + merging

@@ -109,7 +109,7 @@ def _make_layer() -> LatentAttention:
 
 
 def _random_matrix(n: int, k: int) -> Tensor:
-    return torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    return torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(k**-0.5)
 
 
 def _to_gpu(array: np.ndarray) -> Tensor:

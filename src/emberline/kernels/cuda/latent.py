@@ -1,7 +1,7 @@
 """latent_attention: multi-head latent attention on a GPU, as a few kernels for each layer.
 
-A step without chunks of prompts runs three kernels: `project`, the attention of parts of the keys, and the merge of the
-parts together with the product that gives values. Chunks attend to their own tokens with the keys and values of each
+A step without chunks of prompts runs four kernels: `project`, the attention of parts of the keys, the merge of the
+parts, and the product that gives values. Chunks attend to their own tokens with the keys and values of each
 head, which takes a third of the operations of attention on latents. To tokens before the chunk they attend on the
 latents; that result is the state with which the sums of the chunk begin.
 """
@@ -17,7 +17,7 @@ from emberline.kernels.arguments import LatentInputs, LinearLayer
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.triton.expanded_attention import attend_expanded
 from emberline.kernels.triton.latent_attention import attend_context, decode_latents
-from emberline.kernels.triton.latent_projection import merge_values, multiply_tiles, project
+from emberline.kernels.triton.latent_projection import merge_parts, multiply_values, project
 
 
 def latent_attention(
@@ -53,7 +53,7 @@ def latent_attention(
         if latent.has_context:
             mixed, log_sums = torch.empty_like(queries), q.new_empty(tokens, heads, dtype=torch.float32)
             attend_context(q, queries, layer, keys, metadata, tiles, mixed, log_sums, pdl=pdl)
-            multiply_tiles(mixed, layer, out, tiles, metadata, pdl=pdl)
+            multiply_values(mixed, layer, out, metadata, tiles=tiles, pdl=pdl)
         attend_expanded(q, expanded, fresh[1], layer, metadata, tiles, out, log_sums=log_sums, pdl=pdl)
     if plan.decode_work is not None:
         _attend_decode_rows(inputs, queries, plan, out, pdl=pdl)
@@ -68,7 +68,9 @@ def _attend_decode_rows(inputs: LatentInputs, queries: Tensor, plan: AttentionPl
         q, queries, layer, keys, metadata, (work.count, work.items, work.capacity), scratch.partials,
         scratch.max_and_sum, max_queries=plan.max_queries, pdl=pdl,
     )  # fmt: skip
-    merge_values(
-        scratch.partials, scratch.max_and_sum, work.partial_starts, metadata.query_start, layer, out,
-        rows=plan.decode_rows, capacity=work.capacity, max_queries=plan.max_queries, pdl=pdl,
+    merged = q.new_empty(plan.decode_rows * plan.max_queries, layer.attention.q_heads, layer.rank)
+    merge_parts(
+        scratch.partials, scratch.max_and_sum, work.partial_starts, metadata.query_start, merged,
+        capacity=work.capacity, max_queries=plan.max_queries, pdl=pdl,
     )  # fmt: skip
+    multiply_values(merged, layer, out, metadata, max_queries=plan.max_queries, pdl=pdl)

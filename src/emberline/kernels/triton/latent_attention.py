@@ -2,7 +2,7 @@
 
 A cached token is the rotary elements of its key, then its latent, which is also its value. The rows of a program are
 pairs (query, head), so that latents are read once for all of them. `decode_latents` computes parts of the keys of rows
-with few queries; `latent_projection.merge_values` merges the parts. `attend_context` computes prompt chunks, over the
+with few queries; `latent_projection.merge_parts` merges the parts. `attend_context` computes prompt chunks, over the
 keys that were cached before the chunk. Sums are relative to the largest score so far, with powers of 2.
 """
 
@@ -19,6 +19,8 @@ from emberline.kernels.arguments import AttentionMetadata, LatentLayer
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
 from emberline.kernels.triton.jit import LaunchShape, jit, next_power_of_two, pdl_trigger_and_wait
 from emberline.kernels.worklist import MAX_LATENT_PAIRS
+
+FEW_TOKENS = 16
 
 
 @jit
@@ -133,7 +135,7 @@ def decode_latents(
     assert queries.is_contiguous() and partials.dtype is max_and_sum.dtype is torch.float32
     assert keys.stride()[2:] == (rank + rotary, 1) and q.stride()[1:] == (plain + rotary, 1)
     exact = torch.float32 in (q.dtype, keys.dtype)
-    pairs, span, warps, stages = shape or choose_decode_shape(max_queries * heads, rank, exact)
+    pairs, span, warps, stages = shape or choose_decode_shape(max_queries * heads, len(queries), exact)
     tables = metadata.block_tables
     _decode_latents[(programs or capacity, -(-max_queries * heads // pairs))](
         q, queries, keys, tables, metadata.query_start, metadata.context, count, items, partials, max_and_sum,
@@ -144,12 +146,17 @@ def decode_latents(
     )  # fmt: skip
 
 
-def choose_decode_shape(pairs: int, rank: int, uses_float32: bool) -> LaunchShape:
-    """Return the launch shape of `decode_latents` for rows of this many pairs (query, head)."""
+def choose_decode_shape(pairs: int, tokens: int, uses_float32: bool) -> LaunchShape:
+    """Return the launch shape of `decode_latents` for rows of this many pairs (query, head), and tokens of the step.
+
+    Few tokens leave SMs without work, so that a program may take the shared memory of two for more loads in flight.
+    """
     if uses_float32:  # no tensor cores
         return LaunchShape(16, 16, 8, 1)
     padded = min(MAX_LATENT_PAIRS, max(16, next_power_of_two(pairs)))
-    return LaunchShape(padded, 32, 8 if padded > 16 else 4, 3 if padded == 16 else 2)
+    if padded > 16:
+        return LaunchShape(padded, 32, 8, 2)
+    return LaunchShape(16, 32, 4, 4 if tokens <= FEW_TOKENS else 3)
 
 
 @jit

@@ -1,9 +1,8 @@
 """Latent attention around its softmax: queries and keys of latents before it, values of each head after it.
 
 `project` computes in one launch what lies between the projections of a layer and its attention: queries of latents, the
-rotation of queries and keys, the norm of latents and the write to the cache. `merge_values` merges the partial results
-of decode rows, always in the same order, and multiplies them by the matrices that give values. `multiply_tiles`
-does that product for prompt chunks.
+rotation of queries and keys, the norm of latents and the write to the cache. `merge_parts` merges the partial results
+of decode rows, always in the same order. `multiply_values` multiplies mixed latents by the matrices that give values.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 from emberline.kernels.triton.rope import _round_to_cache_dtype
 
-PRODUCT_TOKENS = 16  # tokens of a program that computes queries of latents
-PRODUCT_COLUMNS = 64  # columns of such a program
-MERGED_TOKENS = 16  # decode tokens of a program that merges partial results
-FEW_MERGED_TOKENS = 16  # up to this many tokens, programs have few columns, so that more SMs read the matrices
-TILE_TOKENS = 64  # tokens of a program of `multiply_tiles`
+PRODUCT_TOKENS = 64  # tokens of a program that multiplies by the matrix of a head; 16 if there are no more
+PRODUCT_COLUMNS = 64  # columns of a program that computes queries of latents
+MERGED_PARTS = 8  # partial results that a program loads at a time
 
 
 @jit
@@ -163,146 +160,138 @@ def project(
     if not tokens:
         return
     columns = min(PRODUCT_COLUMNS, max(16, next_power_of_two(rank)))
-    products = -(-len(queries) // PRODUCT_TOKENS) * heads * -(-rank // columns)
+    product_tokens = 16 if len(queries) <= 16 or q.dtype is torch.float32 else PRODUCT_TOKENS
+    products = -(-len(queries) // product_tokens) * heads * -(-rank // columns)
     _project[(products + tokens,)](
         q, kv, metadata.positions, metadata.slots, layer.attention.cos_sin, layer.norm, weight, queries, keys,
         *((kv, kv) if fresh is None else fresh), kv if cleared is None else cleared,
         metadata.slots if query_limit is None else query_limit, q.stride(0), kv.stride(0), keys.stride(0),
         weight.stride(0), len(queries), products, layer.eps, heads, next_power_of_two(heads), plain,
         max(16, next_power_of_two(plain)), half, next_power_of_two(half), rank, next_power_of_two(rank),
-        0 if cleared is None else cleared[0].numel(), keys.shape[2], PRODUCT_TOKENS, columns,
+        0 if cleared is None else cleared[0].numel(), keys.shape[2], product_tokens, columns,
         layer.attention.interleaved, query_limit is not None, fresh is not None, cleared is not None, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @jit
-def _merge_values(
-    partials: tensor, max_and_sum: tensor, partial_starts: tensor, query_start: tensor, weight: tensor, out: tensor,
-    rows: tensor, capacity: tensor, weight_stride: tensor, HEADS: constexpr, RANK: constexpr, RANK_PADDED: constexpr,
-    VALUES: constexpr, QUERIES: constexpr, QUERIES_PADDED: constexpr, TOKENS: constexpr, COLUMNS: constexpr,
-    TYPE: constexpr, PDL: constexpr,
+def _merge_parts(
+    partials: tensor, max_and_sum: tensor, partial_starts: tensor, query_start: tensor, merged: tensor,
+    capacity: tensor, HEADS: constexpr, RANK: constexpr, RANK_PADDED: constexpr, QUERIES: constexpr, PARTS: constexpr,
+    PDL: constexpr,
 ) -> None:  # fmt: skip
-    head = tl.program_id(1)
-    n = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    r = tl.arange(0, RANK_PADDED)
-    inside = (n < VALUES)[:, None] & (r < RANK)[None, :]
-    w = tl.load(weight + head.to(tl.int64) * weight_stride + n[:, None] * RANK + r[None, :], inside, 0.0)
     pdl_trigger_and_wait(PDL)
-    index = tl.arange(0, TOKENS)
-    row = tl.program_id(0) * (TOKENS // QUERIES_PADDED) + index // QUERIES_PADDED
-    query = index % QUERIES_PADDED
-    is_row = row < rows
-    start = tl.load(query_start + row, is_row, 0)
-    is_query = is_row & (query < tl.load(query_start + row + 1, is_row, 0) - start)
-    first = tl.load(partial_starts + row, is_row, 0)
-    count = tl.load(partial_starts + row + 1, is_row, 0) - first
+    row, query, head = tl.program_id(0) // QUERIES, tl.program_id(0) % QUERIES, tl.program_id(1)
+    first = tl.load(partial_starts + row)
+    count = tl.load(partial_starts + row + 1) - first
     first = tl.where(count > 0, first, capacity + row)  # a row with one item has a place of its own
+    is_query = query < tl.load(query_start + row + 1) - tl.load(query_start + row)
     count = tl.where(is_query, tl.maximum(count, 1), 0)
-    top = tl.full([TOKENS], -1e30, tl.float32)
-    total = tl.zeros([TOKENS], tl.float32)
-    mixed = tl.zeros([TOKENS, RANK_PADDED], tl.float32)
-    for part in range(tl.max(count, 0)):
-        is_part = part < count
+    r = tl.arange(0, RANK_PADDED)
+    top, total = -1e30, 0.0
+    mixed = tl.zeros([RANK_PADDED], tl.float32)
+    for begin in range(0, count, PARTS):
+        part = begin + tl.arange(0, PARTS)
         at = (((first + part) * QUERIES + query) * HEADS + head).to(tl.int64)
-        part_top = tl.load(max_and_sum + 2 * at, is_part, -1e30)
-        part_total = tl.load(max_and_sum + 2 * at + 1, is_part, 0.0)
-        values = tl.load(partials + at[:, None] * RANK + r[None, :], is_part[:, None] & (r < RANK)[None, :], 0.0)
-        new_top = tl.maximum(top, part_top)
-        old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        mixed = mixed * old[:, None] + values * new[:, None]
-        total = total * old + part_total * new
+        tops = tl.load(max_and_sum + 2 * at, part < count, -1e30)
+        totals = tl.load(max_and_sum + 2 * at + 1, part < count, 0.0)
+        values = tl.load(partials + at[:, None] * RANK + r[None, :], (part < count)[:, None] & (r < RANK)[None, :], 0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        rescale, weights = tl.exp2(top - new_top), tl.exp2(tops - new_top)
+        mixed = mixed * rescale + tl.sum(values * weights[:, None], 0)
+        total = total * rescale + tl.sum(totals * weights, 0)
         top = new_top
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    y = tl.dot(mixed.to(TYPE), tl.trans(w.to(TYPE)), input_precision="ieee")
-    target = out + ((start + query).to(tl.int64) * HEADS + head)[:, None] * VALUES + n[None, :]
-    tl.store(target, y.to(out.dtype.element_ty), is_query[:, None] & (n < VALUES)[None, :])
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    target = merged + (tl.program_id(0) * HEADS + head).to(tl.int64) * RANK + r
+    tl.store(target, mixed.to(merged.dtype.element_ty), r < RANK)
 
 
-def merge_values(
+def merge_parts(
     partials: Tensor,
     max_and_sum: Tensor,
     partial_starts: Tensor,
     query_start: Tensor,
-    layer: LatentLayer,
-    out: Tensor,
+    merged: Tensor,
     *,
-    rows: int,
     capacity: int,
     max_queries: int = 1,
-    columns: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Merge the partial results of decode rows and write the values of each head to `out` [T, heads * values].
+    """Merge the partial results of decode rows, in the order of their keys, into `merged`.
 
-    `partials`, `max_and_sum` and `partial_starts` are those of `latent_attention.decode_latents`.
+    `merged` is [rows * max_queries, heads, rank]; rows with fewer queries get zeros for the others. `partials`,
+    `max_and_sum` and `partial_starts` are those of `latent_attention.decode_latents`.
     """
-    heads, values, rank = layer.attention.q_heads, layer.value_dim, layer.rank
-    weight = layer.products.values.weight
-    assert weight.stride()[1:] == (rank, 1) and out.is_contiguous() and partials.is_contiguous()
-    if not rows:
-        return
-    padded = next_power_of_two(max_queries)
-    assert padded <= MERGED_TOKENS
-    tiles = -(-rows * padded // MERGED_TOKENS)
-    columns = columns or (32 if rows * padded <= FEW_MERGED_TOKENS else 64)
-    columns = min(columns, max(16, next_power_of_two(values)))
-    type_ = tl.float32 if out.dtype is torch.float32 else tl.bfloat16
-    _merge_values[(tiles, heads, -(-values // columns))](
-        partials, max_and_sum, partial_starts, query_start, weight, out, rows, capacity, weight.stride(0), heads, rank,
-        max(16, next_power_of_two(rank)), values, max_queries, padded, MERGED_TOKENS, columns, type_, pdl,
-        num_warps=8 if columns > 32 else 4, launch_pdl=pdl,
+    slots, heads, rank = merged.shape
+    assert merged.is_contiguous()
+    _merge_parts[(slots, heads)](
+        partials, max_and_sum, partial_starts, query_start, merged, capacity, heads, rank, next_power_of_two(rank),
+        max_queries, MERGED_PARTS, pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @jit
-def _multiply_tiles(
-    x: tensor, weight: tensor, out: tensor, tiles: tensor, query_start: tensor, context: tensor, weight_stride: tensor,
-    HEADS: constexpr, RANK: constexpr, RANK_PADDED: constexpr, VALUES: constexpr, TOKENS: constexpr, PARTS: constexpr,
-    COLUMNS: constexpr, TYPE: constexpr, PDL: constexpr,
+def _multiply_values(
+    x: tensor, weight: tensor, out: tensor, tiles: tensor, query_start: tensor, context: tensor, slots: tensor,
+    weight_stride: tensor, HEADS: constexpr, RANK: constexpr, RANK_PADDED: constexpr, VALUES: constexpr,
+    QUERIES: constexpr, TOKENS: constexpr, PARTS: constexpr, COLUMNS: constexpr, TILED: constexpr, TYPE: constexpr,
+    PDL: constexpr,
 ) -> None:  # fmt: skip
-    pdl_trigger_and_wait(PDL)
-    tile = tiles + tl.program_id(0) // PARTS * 2
-    request = tl.load(tile)
-    if request < 0:
-        return
-    if tl.load(context + request) == 0:
-        return
-    start = tl.load(query_start + request)
-    first = tl.load(tile + 1) + tl.program_id(0) % PARTS * TOKENS
-    count = tl.load(query_start + request + 1) - start
-    if first >= count:
-        return
     head = tl.program_id(1)
-    query = first + tl.arange(0, TOKENS)
     n, r = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK_PADDED)
-    at = ((start + query).to(tl.int64) * HEADS + head)[:, None]
-    is_query = (query < count)[:, None]
-    rows = tl.load(x + at * RANK + r[None, :], is_query & (r < RANK)[None, :], 0.0)
     inside = (n < VALUES)[:, None] & (r < RANK)[None, :]
     w = tl.load(weight + head.to(tl.int64) * weight_stride + n[:, None] * RANK + r[None, :], inside, 0.0)
-    y = tl.dot(rows.to(TYPE), tl.trans(w.to(TYPE)), input_precision="ieee")
-    tl.store(out + at * VALUES + n[None, :], y.to(out.dtype.element_ty), is_query & (n < VALUES)[None, :])
+    pdl_trigger_and_wait(PDL)  # the matrix is read before the preceding kernel ends
+    index = tl.arange(0, TOKENS)
+    if TILED:
+        tile = tiles + tl.program_id(0) // PARTS * 2
+        row = tl.maximum(tl.load(tile), 0)
+        query = tl.load(tile + 1) + tl.program_id(0) % PARTS * TOKENS + index
+        start = tl.load(query_start + row)
+        has_keys = (tl.load(tile) >= 0) & (tl.load(context + row) > 0)
+        is_query = has_keys & (query < tl.load(query_start + row + 1) - start)
+        source = start + query
+    else:
+        source = tl.program_id(0) * TOKENS + index
+        row, query = source // QUERIES, source % QUERIES
+        start = tl.load(query_start + row, source < slots, 0)
+        is_query = query < tl.load(query_start + row + 1, source < slots, 0) - start
+    if tl.max(is_query.to(tl.int32), 0) > 0:
+        at = (source.to(tl.int64) * HEADS + head)[:, None] * RANK + r[None, :]
+        rows = tl.load(x + at, is_query[:, None] & (r < RANK)[None, :], 0.0)
+        y = tl.dot(rows.to(TYPE), tl.trans(w.to(TYPE)), input_precision="ieee")
+        target = out + ((start + query).to(tl.int64) * HEADS + head)[:, None] * VALUES + n[None, :]
+        tl.store(target, y.to(out.dtype.element_ty), is_query[:, None] & (n < VALUES)[None, :])
 
 
-def multiply_tiles(
-    x: Tensor, layer: LatentLayer, out: Tensor, tiles: Tensor, metadata: AttentionMetadata, *, pdl: bool = False
+def multiply_values(
+    x: Tensor,
+    layer: LatentLayer,
+    out: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    tiles: Tensor | None = None,
+    max_queries: int = 1,
+    pdl: bool = False,
 ) -> None:
-    """Write the values of each head that belong to the mixed latents x [T, heads, rank] to `out` [T, heads * values].
+    """Write the values of each head that belong to the mixed latents x to `out` [T, heads * values].
 
-    `tiles` [n, 2] are (row, first query) of up to PREFILL_TILE_QUERIES tokens. Rows without cached keys are skipped.
+    Without `tiles`, x [rows * max_queries, heads, rank] has the queries of decode rows. With `tiles` [n, 2], which are
+    (row, first query) of up to PREFILL_TILE_QUERIES tokens, x is [T, heads, rank], and rows without cached keys are
+    skipped.
     """
     heads, values, rank = layer.attention.q_heads, layer.value_dim, layer.rank
-    weight = layer.products.values.weight
+    weight, count = layer.products.values.weight, len(x) if tiles is None else len(tiles)
     assert weight.stride()[1:] == (rank, 1) and out.is_contiguous() and x.is_contiguous()
-    if not len(tiles):
+    if not count:
         return
     exact = x.dtype is torch.float32
-    tokens = 16 if exact else TILE_TOKENS
-    columns = min(16 if exact else 64, max(16, next_power_of_two(values)))
+    tokens = 16 if exact or len(x) <= 16 else PRODUCT_TOKENS
+    columns = min(16 if exact else 32 if tokens == 16 else 64, max(16, next_power_of_two(values)))
     parts = PREFILL_TILE_QUERIES // tokens
-    _multiply_tiles[(len(tiles) * parts, heads, -(-values // columns))](
-        x, weight, out, tiles, metadata.query_start, metadata.context, weight.stride(0), heads, rank,
-        max(16, next_power_of_two(rank)), values, tokens, parts, columns, tl.float32 if exact else tl.bfloat16, pdl,
-        num_warps=4, launch_pdl=pdl,
+    programs = -(-count // tokens) if tiles is None else count * parts
+    _multiply_values[(programs, heads, -(-values // columns))](
+        x, weight, out, x if tiles is None else tiles, metadata.query_start, metadata.context, count, weight.stride(0),
+        heads, rank, max(16, next_power_of_two(rank)), values, max_queries, tokens, parts, columns, tiles is not None,
+        tl.float32 if exact else tl.bfloat16, pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
