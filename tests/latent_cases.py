@@ -16,7 +16,8 @@ from emberline.kernels.cuda.decode import DeviceWorkList
 from emberline.kernels.cuda.hopper_backend import HopperBackend
 from emberline.kernels.cuda.latent import latent_attention
 from emberline.kernels.cuda.prefill import make_tiles
-from emberline.kernels.latent_plan import LatentPlan, LatentScratch
+from emberline.kernels.latent_plan import ContextPass, LatentPlan, LatentScratch
+from emberline.kernels.latent_planner import split_context
 
 FP8 = torch.float8_e4m3fn
 EPS = 1e-6
@@ -97,13 +98,17 @@ class LatentCase:
         q = q.unflatten(1, (sizes.heads, size))
         return LatentCase(LatentInputs(q, kv, layer, keys.to(device), metadata), len(decode), dense)
 
-    def make_plan(self, *, max_queries: int = 1, sms: int = 4, is_captured: bool = False) -> AttentionPlan:
+    def make_plan(
+        self, *, max_queries: int = 1, sms: int = 4, is_captured: bool = False, has_passes: bool = False
+    ) -> AttentionPlan:
         """Return the plan that a LatentPlanner makes, for any device."""
         metadata, device, heads = self.inputs.metadata, self.inputs.q.device, self.inputs.layer.attention.q_heads
         counts, context = metadata.query_start.cpu().diff().numpy(), metadata.context.cpu().numpy()
         rows = self.decode_rows
         decode_tokens, chunks = int(counts[:rows].sum()), counts[rows:]
-        has_context = bool((context[rows:] > 0).any())
+        split = split_context(context, counts, rows, self.inputs.keys.shape[2], heads) if has_passes else ()
+        passes = tuple(ContextPass(*(torch.from_numpy(part).to(device) for part in one)) for one in split)
+        has_context = bool((context[rows:] > 0).any()) and not passes
         limit = torch.tensor([int(counts.sum()) if has_context else decode_tokens], dtype=torch.int32, device=device)
         tiles = shift_rows(make_tiles(chunks, context[rows:]), rows)
         tiles = pad_tiles(tiles, len(tiles) + 2 * is_captured)
@@ -112,7 +117,7 @@ class LatentCase:
         plan = AttentionPlan(
             rows,
             max_queries,
-            latent=LatentPlan(decode_tokens, has_context or is_captured, limit),
+            latent=LatentPlan(decode_tokens, has_context or is_captured, limit, passes),
             latent_scratch=LatentScratch(
                 torch.full((places * self.inputs.keys.shape[3],), torch.nan, device=device),
                 torch.full((places * 2,), torch.nan, device=device),
@@ -152,17 +157,17 @@ class LatentCase:
             outs.append(torch.einsum("hqk,hkv->qhv", weights, v).flatten(1))
         return torch.cat(outs)
 
-    def check(self, *, max_queries: int = 1, is_captured: bool = False, bound: float | None = None) -> None:
+    def check(self, *, max_queries: int = 1, is_captured: bool = False, has_passes: bool = False) -> None:
         dtype, keys, metadata = self.inputs.q.dtype, self.inputs.keys, self.inputs.metadata
         expected, before = self.compute_dense(), self.inputs.q.clone()
         ours = latent_attention(
             self.inputs,
-            self.make_plan(max_queries=max_queries, is_captured=is_captured),
+            self.make_plan(max_queries=max_queries, is_captured=is_captured, has_passes=has_passes),
             None,
             lambda x, layer: x @ layer.weight.data.T,
             pdl=expected.is_cuda,
         )
-        bound = bound or (1e-5 if dtype is torch.float32 else 0.03)
+        bound = 1e-5 if dtype is torch.float32 else 0.03
         error = (ours.double() - expected).abs() / expected.abs().max()
         assert error.isfinite().all() and error.max() < bound, f"error {float(error.max()):.2e}"
         plain = self.inputs.layer.plain_dim

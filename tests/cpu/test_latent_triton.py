@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
 from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
 
+from emberline.kernels import worklist
 from emberline.kernels.cuda.latent import latent_attention
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -50,14 +51,20 @@ def test_latents_in_the_interpreter(
     case.check(max_queries=queries, is_captured=bool(decode))
 
 
+@interpreted
+def test_passes_over_cached_tokens_in_the_interpreter(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    torch.manual_seed(0)
+    monkeypatch.setattr(worklist, "MAX_EXPANDED_HEADS", 2 * 16 * 6)  # two blocks in each pass
+    case = LatentCase.make(TINY, [(20, 1)], [(37, 3), (0, 2), (16, 4), (3, 1)], F32, F32, CPU, block=16)
+    assert len(case.make_plan(has_passes=True).latent.context_passes) == 3
+    case.check(has_passes=True)
+
+
 @compiled
-@pytest.mark.parametrize(("dtype", "cache"), [(BF16, BF16), (BF16, FP8)])
-def test_latent_kernels_compile(
-    compiled_kernels: list[Any],  # noqa: F811
-    dtype: torch.dtype,
-    cache: torch.dtype,
-) -> None:
-    case = LatentCase.make(LITE, [(63, 1)], [(64, 2)], dtype, cache, CPU)
-    latent_attention(case.inputs, case.make_plan(), None, lambda x, layer: x @ layer.weight.data.T)
-    assert len(compiled_kernels) == 7
-    assert sum("mma" in kernel.asm["ptx"] for kernel in compiled_kernels) == 6, "all but the merge of parts"
+def test_latent_kernels_compile(compiled_kernels: list[Any]) -> None:  # noqa: F811
+    case = LatentCase.make(LITE, [(63, 1)], [(64, 2)], BF16, BF16, CPU)
+    for has_passes in (False, True):
+        plan = case.make_plan(has_passes=has_passes)
+        latent_attention(case.inputs, plan, None, lambda x, layer: x.new_empty(len(x), layer.weight.n))
+    assert len(compiled_kernels) == 14
+    assert sum("mma" in kernel.asm["ptx"] for kernel in compiled_kernels) == 11, "all but merges and copies"

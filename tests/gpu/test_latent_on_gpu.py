@@ -17,7 +17,7 @@ from torch import Tensor
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.drafter.target import TargetStates
-from emberline.kernels import ops
+from emberline.kernels import ops, worklist
 from emberline.models.loader import load_decoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -58,6 +58,13 @@ def test_rows_of_two_queries(heads: int) -> None:
 def test_chunks(heads: int, chunks: list[tuple[int, int]], is_captured: bool, cache: torch.dtype) -> None:
     case = LatentCase.make(LITE._replace(heads=heads), [(500, 1), (3, 1)], chunks, BF16, cache, "cuda")
     case.check(is_captured=is_captured)
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+def test_passes_over_cached_tokens(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worklist, "MAX_EXPANDED_HEADS", 16 * 64 * 10)
+    chunks = [(1000, 300), (0, 5), (64, 20), (700, 1)]
+    LatentCase.make(LITE, [(500, 1)], chunks, BF16, cache, "cuda").check(has_passes=True)
 
 
 @pytest.mark.parametrize("sizes", [TINY, Sizes(5, 40, 16, 100, 24)])

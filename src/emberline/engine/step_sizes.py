@@ -16,6 +16,7 @@ UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed ma
 
 MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
 MAX_SMS = 132  # multiprocessors of a GPU that runs latent attention
+EXPANDED_HEAD_BYTES = 640  # key and value of a head, and a share of the latent
 F32_BYTES = 4
 
 
@@ -59,7 +60,8 @@ class StepSizes:
             return running * MAX_KEY_PARTS * self.heads * (self.output_dim + 2) * F32_BYTES
         queries = min(max_new_tokens, worklist.max_latent_queries(self.heads))
         places = worklist.max_latent_places(max_step_rows(running), self.heads, MAX_SMS)
-        return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES
+        expanded = worklist.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES  # of cached tokens, with their latents
+        return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES + expanded
 
 
 def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:

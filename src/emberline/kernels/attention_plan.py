@@ -10,7 +10,7 @@ empty, because the CPU kernels split the work themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -154,6 +154,10 @@ class AttentionPlanner:
     def has_static_shapes(self) -> bool:
         """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require."""
         return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
+
+    def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""
+        return self.has_static_shapes and self.can_widen_blocks(before + new for before, new in chunks)
 
     def can_widen_blocks(self, lengths: Iterable[int]) -> bool:
         """Return whether bf16 copies of all KV blocks of sequences with these lengths fit into the buffers.

@@ -1,13 +1,14 @@
 """LatentPlanner: how the latent attention of one forward pass is split into work for a GPU.
 
 Decode rows attend on the latents, and their keys are split into work items, as other attention does. Chunks of prompts
-attend to their own tokens with the keys and values of each head, in tiles of queries, and to the keys before the chunk
-on the latents. So queries of latents are needed for decode rows, and for chunks only if a chunk has keys before it.
+attend to their own tokens with the keys and values of each head, in tiles of queries. To the keys before the chunk they
+attend on the latents in a captured step, whose number of such keys is not known when it is captured, and if there are
+few new tokens. Otherwise keys and values of each head are computed for these too, in passes of bounded memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,13 +24,15 @@ from emberline.kernels.attention_plan import (
     pad_tiles,
     shift_rows,
 )
-from emberline.kernels.latent_plan import LatentPlan, LatentScratch
+from emberline.kernels.latent_plan import ContextPass, LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
 
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode
 
 CTAS_PER_SM = 2  # programs that an SM computes at the same time
+MIN_EXPANDING_TOKENS = 256  # new tokens from which computing keys and values of cached tokens is faster
+MAX_CAPTURED_PAIRS = 3 << 20  # pairs (new token, key before it) up to which a captured step is faster
 MERGE_COST = 0.1  # time of merging one more part of a row, in tiles of keys
 
 
@@ -62,6 +65,10 @@ class LatentPlanner(AttentionPlanner):
                 torch.empty(results * heads[2], device=keys.device), torch.empty(results * 2, device=keys.device)
             )
 
+    def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a captured step is faster; its chunks attend to keys before them on the latents."""
+        return sum(before * new for before, new in chunks) <= MAX_CAPTURED_PAIRS
+
     def limit_queries(self, max_queries: int) -> int:
         return max_queries
 
@@ -88,8 +95,18 @@ class LatentPlanner(AttentionPlanner):
         decode_tokens = max(decode_rows, int(new_token_counts[:decode_rows].sum()))
         chunks = new_token_counts[decode_rows:]
         has_context = bool((context[decode_rows:][chunks > 0] > 0).any())
-        limit = decode_tokens + int(chunks.sum()) if has_context else decode_tokens
-        latent = LatentPlan(decode_tokens, has_context or min_tiles > 0, to_device(np.array([limit], np.int32)))
+        passes: tuple[ContextPass, ...] = ()
+        if not min_tiles and int(chunks[context[decode_rows:] > 0].sum()) >= MIN_EXPANDING_TOKENS:
+            passes = tuple(
+                ContextPass(to_device(sources), to_device(ranges))
+                for sources, ranges in split_context(
+                    context, new_token_counts, decode_rows, self._block, self._heads[0]
+                )
+            )
+        on_latents = has_context and not passes
+        limit = decode_tokens + int(chunks.sum()) if on_latents else decode_tokens
+        limit_on_device = to_device(np.array([limit], np.int32))
+        latent = LatentPlan(decode_tokens, on_latents or min_tiles > 0, limit_on_device, passes)
         plan = replace(plan, latent=latent, latent_scratch=self._latent_scratch)
         if len(chunks):
             from emberline.kernels.cuda import prefill
@@ -129,3 +146,22 @@ class LatentPlanner(AttentionPlanner):
 
     def _item_capacity(self, rows: int) -> int:
         return worklist.max_latent_items(rows, self._heads[0], self._sms)
+
+
+def split_context(
+    context: np.ndarray, new_token_counts: np.ndarray, first_row: int, block_size: int, heads: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield sources and ranges of each ContextPass, which cover all keys before the tokens of rows from `first_row`."""
+    max_blocks = max(1, worklist.MAX_EXPANDED_HEADS // (heads * block_size))
+    keys = context * ((np.arange(len(context)) >= first_row) & (new_token_counts > 0))
+    blocks = -(-keys // block_size)
+    row = np.repeat(np.arange(len(keys)), blocks)
+    index = np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    for begin in range(0, len(row), max_blocks):
+        rows, indexes = row[begin : begin + max_blocks], index[begin : begin + max_blocks]
+        ranges = np.zeros((len(keys), 3), np.int32)
+        used, first, counts = np.unique(rows, return_index=True, return_counts=True)
+        ranges[used, 0] = first * block_size
+        ranges[used, 1] = np.minimum(counts * block_size, keys[used] - indexes[first] * block_size)
+        ranges[used, 2] = indexes[first] > 0
+        yield np.stack([rows, indexes], axis=1).astype(np.int32), ranges

@@ -3,7 +3,8 @@
 A step without chunks of prompts runs four kernels: `project`, the attention of parts of the keys, the merge of the
 parts, and the product that gives values. Chunks attend to their own tokens with the keys and values of each
 head, which takes a third of the operations of attention on latents. To tokens before the chunk they attend on the
-latents; that result is the state with which the sums of the chunk begin.
+latents, or in the same way, a bounded number of keys at a time, if that is faster. The result is the state with which
+the sums of the chunk begin.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from emberline.kernels.arguments import LatentInputs, LinearLayer
 from emberline.kernels.attention_plan import AttentionPlan
-from emberline.kernels.triton.expanded_attention import attend_expanded
+from emberline.kernels.latent_plan import ContextPass
+from emberline.kernels.triton.expanded_attention import attend_expanded, gather_latents
 from emberline.kernels.triton.latent_attention import attend_context, decode_latents
 from emberline.kernels.triton.latent_projection import merge_parts, multiply_values, project
 
@@ -48,16 +50,43 @@ def latent_attention(
         return out[:0]
     if tiles is not None and fresh is not None:
         assert layer.products.expansion is not None
-        expanded = linear(fresh[0], layer.products.expansion)
-        log_sums = None
+        has_state = latent.has_context or latent.context_passes
+        log_sums = q.new_empty(tokens, heads, dtype=torch.float32) if has_state else None
+        for context_pass in latent.context_passes:
+            assert log_sums is not None
+            _attend_expanded_context(inputs, context_pass, tiles, out, log_sums, linear, pdl=pdl)
         if latent.has_context:
-            mixed, log_sums = torch.empty_like(queries), q.new_empty(tokens, heads, dtype=torch.float32)
+            assert log_sums is not None
+            mixed = torch.empty_like(queries)
             attend_context(q, queries, layer, keys, metadata, tiles, mixed, log_sums, pdl=pdl)
             multiply_values(mixed, layer, out, metadata, tiles=tiles, pdl=pdl)
+        expanded = linear(fresh[0], layer.products.expansion)
         attend_expanded(q, expanded, fresh[1], layer, metadata, tiles, out, log_sums=log_sums, pdl=pdl)
     if plan.decode_work is not None:
         _attend_decode_rows(inputs, queries, plan, out, pdl=pdl)
     return out if rows is None else out[rows]
+
+
+def _attend_expanded_context(
+    inputs: LatentInputs,
+    context_pass: ContextPass,
+    tiles: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    linear: Callable[[Tensor, LinearLayer], Tensor],
+    *,
+    pdl: bool,
+) -> None:
+    """Add the attention of chunks to the cached keys of a pass to the state in `out` and `log_sums`."""
+    q, _, layer, keys, metadata = inputs
+    assert layer.products.expansion is not None
+    count = len(context_pass.sources) * keys.shape[2]
+    latents, rotary_keys = q.new_empty(count, layer.rank), q.new_empty(count, layer.rotary_dim)
+    gather_latents(keys, metadata.block_tables, context_pass.sources, latents, rotary_keys, pdl=pdl)
+    expanded = linear(latents, layer.products.expansion)
+    attend_expanded(
+        q, expanded, rotary_keys, layer, metadata, tiles, out, log_sums=log_sums, ranges=context_pass.ranges, pdl=pdl
+    )
 
 
 def _attend_decode_rows(inputs: LatentInputs, queries: Tensor, plan: AttentionPlan, out: Tensor, *, pdl: bool) -> None:
