@@ -114,3 +114,7 @@ def _random_matrix(n: int, k: int) -> Tensor:
 
 def _to_gpu(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array).cuda()
+
+
+if __name__ == "__main__":
+    measure(BenchReport("latent"))
