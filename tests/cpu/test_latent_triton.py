@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding, 
 
 from emberline.kernels import worklist
 from emberline.kernels.cuda.latent import latent_attention
+from emberline.kernels.latent_planner import split_context
 
 BF16, F32 = torch.bfloat16, torch.float32
 DECODE, CHUNKS = [(0, 1), (70, 1), (130, 1)], [(0, 5), (33, 3)]
@@ -68,3 +70,20 @@ def test_latent_kernels_compile(compiled_kernels: list[Any]) -> None:  # noqa: F
         latent_attention(case.inputs, plan, None, lambda x, layer: x.new_empty(len(x), layer.weight.n))
     assert len(compiled_kernels) == 14
     assert sum("mma" in kernel.asm["ptx"] for kernel in compiled_kernels) == 11, "all but merges and copies"
+
+
+def test_passes_cover_all_cached_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    for blocks in (1, 3, 100):
+        monkeypatch.setattr(worklist, "MAX_EXPANDED_HEADS", blocks * 64 * 16)
+        context, counts = random.integers(0, 400, 9), random.integers(0, 3, 9)
+        covered: list[list[int]] = [[] for _ in context]
+        for sources, ranges in split_context(context, counts, 2, 64, 16):
+            assert len(sources) <= blocks
+            for row, (first, number, has_state) in enumerate(ranges.tolist()):
+                assert bool(has_state) == bool(covered[row]) or not number
+                at = np.arange(first, first + number)
+                assert (sources[at // 64, 0] == row).all()
+                covered[row] += (sources[at // 64, 1] * 64 + at % 64).tolist()
+        used = (np.arange(9) >= 2) & (counts > 0)
+        assert covered == [list(range(n if is_used else 0)) for n, is_used in zip(context, used, strict=True)]
