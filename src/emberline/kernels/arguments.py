@@ -66,7 +66,7 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadWeights:
+class PerHeadWeights:
     """A matrix [n, k] for each head of a layer."""
 
     weight: Tensor  # on a GPU: [heads, n, k], maybe a view of a tensor with another order; else without elements
@@ -77,8 +77,8 @@ class HeadWeights:
 class LatentProducts:
     """The matrices that give keys and values of each head from latents, in the forms that attention uses."""
 
-    keys: HeadWeights  # [heads, rank, plain]: from queries of keys to queries of latents
-    values: HeadWeights  # [heads, values, rank]: from latents to values
+    keys: PerHeadWeights  # [heads, rank, plain]: from queries of keys to queries of latents
+    values: PerHeadWeights  # [heads, values, rank]: from latents to values
     expansion: LinearLayer | None = None  # on a GPU: from latents to the keys and values of all heads
 
 

@@ -14,11 +14,11 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
-    HeadWeights,
     LatentInputs,
     LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
@@ -110,7 +110,7 @@ class OpBackend(ABC):
         """Return the products of a matrix [heads * (plain + values), rank]: rows of keys, then of values, by head."""
 
     @abstractmethod
-    def linear_by_head(self, x: Tensor, weights: HeadWeights, out: Tensor) -> Tensor:
+    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
         """Write x[:, h] @ W[h]^T of each head h into out [T, heads, n] and return it; x is [T, heads, k]."""
 
     def latent_attention(

@@ -13,12 +13,12 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
-    HeadWeights,
     LatentInputs,
     LatentLayer,
     LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
@@ -46,7 +46,6 @@ __all__ = [
     "AttentionPlanner",
     "DenseLayer",
     "DenseStack",
-    "HeadWeights",
     "LatentInputs",
     "LatentLayer",
     "LatentPlanner",
@@ -55,6 +54,7 @@ __all__ = [
     "LogProbs",
     "Mixture",
     "PackedWeight",
+    "PerHeadWeights",
     "PositionShift",
     "ReferenceBackend",
     "SamplingTensors",
@@ -179,7 +179,7 @@ def pack_latent_products(matrix: Tensor, heads: int, plain_dim: int) -> LatentPr
     return backend_of(matrix).pack_latent_products(matrix, heads, plain_dim)
 
 
-def linear_by_head(x: Tensor, weights: HeadWeights, out: Tensor) -> Tensor:
+def linear_by_head(x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
     """Write x[:, h] @ W[h]^T of each head h into out [T, heads, n] and return it; x is [T, heads, k]."""
     return backend_of(x).linear_by_head(x, weights, out)
 

@@ -20,10 +20,10 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
-    HeadWeights,
     LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
@@ -137,9 +137,9 @@ class ReferenceBackend(OpBackend):
         keys = tuple(self.pack_linear(pair[:plain_dim].T.contiguous()) for pair in pairs)
         values = tuple(self.pack_linear(pair[plain_dim:].contiguous()) for pair in pairs)
         empty = matrix.new_empty(0)
-        return LatentProducts(HeadWeights(empty, keys), HeadWeights(empty, values))
+        return LatentProducts(PerHeadWeights(empty, keys), PerHeadWeights(empty, values))
 
-    def linear_by_head(self, x: Tensor, weights: HeadWeights, out: Tensor) -> Tensor:
+    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
         for head, weight in enumerate(weights.packed):
             out[:, head] = self.linear(x[:, head].contiguous(), LinearLayer(weight), LinearOutput())
         return out

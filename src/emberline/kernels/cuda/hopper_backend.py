@@ -25,11 +25,11 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
-    HeadWeights,
     LatentInputs,
     LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
@@ -173,9 +173,9 @@ class HopperBackend(OpBackend):
         (n, k), pairs = matrix.shape, matrix.view(heads, -1, matrix.shape[1])
         keys, values = pairs[:, :plain_dim].transpose(1, 2), pairs[:, plain_dim:]
         whole = PackedWeight(matrix, n, k, matrix.dtype, WeightLayout.ROWS, ptr=matrix.data_ptr())
-        return LatentProducts(HeadWeights(keys), HeadWeights(values), LinearLayer(whole))
+        return LatentProducts(PerHeadWeights(keys), PerHeadWeights(values), LinearLayer(whole))
 
-    def linear_by_head(self, x: Tensor, weights: HeadWeights, out: Tensor) -> Tensor:
+    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
         return out.copy_(torch.bmm(x.transpose(0, 1), weights.weight.transpose(1, 2)).transpose(0, 1))
 
     def latent_attention(
