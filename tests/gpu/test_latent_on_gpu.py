@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from draft_oracle import DraftOracle
 from engine_runs import run_engine
 from gpu_settings import gpu_config
 from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
@@ -17,6 +18,7 @@ from torch import Tensor
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.drafter.target import TargetStates
+from emberline.engine.speculation.drafter import Drafter
 from emberline.kernels import ops, worklist
 from emberline.models.loader import load_decoder
 
@@ -127,6 +129,20 @@ def test_engine_generates_the_tokens_of_a_cpu(name: str, tmp_path: Path, referen
     for i, prompt in enumerate(prompts):
         tokens = ours[f"r{i}"]
         assert compute_logits(directory, prompt, tokens).argmax(-1).tolist() == tokens
+
+
+def test_drafts_do_not_change_tokens(tmp_path: Path) -> None:
+    from emberline.engine.gpu.boot import boot_from_checkpoint
+
+    directory, prompts = write_deepseek(tmp_path, "v2", max_position_embeddings=512), make_prompts(3, 130, 64)
+    settings = {"max_running": 8, "max_batch_tokens": 256, "max_context": 512, "kv_tokens": 8192}
+    plain = boot_from_checkpoint(directory, gpu_config(**settings), dtype=F32).engine
+    expected = run_engine(plain, submissions(prompts, max_tokens=30))
+    engine = boot_from_checkpoint(directory, gpu_config(**settings, speculate="ngram", max_draft=4), dtype=F32).engine
+    oracle = DraftOracle({(name, 0): tokens for name, tokens in expected.items()}, (True, True, False), 131)
+    engine.scheduler.drafter = Drafter([oracle], 4, max_rows=8, adaptive=False)
+    assert run_engine(engine, submissions(prompts, max_tokens=30), steps_between=1) == expected
+    assert engine.scheduler.drafter.accepted_tokens > 20
 
 
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("auto", 0.1), ("float8", 0.4)])
