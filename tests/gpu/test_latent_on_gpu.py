@@ -36,8 +36,7 @@ def seed() -> None:
 DECODE = [(0, 1), (63, 1), (64, 1), (640, 1), (3000, 1)]
 
 
-@pytest.mark.parametrize("cache", [BF16, FP8])
-@pytest.mark.parametrize("heads", [16, 20, 32, 128])
+@pytest.mark.parametrize(("heads", "cache"), [(16, BF16), (16, FP8), (20, BF16), (128, BF16), (128, FP8)])
 def test_decode(heads: int, cache: torch.dtype) -> None:
     LatentCase.make(LITE._replace(heads=heads), DECODE, [], BF16, cache, "cuda").check()
 
@@ -53,10 +52,9 @@ def test_rows_of_two_queries(heads: int) -> None:
     LatentCase.make(LITE._replace(heads=heads), decode, [], BF16, BF16, "cuda").check(max_queries=2)
 
 
-@pytest.mark.parametrize("cache", [BF16, FP8])
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("chunks", [[(0, 300)], [(0, 128), (0, 1), (0, 33)], [(700, 130), (0, 5), (64, 2)]])
-@pytest.mark.parametrize("heads", [16, 20])
+@pytest.mark.parametrize(("heads", "cache"), [(16, BF16), (16, FP8), (20, BF16)])
 def test_chunks(heads: int, chunks: list[tuple[int, int]], is_captured: bool, cache: torch.dtype) -> None:
     case = LatentCase.make(LITE._replace(heads=heads), [(500, 1), (3, 1)], chunks, BF16, cache, "cuda")
     case.check(is_captured=is_captured)
@@ -69,8 +67,15 @@ def test_passes_over_cached_tokens(cache: torch.dtype, monkeypatch: pytest.Monke
     LatentCase.make(LITE, [(500, 1)], chunks, BF16, cache, "cuda").check(has_passes=True)
 
 
-@pytest.mark.parametrize("sizes", [TINY, Sizes(5, 40, 16, 100, 24)])
-@pytest.mark.parametrize(("dtype", "cache"), [(F32, F32), (F32, BF16), (BF16, BF16)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "cache"),
+    [
+        (TINY, F32, F32),
+        (TINY, BF16, BF16),
+        (Sizes(5, 40, 16, 100, 24), F32, BF16),
+        (Sizes(5, 40, 16, 100, 24), BF16, BF16),
+    ],
+)
 def test_odd_sizes(sizes: Sizes, dtype: torch.dtype, cache: torch.dtype) -> None:
     case = LatentCase.make(sizes, [(70, 1), (5, 1)], [(0, 40), (33, 9)], dtype, cache, "cuda", block=16)
     case.check(is_captured=True)
@@ -145,9 +150,11 @@ def test_drafts_do_not_change_tokens(tmp_path: Path) -> None:
     assert engine.scheduler.drafter.accepted_tokens > 20
 
 
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("auto", 0.1), ("float8", 0.4)])
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("auto", 0.2), ("float8", 0.8)])
 def test_engine_with_sizes_of_a_real_model(kv_dtype: str, bound: float, tmp_path: Path, reference: None) -> None:
-    """bfloat16 logits behind chunked prompts are near those of the CPU. A tiny model is sensitive to rounding."""
+    """Log-probabilities in bfloat16 behind chunked prompts are near those of the CPU.
+
+    A tiny model is sensitive to rounding: transformers in bfloat16 is off by 0.07; wrong attention is off by 2."""
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     directory = write_deepseek(tmp_path, "v2-lite", dtype=BF16, **SMALL_LITE)
